@@ -1,0 +1,132 @@
+"""
+The config block of a script is its schema; config files and the command line override it.
+
+    learning_rate = 1e-6  # peak, reached after the warm-up
+    config = configure(globals())  # directly under the block
+
+    torchrun --nproc_per_node=8 train_grpo.py config/tiny.py --learning_rate=2e-6 --strict
+
+The idea is nanoGPT's. What differs: a name that is not in the block is an error, in a file too; a value has the type
+of its default; defaults < files in their order < flags, in whatever order they are typed; and the result, as written
+by `config_source`, is itself a config file. A mistake ends in one line and status 2, never in a traceback.
+"""
+
+import os
+import re
+import sys
+import time
+from ast import literal_eval
+from difflib import get_close_matches
+from pathlib import Path
+from traceback import walk_tb
+
+WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string", tuple: "a tuple"}
+ORIGINS = {}  # key -> the config file or "command line" that last set it, filled by configure
+
+
+def fail(message, status=2):
+    """Ends this process with one line on stderr, whatever its rank."""
+    print("error:", " ".join(message.splitlines()), file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def require(condition, message):
+    """Ends the run with one line unless `condition`. Only for checks that come out the same on every rank."""
+    if not condition and os.environ.get("RANK", "0") != "0":
+        # torchrun kills all ranks as soon as one has exited. The line is rank 0's to print, and it may be a few
+        # seconds behind (still importing torch): so the others wait, and are usually killed while they do.
+        time.sleep(5)
+        sys.exit(2)
+    if not condition:
+        fail(message)
+
+
+def configure(namespace, argv=None):
+    """
+    Overrides the config block in `namespace` (a script's globals()) from `argv`, in place; returns {key: value} in the
+    block's order. Keys are the lower-case names with an int, float, bool, str or tuple value: so call it before any
+    other such name is bound. In a config file, too, a name that is no key starts with an underscore.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    script = Path(namespace.get("__file__", ""))
+    defaults = {key: x for key, x in namespace.items() if key.islower() and key[0] != "_" and type(x) in WANTED}
+    if "--help" in argv or "-h" in argv:
+        if os.environ.get("RANK", "0") == "0":
+            print(_help(defaults, script))
+        sys.exit(0)
+
+    config = dict(defaults)
+    ORIGINS.clear()
+    for arg in sorted(argv, key=lambda arg: arg.startswith("--")):  # a stable sort: files, then flags, in their order
+        if is_flag := arg.startswith("--"):
+            key, equals, text = arg[2:].partition("=")
+            assigned = {key: text if equals else True}
+        else:
+            assigned = _run_file(arg, script.parent, defaults)
+        for key, value in assigned.items():
+            name, where = (f"--{key}", "") if is_flag else (key, f"{arg}: ")
+            guess = "".join(f"; did you mean {near}?" for near in get_close_matches(key, defaults, n=1))
+            require(key in defaults, f"{where}{name}: no such key{guess}  (--help lists all keys)")
+            kind = type(defaults[key])
+            try:
+                config[key] = _typed(value, kind, is_text=is_flag and value is not True)
+            except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError):  # literal_eval's
+                given = arg if is_flag else f"{where}{key}={value!r:.60}"
+                require(False, f"{given}: wants {WANTED[kind]}, as in {name}={defaults[key]!r}")
+            ORIGINS[key] = "command line" if is_flag else arg
+    namespace.update(config)
+    return config
+
+
+def config_source(config, origins=ORIGINS):
+    """`config` as the source of a config file that reruns the run; behind each override stands its origin."""
+    comments = {key: f"  # {origin}" for key, origin in origins.items()}
+    return "".join(f"{key} = {value!r}{comments.get(key, '')}\n" for key, value in config.items())
+
+
+def _typed(value, kind, is_text):
+    """`value` as a `kind`, or an exception. The text of a flag is read as a Python literal unless a str is wanted."""
+    if is_text and kind is not str:
+        value = literal_eval({"true": "True", "false": "False"}.get(value, value))
+    fits = isinstance(value, kind)
+    if kind in (int, float):  # 1 will do for a float and 1e3 for an int; True is no number, though Python thinks so
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and kind(value) == value
+    value = kind(value)
+    if not fits or literal_eval(repr(value)) != value:  # inf and nan, also in a tuple, have no literal to be saved as
+        raise ValueError
+    return value
+
+
+def _run_file(name, folder, defaults):
+    """{key: value} as assigned by a config file, found from the working directory or else from the script's folder."""
+    require(name.endswith(".py"), f"{name}: not a config file (.py); a flag is joined to its value: --key=value")
+    path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
+    require(path, f"{name}: no such config file, in {Path.cwd()} or in {folder.resolve()}")
+    scope = {"__file__": str(path)}
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), scope)
+    except Exception as error:  # the file's code may raise anything
+        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
+        line = lines[-1] if lines else getattr(error, "lineno", "?")  # a file with a syntax error never had a frame
+        require(False, f"{name}:{line}: {type(error).__name__}: {getattr(error, 'msg', error)}")
+    # what has a __name__ is a module, function or class: an import, unless it was put where a setting belongs
+    return {key: x for key, x in scope.items() if key in defaults or not (key[0] == "_" or hasattr(x, "__name__"))}
+
+
+def _help(defaults, script):
+    """Every key with its default and, out of the script's source, its comment and the comment lines above it."""
+    notes, above = {}, []
+    for line in script.read_text(encoding="utf-8").splitlines() if script.is_file() else ():
+        code, _, comment = line.partition("  # ")
+        key = code.partition("=")[0].strip()
+        if re.match(r"\s*(\w+ = )?configure\(", line):
+            break
+        if key in defaults:  # a function above the block may use the name as well: the last one counts
+            notes[key], above = (above, comment), []
+        elif line.strip():
+            above = [*above, line.strip()] if line.lstrip().startswith("#") else []
+    text = f"usage: {script.name} [config/file.py ...] [--key=value ...]\n"
+    for key, default in defaults.items():
+        above, comment = notes.get(key, ([], ""))
+        text += "".join(f"\n{line}" for line in above) + f"\n  {f'--{key}={default!r}':<36}  {comment}".rstrip()
+    return text

@@ -1,0 +1,334 @@
+"""
+The rollout side: a real SGLang engine started inside a torchrun rank; prompts in, scored groups of samples out.
+
+    RolloutEngine(...)             starts SGLang's scheduler as a child process, with our operators switched on in it
+    .join_weight_group / .load     take the trainers' weights, flush the prefix cache, remember the version
+    .rollout                       claims prompts, generates, scores, writes one file per prompt into the queue
+
+On a CPU SGLang needs four replacements, made in the child by `run_scheduler` (0.5.17 has no switch for them): a flag
+that keeps RoPE from importing vLLM, the noise hash (a Triton kernel there), its batch-invariant mode (Triton too), and
+the attention backend. Nothing here imports sglang before an engine is wanted: that takes ten seconds.
+"""
+
+import asyncio
+import functools
+import hashlib
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from datetime import datetime
+
+import torch
+
+import kernels
+from rewards import score
+from sync import RunError, claim, group_path, hidden_torchrun, write_group
+
+# ------------------------------------------------------------------------------------------------------------------
+# in the scheduler's process
+
+
+def murmur_hash32(seed, positions, columns):
+    """
+    MurmurHash3 (Appleby, 32 bits) of seed (B,) uint64, position (B,) and column (V,) -> (B, V) int64 in [0, 2^32):
+    bit for bit SGLang's Triton kernel, so that a CPU run draws the noise a GPU run would.
+    """
+    mask = 0xFFFFFFFF
+
+    def times(x, c):  # x * c mod 2^32 in two halves: the product of two 32-bit numbers overflows int64
+        return (x * (c & 0xFFFF) + (((x * (c >> 16)) & 0xFFFF) << 16)) & mask
+
+    def rotate(x, r):
+        return ((x << r) | (x >> (32 - r))) & mask
+
+    def mix(h, k):
+        h = rotate(h ^ times(rotate(times(k, 0xCC9E2D51), 15), 0x1B873593), 13)
+        return (h * 5 + 0xE6546B64) & mask
+
+    seed = seed.view(torch.int64)
+    h = mix(torch.zeros_like(seed), seed & mask)
+    h = mix(mix(h, (seed >> 32) & mask), positions.long() & mask)
+    h = mix(h[:, None], columns.long()[None] & mask) ^ 16  # 16 bytes hashed
+    h = times(h ^ (h >> 16), 0x85EBCA6B)
+    h = times(h ^ (h >> 13), 0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def install_on_cpu(batch_invariant):
+    """Makes SGLang run on a CPU in this process, with the trainer's operators unless told not to."""
+    import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    import sglang.srt.layers.rotary_embedding.base as rotary_embedding
+    import sglang.srt.layers.sampler as sampler
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
+
+    class BatchInvariantAttention(TorchNativeAttnBackend):
+        """Our attention over SGLang's paged cache: one plan per forward, prefill and decode alike."""
+
+        def init_forward_metadata(self, batch):
+            super().init_forward_metadata(batch)
+            q_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
+            table = self.req_to_token_pool.req_to_token
+            self.plan = kernels.paged_plan(q_lens, batch.seq_lens, table, batch.req_pool_indices)
+
+        def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True):
+            pool = self.token_to_kv_pool
+            if save_kv_cache:
+                pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+            keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+            x = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            return kernels.attention(x, keys, values, self.plan, layer.scaling).view(q.shape)
+
+        forward_decode = forward_extend
+
+    rotary_embedding._is_cpu = True
+    sampler.murmur_hash32 = murmur_hash32
+    batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant if batch_invariant else lambda: None
+    if batch_invariant:
+        # under the name of the backend it stands for: SGLang decides by the name how the cache is laid out
+        register_attention_backend("torch_native")(BatchInvariantAttention)
+
+
+def allow_deterministic_backend():
+    """Deterministic mode takes known backends only and switches the radix cache off for others; in both processes."""
+    from sglang.srt import server_args
+
+    server_args.add_deterministic_attention_backend_choices(["torch_native"])
+    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
+def run_scheduler(device, threads, batch_invariant, *args, **kwargs):
+    """SGLang's scheduler process, with our operators; the engine's `run_scheduler_process_func`."""
+    if device == "cpu":
+        torch.set_num_threads(threads)
+        allow_deterministic_backend()
+        install_on_cpu(batch_invariant)
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    run_scheduler_process(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# in the rollout rank
+
+
+@contextmanager
+def output_to(path):
+    """Sends this process's and its new children's stdout and stderr to the file: SGLang starts noisily."""
+    sys.stdout.flush(), sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with open(path, "a") as log:
+        os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        for fd, old in zip((1, 2), kept):
+            os.dup2(old, fd)
+            os.close(old)
+
+
+def sampling_seed(*key):
+    """64 bits, signed, of (run seed, stream, step, prompt, sample, turn): each sample its own, whoever draws it."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
+
+
+class RolloutEngine:
+    """
+    One SGLang engine. `config` has the keys of train_grpo.py's block. Raises RunError when the engine dies while it
+    is asked for something, or says nothing for `engine_timeout` seconds; a death at another moment ends the process
+    with one line.
+    """
+
+    def __init__(self, index, model_path, config, device, dtype, log, gpu=0):
+        self.index, self.config, self.log, self.version = index, config, log, None
+        self.name = f"engine {index}"
+        started = time.monotonic()
+        print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
+        try:
+            with hidden_torchrun(), output_to(log):
+                self.sglang = self._start(model_path, device, dtype, gpu)
+        except Exception as e:
+            raise RunError(f"{self.name}: SGLang did not start: {e} (see {log})")
+        self.loop, self.manager = self.sglang.loop, self.sglang.tokenizer_manager
+        print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
+
+    def _start(self, model_path, device, dtype, gpu):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if device == "cpu":
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
+        from sglang.srt.entrypoints.engine import Engine
+
+        config = self.config
+
+        class EngineInRank(Engine):
+            run_scheduler_process_func = functools.partial(
+                run_scheduler, device, torch.get_num_threads(), config["batch_invariant"]
+            )
+
+            @classmethod
+            def _launch_detokenizer_subprocesses(cls, *args, **kwargs):
+                return [], []  # tokens in, tokens out: the process would only import SGLang once more and wait
+
+        tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
+        samples = config["prompts_per_step"] * config["group_size"]
+        args = dict(
+            model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
+            skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
+            context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu,
+            disable_radix_cache=not config["radix_cache"],
+            max_total_tokens=config["engine_kv_tokens"] or None,
+            max_running_requests=config["engine_max_running"] or None,
+            chunked_prefill_size=config["engine_prefill_chunk"] or None,
+            custom_sigquit_handler=self._died,
+        )  # fmt: skip
+        if device == "cpu":
+            allow_deterministic_backend()
+            args |= dict(attention_backend="torch_native", disable_cuda_graph=True, disable_overlap_schedule=True)
+            args["max_total_tokens"] = config["engine_kv_tokens"] or samples * (tokens + 1)
+            args["max_running_requests"] = config["engine_max_running"] or samples
+        else:
+            args |= dict(attention_backend="triton", mem_fraction_static=config["engine_memory"])
+            args["disable_cuda_graph"] = not config["cuda_graphs"]
+        return EngineInRank(**args)
+
+    def _died(self, *_):
+        """SGLang's watchdog and its failing children send SIGQUIT."""
+        print(f"error: {self.name}: the SGLang process died; see {self.log}", file=sys.stderr, flush=True)
+        self.kill()
+        os._exit(1)
+
+    def kill(self):
+        """Ends the engine's processes, also stopped ones, at once."""
+        for pid in self.sglang.get_all_child_pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def close(self):
+        with output_to(self.log):
+            self.sglang.shutdown()
+
+    def _call(self, request, doing):
+        """Runs one of SGLang's coroutines to its end; RunError after `engine_timeout` seconds of silence."""
+        timeout = self.config["engine_timeout"]
+        try:
+            return self.loop.run_until_complete(asyncio.wait_for(request, timeout))
+        except TimeoutError:
+            raise RunError(f"{self.name}: silent for {timeout:g} s while {doing}; see {self.log}")
+
+    # ---- weights
+
+    def join_weight_group(self, host, port, name, backend):
+        """Enters the group in which trainer rank 0 broadcasts; returns when both are in it."""
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+        self.group = name
+        request = InitWeightsUpdateGroupReqInput(
+            master_address=host, master_port=port, rank_offset=1, world_size=2, group_name=name, backend=backend
+        )
+        ok, message = self._call(self.manager.init_weights_update_group(request), "joining the weight group")
+        if not ok:
+            raise RunError(f"{self.name}: could not join the weight group: {message}")
+        # with its first call SGLang has taken the signals over, to drain requests: torchrun's SIGTERM is to end us
+        # (the kernel then ends the scheduler), and a dead scheduler gets our one line
+        for s in (signal.SIGTERM, signal.SIGQUIT):
+            self.loop.remove_signal_handler(s)
+        signal.signal(signal.SIGQUIT, self._died)
+
+    def load(self, bucket, dtype, version, last):
+        """Receives one bucket [(name, shape)] of weights; with the last one the engine holds `version`."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+        request = UpdateWeightsFromDistributedReqInput(
+            names=[name for name, _ in bucket], dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
+            shapes=[list(shape) for _, shape in bucket], group_name=self.group, load_format="flattened_bucket",
+            flush_cache=last, weight_version=str(version) if last else None,
+        )  # fmt: skip
+        # flush_cache: SGLang asserts that the flush worked; old keys under new weights would spoil every sample
+        ok, message = self._call(self.manager.update_weights_from_distributed(request), f"loading weights {version}")
+        if not ok:
+            raise RunError(f"{self.name}: did not load weights {version}: {message}")
+        self.version = version if last else None
+
+    # ---- samples
+
+    def rollout(self, folder, job):
+        """
+        Does prompts of this job until none is left unclaimed: writes their group files into `folder`.
+
+        job: stream ('rl' or 'eval'), step, rows (each with prompt, answer, prompt_tokens), samples per row,
+        temperature, reward (a function), decode (tokens -> text), stop_tokens, engines, run (the run's id).
+        """
+        self.loop.run_until_complete(self._rollout(folder, job))
+
+    async def _rollout(self, folder, job):
+        unclaimed = iter(range(len(job["rows"])))
+        one_at_a_time = asyncio.Lock()
+
+        async def worker():
+            for index in unclaimed:
+                if not group_path(folder, index).exists() and claim(folder, index):
+                    tensors, meta = await self._generate(index, job)
+                    async with one_at_a_time:  # user code is not asked to be thread-safe, nor to be quick
+                        await asyncio.to_thread(self._score, tensors, meta, index, job)
+                    write_group(folder, index, tensors, meta)
+
+        # each engine holds its share in flight; who is done first takes what is left
+        workers = [asyncio.create_task(worker()) for _ in range(-(-len(job["rows"]) // job["engines"]))]
+        timeout, started = self.config["engine_timeout"], time.time()
+        while workers:
+            done, workers = await asyncio.wait(workers, timeout=min(1, timeout / 4))
+            for task in done:
+                task.result()  # raises what the worker raised
+            # SGLang sends a sign of life every 50 tokens of the slowest sample
+            if workers and time.time() - max(started, self.manager.last_receive_tstamp) > timeout:
+                raise RunError(f"{self.name}: silent for {timeout:g} s in step {job['step']}; see {self.log}")
+
+    async def _generate(self, index, job):
+        """G samples of one prompt, as the tensors and the meta of a group file; packed, sample after sample."""
+        started, row, G = time.monotonic(), job["rows"][index], job["samples"]
+        seeds = [sampling_seed(self.config["seed"], job["stream"], job["step"], index, g, 0) for g in range(G)]
+        params = dict(
+            temperature=job["temperature"], max_new_tokens=self.config["max_new_tokens"],
+            stop_token_ids=job["stop_tokens"],
+        )  # fmt: skip
+        outputs = await self.sglang.async_generate(
+            input_ids=[row["prompt_tokens"]] * G,
+            sampling_params=[dict(params, sampling_seed=s) for s in seeds],
+            return_logprob=True,
+        )
+        tokens = [o["output_ids"] for o in outputs]
+        logprobs = [[lp for lp, _, _ in o["meta_info"]["output_token_logprobs"]] for o in outputs]
+        versions = [int(o["meta_info"]["weight_version"]) for o in outputs]
+        if set(versions) != {self.version}:
+            raise RunError(f"{self.name}: samples of weights {set(versions)}, expected {self.version}")
+        flat = [t for sample in tokens for t in sample]
+        tensors = dict(
+            prompt_tokens=torch.tensor(row["prompt_tokens"]),
+            lengths=torch.tensor([len(t) for t in tokens]),
+            tokens=torch.tensor(flat),
+            logprobs=torch.tensor([lp for sample in logprobs for lp in sample], dtype=torch.float32),
+            loss_mask=torch.ones(len(flat), dtype=torch.bool),  # one turn: every token is the model's own, EOS too
+            weight_version=torch.tensor([v for v, sample in zip(versions, tokens) for _ in sample]),
+            truncated=torch.tensor([o["meta_info"]["finish_reason"]["type"] == "length" for o in outputs]),
+            seeds=torch.tensor(seeds),
+        )
+        texts = [job["decode"](t) for t in tokens]
+        meta = dict(
+            run=job["run"], stream=job["stream"], step=job["step"], prompt=index, version=self.version,
+            prompt_text=row["prompt"], answer=row["answer"], responses=texts, engine=self.index,
+            time=datetime.now().isoformat(timespec="seconds"), seconds=time.monotonic() - started,
+        )  # fmt: skip
+        return tensors, meta
+
+    def _score(self, tensors, meta, index, job):
+        where = f"{job['stream']} step {job['step']}, prompt {index}, sample "
+        rewards = [
+            score(job["reward"], meta["prompt_text"], text, meta["answer"], where + str(g))
+            for g, text in enumerate(meta["responses"])
+        ]
+        tensors["rewards"] = torch.tensor(rewards, dtype=torch.float32)

@@ -1,0 +1,646 @@
+"""
+GRPO, top to bottom in the order it runs. One seed gives one curve, bit for bit.
+
+    python train_grpo.py config/tiny.py                                    # one process does both roles in turn
+    torchrun --nproc_per_node=2 train_grpo.py config/tiny.py               # one trainer, one engine
+    torchrun --nproc_per_node=8 train_grpo.py config/qwen3_8b.py --seed=2  # six trainers would not divide the leaves:
+                                                                           # that preset has 4 trainers and 4 engines
+What differs from the GRPO paper (Shao et al. 2024, arXiv:2402.03300):
+  1. no KL term by default and no reference model: the policy is compared with itself, and exactly (DAPO, Yu et al.
+     2025, arXiv:2503.14476, drops it too)
+  2. the loss is a mean over all loss tokens of the step, not over each sample first (DAPO, equation 8)
+  3. `clip_low` and `clip_high` are separate (DAPO, "clip-higher")
+  4. before each first update of a batch the trainer's log-probs are compared with the engine's, as bits
+
+Letters: P prompts per step, G samples per prompt, B = P * G samples, T tokens, N tokens of a packed leaf, M loss
+tokens of it, V vocabulary. A leaf is a fixed micro-batch of B / leaves samples.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+import types
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import kernels
+import sync
+from configurator import config_source, configure, fail, require
+from rewards import arithmetic, load_reward
+from rollout_server import RolloutEngine
+
+# ------------------------------------------------------------------------------------------------------------------
+# the run
+out_dir = "out/run"  # everything the run writes
+init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here
+seed = 1  # of the data order, the samples and a scratch model
+max_steps = 100  # RL steps
+device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
+threads = 0  # CPU threads per process; 0: the machine's cores. Changes no bit
+# who does what
+rollout_ranks = 1  # the last so many ranks host an engine each, the others train
+colocate = False  # every rank does both, one after the other (a single process always does)
+# the data
+dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file, or 'arithmetic': sums made here
+dataset_config = ""  # of a hub data set, such as 'main'
+split = "train"
+prompt_column = "prompt"
+answer_column = "answer"
+prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
+chat_template = False  # put the prompt through the tokenizer's chat template as a user's message
+max_prompt_tokens = 256  # longer prompts are dropped
+eval_split = ""  # of a hub data set; '': the last eval_size rows of a fixed shuffle are held out
+eval_size = 256  # held-out prompts; 0: no evaluation
+eval_every = 0  # steps; 0: before the first and after the last
+eval_temperature = 1.0  # 0: greedy
+# the rollout
+prompts_per_step = 8  # P
+group_size = 8  # G
+max_new_tokens = 256
+temperature = 1.0
+reward = "numeric"  # numeric, exact, format, 'my_file.py:my_function', or a weighted sum: 'numeric+0.2*format'
+# the update
+leaves = 8  # fixed micro-batches of a step, a power of two; they, not the ranks, set the order of sums
+learning_rate = 1e-6
+warmup_steps = 0  # of the learning rate, linear
+lr_decay_steps = 0  # cosine from warmup_steps to lr_decay_steps; 0: constant
+min_lr = 0.0
+beta1 = 0.9
+beta2 = 0.95
+weight_decay = 0.0  # of matrices
+grad_clip = 1.0  # l2 norm; 0: off
+clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
+clip_high = 0.2  # .. 1 + clip_high
+scale_rewards = True  # divide advantages by the group's standard deviation
+# supervised warm-up on the reference answers, before RL
+warmup_sft_steps = 0
+sft_learning_rate = 1e-3
+sft_batch = 64  # samples per step, a multiple of leaves
+# determinism
+strict = True  # stop at the first log-prob that differs between engine and trainer
+batch_invariant = True  # False: the libraries' own kernels, to see what they do
+# the engine
+radix_cache = True  # reuse the keys of shared prefixes
+cuda_graphs = True
+engine_memory = 0.6  # share of a GPU for weights and cache
+engine_kv_tokens = 0  # cache size; 0: room for all samples of a step (CPU), what engine_memory gives (CUDA)
+engine_max_running = 0  # requests at a time; 0: all (CPU), SGLang's choice (CUDA)
+engine_prefill_chunk = 0  # tokens; 0: SGLang's choice
+engine_timeout = 600.0  # seconds of silence after which an engine counts as dead
+# the record
+keep_rollouts = 0  # steps of rollout files to keep; 0: all
+sample_every = 20  # steps between entries of samples.md; 0: none
+# a model made by init_from='scratch'
+scratch_layers = 4
+scratch_hidden = 128
+scratch_heads = 4
+scratch_kv_heads = 2
+scratch_head_dim = 32
+scratch_mlp = 384
+# ------------------------------------------------------------------------------------------------------------------
+
+# keys that say where and how fast, not what is computed: they may differ between two runs with one digest
+FREE_KEYS = {
+    "out_dir", "max_steps", "device", "threads", "rollout_ranks", "colocate", "eval_every", "radix_cache", "cuda_graphs",
+    "engine_memory", "engine_kv_tokens", "engine_max_running", "engine_prefill_chunk", "engine_timeout", "strict",
+    "keep_rollouts", "sample_every",
+}  # fmt: skip
+MODEL_TYPES = ("qwen3", "qwen2", "llama")
+
+# ---- the algorithm: pure functions --------------------------------------------------------------------------------
+
+
+def group_advantages(rewards, scale=True, eps=1e-6):
+    """
+    A_g = (r_g - mean(r)) / (std(r) + eps) within each group; rewards (P, G) -> (P, G). Shao et al. 2024, 4.1.2; std is
+    the sample's (n - 1). A group of equal rewards gets exact zeros. scale=False: no division (Liu et al. 2025).
+    """
+    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # their mean may be a rounding away from them
+    centred = torch.where(equal, 0.0, rewards - rewards.mean(1, keepdim=True))
+    return centred / (rewards.std(1, keepdim=True) + eps) if scale else centred
+
+
+def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
+    """
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprob - old_logprob), per token, and where the
+    clip is what counts. All (M,). PPO (Schulman et al. 2017, equation 7), ends as in DAPO (equation 8).
+    """
+    ratio = torch.exp(logprobs - old_logprobs)
+    plain, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    return -torch.minimum(plain, clipped), clipped < plain
+
+
+def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
+    """Linear from 0 over warmup_steps, then cosine to min_lr at decay_steps (constant if 0). Steps from 0."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if not decay_steps:
+        return peak
+    done = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+    return min_lr + (peak - min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+# ---- the data: what step s reads is a function of (seed, s), so there is no iterator to save -----------------------
+
+
+@lru_cache(maxsize=2)
+def permutation(n, *key):
+    """Of 0 .. n-1, from a hash of the key."""
+    source = torch.Generator().manual_seed(int(sync.content_hash(list(key)), 16) % 2**63)
+    return torch.randperm(n, generator=source).tolist()
+
+
+def rows_of_step(n, per_step, step, *key):
+    """Indices of the rows of a step: the data in a new order every epoch, epochs end to end."""
+    places = (divmod(step * per_step + i, n) for i in range(per_step))
+    return [permutation(n, *key, epoch)[place] for epoch, place in places]
+
+
+def load_rows(config):
+    """(training rows, held-out rows), dicts with prompt and answer (str)."""
+    name, size = config["dataset"], config["eval_size"]
+    if name == "arithmetic":
+        data, held_out = arithmetic(), None
+    else:
+        import datasets
+
+        datasets.disable_progress_bars()
+        kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
+        require(not kind or Path(name).is_file(), f"dataset={name!r}: no such file")
+
+        def load(split):
+            try:
+                if kind:
+                    return datasets.load_dataset(kind, data_files=name, split="train")
+                return datasets.load_dataset(name, config["dataset_config"] or None, split=split)
+            except Exception as e:
+                reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+                require(False, f"dataset={name!r}: cannot load split {split!r}: {reason}")
+
+        data = load(config["split"])
+        held_out = load(config["eval_split"]) if config["eval_split"] else None
+    columns = sorted(data[0]) if len(data) else []
+    for key in ("prompt_column", "answer_column"):
+        require(config[key] in columns, f"{key}={config[key]!r}: the data set has the columns {', '.join(columns)}")
+
+    def row(example):
+        try:
+            prompt = (config["prompt_template"] or "{" + config["prompt_column"] + "}").format(**example)
+        except (KeyError, IndexError, ValueError) as e:
+            problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(columns)}"
+            require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
+        return {"prompt": prompt, "answer": str(example[config["answer_column"]])}
+
+    if held_out is None:
+        require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all")
+        order = permutation(len(data), "held out")  # the same for every seed
+        data, held_out = [data[i] for i in order[size:]], [data[i] for i in order[:size]]
+    return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
+
+
+def encode_prompts(rows, tokenizer, config, what):
+    """Adds prompt_tokens to each row and drops those with too many, in one line that counts them."""
+    for row in rows:
+        if config["chat_template"]:
+            messages = [{"role": "user", "content": row["prompt"]}]
+            row["prompt"] = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        row["prompt_tokens"] = tokenizer(row["prompt"], add_special_tokens=not config["chat_template"])["input_ids"]
+    limit = config["max_prompt_tokens"]
+    kept = [row for row in rows if 0 < len(row["prompt_tokens"]) <= limit]
+    require(kept or not rows, f"max_prompt_tokens={limit}: all {len(rows)} {what} prompts are longer (or empty)")
+    if len(kept) < len(rows) and os.environ["RANK"] == "0":
+        print(f"dropped {len(rows) - len(kept)} of {len(rows)} {what} prompts: over max_prompt_tokens={limit}")
+    return kept
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------
+
+
+def make_scratch_model(folder, config):
+    """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    # pad and eos are two tokens: where they are one, masking the padding masks the end of every answer
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(config["seed"])
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(characters), hidden_size=config["scratch_hidden"], intermediate_size=config["scratch_mlp"],
+            num_hidden_layers=config["scratch_layers"], num_attention_heads=config["scratch_heads"],
+            num_key_value_heads=config["scratch_kv_heads"], head_dim=config["scratch_head_dim"],
+            max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def fetch_model(name):
+    """The local folder of a model folder or hub name."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except Exception as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        require(False, f"init_from={name!r}: neither a model folder nor to be had from the hub: {reason}")
+
+
+def check_model(folder, config):
+    """The Hugging Face config of a model we can train and serve alike."""
+    from transformers import AutoConfig
+
+    try:
+        hf = AutoConfig.from_pretrained(folder)
+    except Exception as e:
+        require(False, f"init_from={str(folder)!r}: no usable config.json: {str(e).splitlines()[0]}")
+    name = f"init_from={str(folder)!r}"
+    require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
+    sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
+    require(not sliding, f"{name}: sliding-window attention is not supported")
+    tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
+    require(tokens + 8 <= most, f"max_new_tokens: {tokens} tokens with the prompt (+ 8), the model has {most} positions")
+    return hf
+
+
+def build_model(hf, mesh, device, batch_invariant):
+    """
+    The Hugging Face model, sharded by FSDP2, its weights still unset. fp32 master weights; on CUDA computed with in
+    bfloat16. `model.token_logprobs` is its forward pass for training.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.packed_attention)
+    attention = "batch_invariant" if batch_invariant else "sdpa"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation=attention)
+    # cast_forward_inputs would round RoPE's float32 cos and sin to bfloat16, which the engine does not do
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = dict(mesh=mesh, mp_policy=bf16 if device == "cuda" else MixedPrecisionPolicy())
+    for block in (*model.model.layers, model):
+        fully_shard(block, **options)
+        block.set_custom_reduce_scatter(sync.TreeReduceScatter())
+    model.to_empty(device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
+    model.token_logprobs = types.MethodType(token_logprobs, model)
+    register_fsdp_forward_method(model, "token_logprobs")
+    return model
+
+
+def load_weights(shards, folder, tied):
+    """Each rank reads its own rows of each parameter from the folder's safetensors files."""
+    from safetensors import safe_open
+
+    files = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        file = safe_open(path, "pt")
+        files |= dict.fromkeys(file.keys(), file)
+    for s in shards:
+        name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
+        require(name in files, f"init_from={str(folder)!r}: no {name} in its safetensors files")
+        rows = files[name].get_slice(name)
+        shape = tuple(rows.get_shape())
+        require(shape == s.shape, f"init_from={str(folder)!r}: {name} is {shape}, config.json says {s.shape}")
+        s.data.copy_(rows[s.first : s.first + len(s.data)])
+
+
+# ---- a leaf, and the forward pass over it --------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    tokens: torch.Tensor  # (T,) prompt and response
+    prompt_tokens: int
+    loss_mask: torch.Tensor  # (response tokens,) bool
+    logprobs: torch.Tensor  # (response tokens,) of the rollout; zeros in supervised warm-up
+    advantage: float
+
+
+class Leaf(NamedTuple):
+    ids: torch.Tensor  # (N,) samples end to end: no padding, so none can leak
+    positions: torch.Tensor  # (N,)
+    lengths: torch.Tensor  # (samples,)
+    rows: torch.Tensor  # (M,) the token before each loss token: its output is the prediction
+    targets: torch.Tensor  # (M,)
+    logprobs: torch.Tensor  # (M,)
+    advantages: torch.Tensor  # (M,)
+    sample: torch.Tensor  # (M,) index of the token's sample in the leaf
+    place: torch.Tensor  # (M,) index of the token in its response
+
+
+def pack(samples, device):
+    """Samples end to end, with the loss tokens picked out."""
+    parts, start = [], 0
+    for i, s in enumerate(samples):
+        place = s.loss_mask.nonzero()[:, 0]
+        at = place + s.prompt_tokens
+        parts.append(
+            (s.tokens, torch.arange(len(s.tokens)), torch.tensor([len(s.tokens)]), start + at - 1, s.tokens[at],
+             s.logprobs[place], torch.full((len(at),), s.advantage), torch.full((len(at),), i), place)
+        )  # fmt: skip
+        start += len(s.tokens)
+    return Leaf(*(torch.cat(field).to(device) for field in zip(*parts)))
+
+
+def token_logprobs(model, leaf, temperature):
+    """Log-probs of the leaf's targets and the entropies there, (M,) each."""
+    plan = kernels.packed_plan(leaf.lengths)
+    ids, positions = leaf.ids[None], leaf.positions[None]
+    hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).last_hidden_state[0]
+    return kernels.token_logprobs(hidden[leaf.rows], model.lm_head.weight, leaf.targets, temperature)
+
+
+def describe_mismatch(leaf, logprobs, first_sample, group_size):
+    """One line about the first token of the leaf whose two log-probs differ."""
+    i = int((logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)).nonzero()[0])
+    prompt, sample = divmod(first_sample + int(leaf.sample[i]), group_size)
+    bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
+    return f"prompt {prompt}, sample {sample}, token {int(leaf.place[i])}: engine {bits[0]}, trainer {bits[1]}"
+
+
+# ---- the loop ------------------------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    config = configure(globals())
+    B = prompts_per_step * group_size
+    require(group_size > 1, f"group_size={group_size}: the baseline is the mean of the group, so it needs at least 2")
+    require(prompts_per_step > 0, f"prompts_per_step={prompts_per_step}: needs at least 1")
+    require(leaves > 0 and leaves & (leaves - 1) == 0, f"leaves={leaves}: not a power of two")
+    require(B % leaves == 0, f"leaves={leaves}: does not divide the {B} samples of a step (prompts_per_step * group_size)")
+    require(not warmup_sft_steps or sft_batch % leaves == 0, f"sft_batch={sft_batch}: not a multiple of leaves={leaves}")
+    require(temperature > 0, f"temperature={temperature}: samples need noise, so more than 0")
+    require(eval_temperature >= 0, f"eval_temperature={eval_temperature}: below 0")
+    require(max_new_tokens > 0, f"max_new_tokens={max_new_tokens}: needs at least 1")
+    require(device in ("", "cpu", "cuda"), f"device={device!r}: 'cpu', 'cuda' or '' for what there is")
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    require(place == "cpu" or torch.cuda.is_available(), "device='cuda': this machine has no CUDA device; use --device=cpu")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    require(
+        world == 1 or colocate or 0 < rollout_ranks < world,
+        f"rollout_ranks={rollout_ranks}: of {world} ranks at least one must roll out and one train; or --colocate",
+    )
+    trainers = world if colocate or world == 1 else world - rollout_ranks
+    require(leaves % trainers == 0, f"leaves={leaves}: {trainers} trainer ranks cannot share them evenly; use 1, 2, 4, ..")
+    try:
+        reward_function = load_reward(reward)
+    except ValueError as e:
+        require(False, str(e))
+    run = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
+    out = Path(out_dir)
+    require(
+        not (out / "ledger.jsonl").exists(), f"out_dir={out_dir!r}: holds a run already; choose another or delete it"
+    )
+
+    torch.set_num_threads(threads or os.cpu_count())
+    ranks = sync.start_process_groups(rollout_ranks, colocate, place)
+    local_rank, master = int(os.environ["LOCAL_RANK"]), ranks.rank == 0
+    if place == "cuda":
+        require(local_rank < torch.cuda.device_count(), f"rank {local_rank}: {torch.cuda.device_count()} CUDA devices here")
+        torch.cuda.set_device(local_rank)
+    compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
+    if master:
+        print(config_source(config))
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.py").write_text(config_source(config))
+        if init_from == "scratch":
+            make_scratch_model(out / "model", config)
+        else:
+            fetch_model(init_from)
+    sync.meet()
+    model_path = out / "model" if init_from == "scratch" else fetch_model(init_from)
+    hf = check_model(model_path, config)
+
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    try:
+        stop = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:  # a folder without generation_config.json
+        stop = tokenizer.eos_token_id
+    stop_tokens = stop if isinstance(stop, list) else [stop]
+    require(stop_tokens != [None], f"init_from={init_from!r}: neither generation config nor tokenizer has an EOS token")
+    train_rows, eval_rows = load_rows(config)
+    train_rows = encode_prompts(train_rows, tokenizer, config, "training")
+    eval_rows = encode_prompts(eval_rows, tokenizer, config, "held-out")
+
+    # ---- what a rank has: a trainer, an engine, or both
+    model = engine = optimizer = None
+    if batch_invariant and place == "cpu":
+        kernels.enable_batch_invariant()
+    if ranks.is_trainer:
+        model = build_model(hf, ranks.mesh, place, batch_invariant)
+        group = ranks.mesh.get_group()
+        shards = sync.shards(model, ranks.mesh)
+        load_weights(shards, model_path, hf.tie_word_embeddings)
+        # plain tensors that share the shards' storage: elementwise arithmetic needs no DTensor
+        weights = [torch.nn.Parameter(s.data) for s in shards]
+        decay = [w for w, s in zip(weights, shards) if len(s.shape) > 1]
+        no_decay = [w for w, s in zip(weights, shards) if len(s.shape) == 1]
+        optimizer = torch.optim.AdamW(
+            [dict(params=decay, weight_decay=weight_decay), dict(params=no_decay, weight_decay=0.0)], betas=(beta1, beta2)
+        )
+        buckets = sync.weight_buckets(model, compute_dtype)
+        if master:
+            print(f"model: {sum(math.prod(s.shape) for s in shards):,} parameters, {len(train_rows)} prompts", flush=True)
+
+    # ---- the state of the loop
+    step = 0  # RL steps done; also the version of the weights
+    ledger = sync.Ledger(out / "ledger.jsonl", "onecurve 1")  # rank 0 writes it
+
+    def record(file, **line):
+        with open(out / file, "a") as f:
+            f.write(json.dumps(line) + "\n")
+
+    def update(samples, phase, lr, loss_tokens):
+        """
+        One optimizer step on B samples, leaf by leaf: (metrics, hashes). Collective over the trainers. The sums of the
+        metrics are made like the gradients': a row per leaf, the rows of all ranks, then one tree.
+        """
+        size, me, n = len(samples) // leaves, ranks.rank, ranks.trainers
+        total, sums = sync.LeafSum(), torch.zeros(leaves, 5, dtype=torch.float64)
+        first_mismatch = None
+        for i in range(me, leaves, n):
+            leaf = pack(samples[i * size : (i + 1) * size], place)
+            logprobs, entropy = model.token_logprobs(leaf, temperature if phase == "rl" else 1.0)
+            if phase == "rl":
+                losses, clipped = policy_loss(logprobs, leaf.logprobs, leaf.advantages, clip_low, clip_high)
+                differs = logprobs.detach().view(torch.int32) != leaf.logprobs.view(torch.int32)
+                if differs.any() and first_mismatch is None:
+                    first_mismatch = describe_mismatch(leaf, logprobs.detach(), i * size, group_size)
+                distance = (logprobs.detach() - leaf.logprobs).abs().max()
+            else:
+                losses, clipped = -logprobs, torch.zeros(1)
+                differs, distance = torch.zeros(1), torch.zeros(1)
+            loss = losses.sum() / loss_tokens
+            loss.backward()
+            total.add([p.grad.to_local() for p in model.parameters()])
+            model.zero_grad()
+            numbers = (loss.detach(), entropy.sum() / loss_tokens, clipped.sum() / loss_tokens, differs.sum(), distance)
+            sums[i] = torch.stack([x.double().cpu().reshape(()) for x in numbers])
+        sums = sums.to(place)
+        dist.all_reduce(sums, group=group)
+        loss, entropy, clipped, mismatches, _ = sync.tree_sum(sums).tolist()
+        if mismatches and strict:
+            found = [None] * n
+            dist.all_gather_object(found, first_mismatch, group=group)
+            first = next(line for line in found if line)
+            line = f"step {step}, {first}; {mismatches:.0f} of {loss_tokens} log-probs differ (strict=True)"
+            require(False, line)
+        require(math.isfinite(loss), f"{phase} step {step}: the loss is {loss}; the weights are as they were")
+        grads = total.total()
+        norm = sync.grad_norm(grads, shards, group)
+        require(math.isfinite(norm), f"{phase} step {step}: the gradient norm is {norm}; the weights are as they were")
+        if grad_clip and norm > grad_clip:
+            for g in grads:
+                g.mul_((grad_clip / norm).float())
+        hashes = {"gradients": sync.tensor_hashes(grads, shards, group)}
+        for w, g in zip(weights, grads):
+            w.grad = g
+        for g in optimizer.param_groups:
+            g["lr"] = lr
+        optimizer.step()
+        moments = [torch.cat([optimizer.state[w][k] for k in ("exp_avg", "exp_avg_sq")], -1) for w in weights]
+        hashes |= {"weights": sync.tensor_hashes(weights, shards, group)}
+        hashes |= {"optimizer": sync.tensor_hashes(moments, shards, group)}
+        metrics = dict(
+            loss=loss, grad_norm=float(norm), entropy=entropy, clip_fraction=clipped,
+            logprob_mismatch_tokens=int(mismatches), logprob_mismatch_max=float(sums[:, 4].max()), lr=lr,
+        )  # fmt: skip
+        return metrics, hashes
+
+    def rollouts(stream, step, rows, samples, temperature):
+        """Has the engines do these prompts; on a trainer: the groups [(tensors, meta)] in the order of the prompts."""
+        folder = out / "queue" / f"{stream}_{step:06d}"
+        if engine is not None:
+            job = dict(
+                stream=stream, step=step, rows=rows, samples=samples, temperature=temperature, reward=reward_function,
+                decode=lambda t: tokenizer.decode(t, skip_special_tokens=True), stop_tokens=stop_tokens,
+                engines=ranks.engines, run=run,
+            )  # fmt: skip
+            engine.rollout(folder, job)
+        if ranks.is_trainer:
+            sync.wait_for_groups(folder, len(rows), engine_timeout + 15)
+            expected = dict(run=run, stream=stream, step=step, version=step)
+            return [sync.read_group(folder, i, expected | {"prompt": i}) for i in range(len(rows))]
+
+    def evaluate():
+        """Mean reward of one sample for each held-out prompt, under the weights the engines hold."""
+        groups = rollouts("eval", step, eval_rows, 1, eval_temperature)
+        if master:
+            score = sum(float(t["rewards"].double().mean()) for t, _ in groups) / len(groups)
+            record("metrics.jsonl", phase="eval", step=step, eval_reward_mean=score)
+            what = f"reward {reward!r}, {len(groups)} prompts, temperature {eval_temperature}"
+            tqdm.write(f"held-out accuracy {score:.4f} after {step} RL steps ({what})")
+
+    # ---- supervised warm-up; ranks with an engine only start it meanwhile
+    for warm in range(warmup_sft_steps if ranks.is_trainer else 0):
+        chosen = [train_rows[i] for i in rows_of_step(len(train_rows), sft_batch, warm, seed, "sft")]
+        samples = []
+        for row in chosen:
+            answer = torch.tensor(tokenizer(row["answer"], add_special_tokens=False)["input_ids"] + stop_tokens[:1])
+            tokens = torch.cat([torch.tensor(row["prompt_tokens"]), answer])
+            mask = torch.ones(len(answer), dtype=torch.bool)
+            samples.append(Sample(tokens, len(row["prompt_tokens"]), mask, torch.zeros(len(answer)), 1.0))
+        lr = learning_rate_at(warm, sft_learning_rate, min(20, warmup_sft_steps), warmup_sft_steps, 0.0)
+        metrics, hashes = update(samples, "sft", lr, sum(int(s.loss_mask.sum()) for s in samples))
+        if master:
+            record("metrics.jsonl", phase="sft", step=warm, **metrics)
+            ledger.append(phase="sft", step=warm, tokens=sync.content_hash(*(s.tokens for s in samples)), **hashes)
+            if (warm + 1) % 50 == 0:
+                tqdm.write(f"warm-up step {warm + 1}: loss {metrics['loss']:.4f}")
+
+    if ranks.engine is not None:
+        log = out / f"engine_{ranks.engine}.log"
+        engine = RolloutEngine(ranks.engine, model_path, config, place, compute_dtype, log, gpu=local_rank)
+    groups = sync.join_weight_groups(ranks, engine, "nccl" if place == "cuda" else "gloo")
+    if not ranks.is_trainer:
+        buckets = [None]
+    if ranks.world > 1:
+        shared = [buckets]
+        dist.broadcast_object_list(shared, src=0)
+        buckets = shared[0]
+
+    bar = tqdm(total=max_steps, disable=not master, unit="step", dynamic_ncols=True, mininterval=0.5)
+    sync.publish(ranks, model, engine, groups, buckets, step, compute_dtype)
+    if eval_rows:
+        evaluate()
+
+    while step < max_steps:
+        t_start = time.monotonic()
+        # 1. prompts and rollouts
+        rows = [train_rows[i] for i in rows_of_step(len(train_rows), prompts_per_step, step, seed, "rl")]
+        batch = rollouts("rl", step, rows, group_size, temperature)
+        t_rollout = time.monotonic()
+        if ranks.is_trainer:
+            # 2. advantages, in the order of the prompts
+            rewards = torch.stack([t["rewards"] for t, _ in batch])  # (P, G)
+            advantages = group_advantages(rewards, scale_rewards)
+            samples = []
+            for (t, _), group_advantage in zip(batch, advantages.tolist()):
+                fields = (t[k].split(t["lengths"].tolist()) for k in ("tokens", "loss_mask", "logprobs"))
+                for tokens, mask, logprobs, advantage in zip(*fields, group_advantage):
+                    whole = torch.cat([t["prompt_tokens"], tokens])
+                    samples.append(Sample(whole, len(t["prompt_tokens"]), mask, logprobs, advantage))
+            # 3. the check, the loss, the gradient, the optimizer
+            lr = learning_rate_at(step, learning_rate, warmup_steps, lr_decay_steps, min_lr)
+            loss_tokens = sum(int(s.loss_mask.sum()) for s in samples)
+            metrics, hashes = update(samples, "rl", lr, loss_tokens)
+        step += 1
+        # 4. new weights to the engines
+        t_train = time.monotonic()
+        sync.publish(ranks, model, engine, groups, buckets, step, compute_dtype)
+        t_sync = time.monotonic()
+        # 5. the record
+        if master:
+            stages = {k: sync.content_hash(*(t[k] for t, _ in batch)) for k in ("tokens", "logprobs", "rewards")}
+            ledger.append(
+                phase="rl", step=step - 1,
+                prompts=sync.content_hash([m["prompt_text"] for _, m in batch], *(t["prompt_tokens"] for t, _ in batch)),
+                **stages, advantages=sync.content_hash(advantages), **hashes,
+            )  # fmt: skip
+            lengths = torch.cat([t["lengths"] for t, _ in batch]).double()
+            seconds = time.monotonic() - t_start
+            metrics = dict(
+                phase="rl", step=step - 1, reward_mean=float(rewards.double().mean()),
+                reward_std=float(rewards.double().std()),
+                zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()), **metrics,
+                response_length_mean=float(lengths.mean()), response_length_max=int(lengths.max()),
+                truncated_fraction=float(torch.cat([t["truncated"] for t, _ in batch]).double().mean()),
+                weight_version=step - 1, wait_seconds=t_rollout - t_start,
+                rollout_seconds=max(m["seconds"] for _, m in batch), train_seconds=t_train - t_rollout,
+                sync_seconds=t_sync - t_train, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
+            )  # fmt: skip
+            record("metrics.jsonl", **metrics)
+            bar.set_postfix(reward=f"{metrics['reward_mean']:.3f}", mismatch=metrics["logprob_mismatch_tokens"])
+            bar.update()
+            if sample_every and (step - 1) % sample_every == 0:
+                with open(out / "samples.md", "a") as f:
+                    t, m = batch[0]
+                    f.write(f"\n## step {step - 1}\n\nprompt `{m['prompt_text']!r}`, answer `{m['answer']!r}`\n\n")
+                    f.writelines(f"- {r:g}: `{text!r}`\n" for r, text in zip(t["rewards"].tolist(), m["responses"]))
+            if keep_rollouts and step > keep_rollouts:
+                old = out / "queue" / f"rl_{step - 1 - keep_rollouts:06d}"
+                for path in [*old.iterdir(), old]:
+                    path.rmdir() if path is old else path.unlink()
+        if eval_rows and (step == max_steps or eval_every and step % eval_every == 0):
+            evaluate()
+    bar.close()
+    sync.meet()
+    if engine is not None:
+        engine.close()
+    dist.destroy_process_group()
+    if master:
+        print(f"digest {ledger.digest}")
