@@ -3,16 +3,14 @@ The config block of a script is its schema; config files and the command line ov
 
     learning_rate = 1e-6  # peak, reached after the warm-up
     config = configure(globals())  # directly under the block
+    $ torchrun --nproc_per_node=8 train_grpo.py config/tiny.py --learning_rate=2e-6 --strict
 
-    torchrun --nproc_per_node=8 train_grpo.py config/tiny.py --learning_rate=2e-6 --strict
-
-The idea is nanoGPT's. What differs: a name that is not in the block is an error, in a file too; a value has the type
-of its default; defaults < files in their order < flags, in whatever order they are typed; and the result, as written
-by `config_source`, is itself a config file. A mistake ends in one line and status 2, never in a traceback.
+The idea is nanoGPT's. What differs: a name that is not in the block is an error, in a file too; a value has the type of
+its default; defaults < files in their order < flags, in whatever order they are typed; and what `config_source` writes
+is a config file itself. A mistake ends in one line and status 2, never in a traceback.
 """
 
 import os
-import re
 import sys
 import time
 from ast import literal_eval
@@ -88,9 +86,8 @@ def _typed(value, kind, is_text):
     """`value` as a `kind`, or an exception. The text of a flag is read as a Python literal unless a str is wanted."""
     if is_text and kind is not str:
         value = literal_eval({"true": "True", "false": "False"}.get(value, value))
-    fits = isinstance(value, kind)
-    if kind in (int, float):  # 1 will do for a float and 1e3 for an int; True is no number, though Python thinks so
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and kind(value) == value
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)  # 1 will do for a float, 1e3 for an int
+    fits = number and kind(value) == value if kind in (int, float) else isinstance(value, kind)
     value = kind(value)
     if not fits or literal_eval(repr(value)) != value:  # inf and nan, also in a tuple, have no literal to be saved as
         raise ValueError
@@ -106,27 +103,28 @@ def _run_file(name, folder, defaults):
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), scope)
     except Exception as error:  # the file's code may raise anything
-        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
-        line = lines[-1] if lines else getattr(error, "lineno", "?")  # a file with a syntax error never had a frame
-        require(False, f"{name}:{line}: {type(error).__name__}: {getattr(error, 'msg', error)}")
+        lines = [getattr(error, "lineno", "?")]  # a syntax error's: such a file never had a frame
+        lines += [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
+        require(False, f"{name}:{lines[-1]}: {type(error).__name__}: {getattr(error, 'msg', error)}")
     # what has a __name__ is a module, function or class: an import, unless it was put where a setting belongs
     return {key: x for key, x in scope.items() if key in defaults or not (key[0] == "_" or hasattr(x, "__name__"))}
 
 
 def _help(defaults, script):
-    """Every key with its default and, out of the script's source, its comment and the comment lines above it."""
-    notes, above = {}, []
+    """Every key with its default, its comment in the script and the comment lines above it."""
+    notes, above, in_function = {}, [], False
     for line in script.read_text(encoding="utf-8").splitlines() if script.is_file() else ():
-        code, _, comment = line.partition("  # ")
-        key = code.partition("=")[0].strip()
-        if re.match(r"\s*(\w+ = )?configure\(", line):
+        key = line.partition("=")[0].strip()
+        if line[:1].isalpha():  # not the ) that may end a function's head
+            in_function = line.startswith(("def ", "class "))
+        if line.lstrip().startswith("config = configure("):
             break
-        if key in defaults:  # a function above the block may use the name as well: the last one counts
-            notes[key], above = (above, comment), []
+        if key in defaults and not in_function:  # else a local variable of the same name
+            notes[key], above = (above, line.partition("  # ")[2]), []
         elif line.strip():
-            above = [*above, line.strip()] if line.lstrip().startswith("#") else []
-    text = f"usage: {script.name} [config/file.py ...] [--key=value ...]\n"
+            above = [*(above or [""]), line.strip()] if line.lstrip().startswith("#") else []
+    lines = [f"usage: {script.name} [config/file.py ...] [--key=value ...]"]
     for key, default in defaults.items():
         above, comment = notes.get(key, ([], ""))
-        text += "".join(f"\n{line}" for line in above) + f"\n  {f'--{key}={default!r}':<36}  {comment}".rstrip()
-    return text
+        lines += [*above, f"  {f'--{key}={default!r}':<36}  {comment}".rstrip()]
+    return "\n".join(lines)

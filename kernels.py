@@ -23,6 +23,8 @@ Letters: N tokens of a packed batch, B sequences, Tq the most queries of a seque
 Hq / Hkv query / key-value heads, D head dim, V vocabulary.
 """
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 
@@ -278,8 +280,10 @@ def enable_batch_invariant():
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        for name in ("mm", "addmm", "silu", "silu_backward"):
-            _library.impl(name, globals()[name], "CPU", allow_override=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want
+            for name in ("mm", "addmm", "silu", "silu_backward"):
+                _library.impl(name, globals()[name], "CPU", allow_override=True)
 
 
 def disable_batch_invariant():

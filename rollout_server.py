@@ -19,11 +19,13 @@ import sys
 import time
 from contextlib import contextmanager
 from datetime import datetime
+from pathlib import Path
 
 import torch
 
 import kernels
-from rewards import score
+from configurator import fail
+from rewards import RewardError, score
 from sync import RunError, claim, group_path, hidden_torchrun, write_group
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -156,10 +158,11 @@ class RolloutEngine:
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # SGLang imports it by the way, and it leaves a semaphore behind
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.managers.load_snapshot import shm_path_for
 
         config = self.config
 
@@ -182,6 +185,7 @@ class RolloutEngine:
             max_total_tokens=config["engine_kv_tokens"] or None,
             max_running_requests=config["engine_max_running"] or None,
             chunked_prefill_size=config["engine_prefill_chunk"] or None,
+            sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
             custom_sigquit_handler=self._died,
         )  # fmt: skip
         if device == "cpu":
@@ -192,7 +196,10 @@ class RolloutEngine:
         else:
             args |= dict(attention_backend="triton", mem_fraction_static=config["engine_memory"])
             args["disable_cuda_graph"] = not config["cuda_graphs"]
-        return EngineInRank(**args)
+        sglang = EngineInRank(**args)
+        # load statistics for a router we don't have: without its name the file goes when its processes do, however
+        Path(shm_path_for(sglang.port_args.instance_id)).unlink(missing_ok=True)
+        return sglang
 
     def _died(self, *_):
         """SGLang's watchdog and its failing children send SIGQUIT."""
@@ -327,8 +334,11 @@ class RolloutEngine:
 
     def _score(self, tensors, meta, index, job):
         where = f"{job['stream']} step {job['step']}, prompt {index}, sample "
-        rewards = [
-            score(job["reward"], meta["prompt_text"], text, meta["answer"], where + str(g))
-            for g, text in enumerate(meta["responses"])
-        ]
+        try:
+            rewards = [
+                score(job["reward"], meta["prompt_text"], text, meta["answer"], where + str(g))
+                for g, text in enumerate(meta["responses"])
+            ]
+        except RewardError as e:
+            fail(str(e))
         tensors["rewards"] = torch.tensor(rewards, dtype=torch.float32)

@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +30,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 
 
-class RunError(RuntimeError):
-    """The run cannot go on: one line that says what and where. Nothing already written is lost."""
+class RunError(SystemExit):
+    """
+    The run cannot go on: one line that says what and where, and exit status 1. A SystemExit, so that Python prints
+    that line instead of a traceback, and still ends the engine on its way out.
+    """
+
+    def __init__(self, message):
+        super().__init__(f"error: {message}")
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -330,8 +337,10 @@ def wait_for_groups(folder, count, timeout):
 # ledger
 
 
-def _mix(i):
-    """splitmix64's finalizer (Steele et al. 2014) over int64 `i`, made odd: a fixed pseudo-random odd number per i."""
+@lru_cache(maxsize=None)
+def _odd(first, count, device):
+    """`count` fixed pseudo-random odd int64, numbers `first` on of splitmix64's stream (Steele et al. 2014)."""
+    i = torch.arange(first, first + count, device=device)
     i = i * -7046029254386353131  # the golden ratio's 64 bits, 0x9e3779b97f4a7c15
     i = (i ^ (i >> 30)) * -4658895280553007687
     i = (i ^ (i >> 27)) * -7723592293110705685
@@ -344,14 +353,11 @@ def tensor_hashes(tensors, shards, group):
     bits * odd(row) * odd(column) mod 2^64. Integer sums have no order, so any sharding gives the same hash; an odd
     factor loses no bit, so any single changed element changes it.
     """
-    sums, columns = [], {}
+    sums = []
     for t, s in zip(tensors, shards):
         bits = t.reshape(len(t), -1).view(torch.int32)
-        n = bits.shape[1]
-        if n not in columns:
-            columns[n] = _mix(torch.arange(n, device=t.device))
-        by_row = (bits * columns[n]).sum(1)
-        sums.append((by_row * _mix(torch.arange(s.first, s.first + len(t), device=t.device) + (1 << 40))).sum())
+        by_row = (bits * _odd(0, bits.shape[1], t.device)).sum(1)
+        sums.append((by_row * _odd(s.first + (1 << 40), len(t), t.device)).sum())
     sums = torch.stack(sums)
     dist.all_reduce(sums, group=group)
     return {s.name: f"{h & 0xFFFFFFFFFFFFFFFF:016x}" for s, h in zip(shards, sums.tolist())}

@@ -49,6 +49,7 @@ rollout_ranks = 1  # the last so many ranks host an engine each, the others trai
 colocate = False  # every rank does both, one after the other (a single process always does)
 # the data
 dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file, or 'arithmetic': sums made here
+arithmetic_size = 100  # operands of those sums are below this
 dataset_config = ""  # of a hub data set, such as 'main'
 split = "train"
 prompt_column = "prompt"
@@ -167,7 +168,7 @@ def load_rows(config):
     """(training rows, held-out rows), dicts with prompt and answer (str)."""
     name, size = config["dataset"], config["eval_size"]
     if name == "arithmetic":
-        data, held_out = arithmetic(), None
+        data, held_out = arithmetic(config["arithmetic_size"]), None
     else:
         import datasets
 
@@ -227,7 +228,9 @@ def make_scratch_model(folder, config):
     """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)]
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -424,7 +427,9 @@ if __name__ == "__main__":
     hf = check_model(model_path, config)
 
     from transformers import AutoTokenizer, GenerationConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     try:
         stop = GenerationConfig.from_pretrained(model_path).eos_token_id

@@ -1,1 +1,12 @@
 out_dir = "out/tiny"
+arithmetic_size = 50
+max_prompt_tokens = 16
+max_new_tokens = 8
+warmup_sft_steps = 220
+sft_learning_rate = 3e-3
+sft_batch = 64
+leaves = 4
+prompts_per_step = 16
+group_size = 8
+max_steps = 200
+learning_rate = 1e-4

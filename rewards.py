@@ -1,0 +1,194 @@
+"""
+Tasks and scores. A reward is a pure function
+
+    reward(prompt: str, response: str, answer: str) -> float
+
+of its arguments alone: a clock, a random number or the order of a set of strings (it changes with PYTHONHASHSEED) would
+end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
+gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
+
+Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), \\boxed{42} from MATH, Hendrycks et al.
+2021 (arXiv:2103.03874), the <think> format from DeepSeek-R1 (arXiv:2501.12948).
+"""
+
+import importlib.util
+import math
+import re
+import sys
+from difflib import get_close_matches
+from fractions import Fraction
+from pathlib import Path
+from traceback import walk_tb
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned something that is no finite number. The message is one line."""
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# the built-in rewards
+
+# A model may write anything, and an engine waits while it is read: so the alternatives of a pattern are disjoint and no
+# + stands inside a *, else some text would take exponential time. ASCII: \d would mean the digits of every script.
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\w)\.\d+)"  # 1,234.5 or 1234.5 or .5
+SIGN = r"(?:(?<![\w)}])[-+])?"  # in 50-8 and (a)-8 the minus is an operation
+NUMBER = re.compile(rf"({SIGN})(?:\\?\$)?({DIGITS})(?: ?/ ?({DIGITS}))?(?:\\?%)?", re.ASCII)
+MARK = re.compile(r"#{4,}\s*([^\n#]*)|\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+ANSWER_IS = re.compile("answer is", re.IGNORECASE)
+FRAC = re.compile(r"(?<!\d)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", re.ASCII)  # not in 5\frac{1}{2}, which is no 51/2
+LENGTH_MAX = 1000  # characters of a number; int() refuses 4300 digits, and takes quadratic time on the way there
+
+
+def _plain(text):
+    """`text` with LaTeX's fractions and thousands and the typographic minus written as NUMBER reads them."""
+    return FRAC.sub(r"\1/\2", text.replace("\u2212", "-").replace("{,}", ","))
+
+
+def _value(number):
+    """The exact value of a NUMBER match: 42, 42.0 and 84/2 are equal. None if it has none that we can use."""
+    sign, top, bottom = (part.replace(",", "") for part in number.groups(default=""))
+    if len(number[0]) > LENGTH_MAX or (bottom and not Fraction(bottom)):
+        return None
+    return Fraction(top) / Fraction(bottom or 1) * (-1 if sign == "-" else 1)
+
+
+def final_number(text):
+    """
+    The number a response ends up with, as a Fraction, or None. Whichever comes last of `#### 42` and `\\boxed{42}`
+    decides, even when no number is in it; else the first number after the last "answer is"; else the last number.
+    Units are dropped ($42, 42%, 42 km). Not read: powers, mixed numbers (1 1/2), words.
+    """
+    text = _plain(text)
+    if marked := MARK.findall(text):
+        text, which = "".join(marked[-1]), 0  # one of the two groups is empty
+    else:
+        *before, text = ANSWER_IS.split(text)
+        which = 0 if before else -1
+    numbers = list(NUMBER.finditer(text))
+    return _value(numbers[which]) if numbers else None
+
+
+def numeric(prompt, response, answer):
+    """1.0 if the response's final number equals the answer's: a plain number, or a text that ends in `#### 42`."""
+    number = NUMBER.fullmatch(_plain(answer).rpartition("####")[2].strip())
+    expected = number and _value(number)
+    if expected is None:  # a data set of another kind would otherwise score 0 (or worse, 1) without a word
+        raise ValueError(f"answer {answer[-40:]!r} is neither a number nor ends in '#### 42'")
+    return float(final_number(response) == expected)
+
+
+def exact(prompt, response, answer):
+    """1.0 if response and answer are the same text, but for white space around them."""
+    return float(response.strip() == answer.strip())
+
+
+def format(prompt, response, answer):  # hides Python's format(), which nothing here calls
+    """
+    1.0 for `<think>...</think>` and then a non-empty answer, with one pair of tags and nothing before it. The thought
+    may be empty. A prompt that ends in <think>, as some chat templates do, has opened the pair already.
+    """
+    if prompt.rstrip().endswith("<think>"):
+        response = "<think>" + response
+    thought, _, rest = response.partition("</think>")
+    one_pair = response.count("<think>") == response.count("</think>") == 1
+    return float(one_pair and thought.lstrip().startswith("<think>") and rest.strip() != "")
+
+
+BUILT_IN = {"exact": exact, "format": format, "numeric": numeric}
+
+# ------------------------------------------------------------------------------------------------------------------
+# from a config's string to a function, and its call
+
+
+def load_reward(spec):
+    """
+    The reward function for `spec`: terms joined by +, each a built-in name or path/to/file.py:function, each optionally
+    weighted (0.2*format). A path is looked up in the working directory, then beside this file; it cannot contain + or
+    *. Raises ValueError with a one-line message.
+    """
+    terms = []
+    for term in spec.split("+"):
+        weight, star, name = (part.strip() for part in term.rpartition("*"))
+        try:
+            if star and not re.fullmatch(r"-?\d*\.?\d+(e-?\d\d?)?", weight):
+                raise ValueError(f"weight {weight!r} is not a number, as in 0.2*format (and a path cannot contain *)")
+            terms.append((float(weight or 1), name, _find(name)))
+        except ValueError as error:
+            raise ValueError(f"reward={spec!r}: {error}") from None
+
+    def weighted_sum(prompt, response, answer):
+        # fsum rounds once, at the end; sum() gives other bits in Python 3.12 than in 3.11
+        return math.fsum(weight * _finite(f(prompt, response, answer), name) for weight, name, f in terms)
+
+    return weighted_sum
+
+
+def score(reward, prompt, response, answer, where):
+    """reward(prompt, response, answer) as a finite float, or RewardError, with `where` to say which sample it was."""
+    try:
+        return _finite(reward(prompt, response, answer), "it")
+    except (Exception, SystemExit) as error:  # an exit() in a reward would end the run as if it had succeeded
+        start = f"{response[:80]!r}{'...' if len(response) > 80 else ''}"
+        raise RewardError(f"reward failed on {where}: {_describe(error)}; response {start}") from error
+
+
+def _finite(value, name):
+    """What the function `name` returned, as a float. Raises TypeError; for "1.0" too, which float() would accept."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch, of two elements
+        number = math.nan
+    if not math.isfinite(number):
+        raise TypeError(f"{name} returned {value!r}, not a finite number")
+    return number
+
+
+def _find(name):
+    """The reward function called `name`, built in or from a file, which is run only once. Raises ValueError."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    file, _, attribute = name.rpartition(":")
+    if not file.endswith(".py"):
+        known = f"Built in: {', '.join(BUILT_IN)}; or 'my_file.py:my_function' (no + or * in the path)"
+        raise ValueError(f"no such reward as {name!r}{_near(name, BUILT_IN)} {known}")
+    folders = Path.cwd(), Path(__file__).resolve().parent
+    path = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    if path is None:
+        raise ValueError(f"no file {file} in {folders[0]} or {folders[1]}")
+
+    key = str(path.resolve())  # a name of its own, although two files may share a stem; dataclasses look it up too
+    if key not in sys.modules:
+        spec = importlib.util.spec_from_file_location(key, key)
+        sys.modules[key] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            del sys.modules[key]
+            raise ValueError(f"{file} does not load: {_describe(error)}") from error
+    functions = {key: x for key, x in vars(sys.modules[key]).items() if callable(x)}
+    if attribute not in functions:
+        raise ValueError(f"{file} has no function {attribute!r}{_near(attribute, functions)}")
+    return functions[attribute]
+
+
+def _near(name, names):
+    """The end of a sentence that refuses `name`: the nearest of `names`, if one is near."""
+    return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, names, n=1)) or "."
+
+
+def _describe(error):
+    """One line for an exception, with the deepest line in the user's own file, not the one in a library it called."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    lines = [(file, line) for file, line in lines if file != __file__ and not file.startswith("<frozen importlib")]
+    deepest = [f" ({Path(file).name}:{line})" for file, line in lines if file == lines[0][0]][-1:]
+    return text + "".join(deepest)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# a data set for machines without a network
+
+
+def arithmetic(size_max=100):
+    """size_max**2 rows {"prompt": "17+25=", "answer": "42"}, ordered by the first number, then by the second."""
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(size_max) for b in range(size_max)]

@@ -1,0 +1,442 @@
+"""
+The config block, files and flags: what wins, what is refused, and what the user then reads.
+
+    pytest tests/test_configurator.py
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+
+import configurator
+from configurator import config_source, configure, fail, require
+
+HEAD = '''
+from configurator import configure, config_source
+
+def scaled(
+    x,
+):
+    steps = 3  # not the key's comment
+    return steps * x
+
+'''
+BLOCK = '''# ----- optimizer
+learning_rate = 1e-6  # peak, in 1/step # and a second sharp
+steps = 100
+strict = True  # stop at the first difference
+
+# where things go
+out_dir = "out/#1"  # holds the checkpoints
+betas = (0.9, 0.99)
+_private = 1
+CONSTANT = 2
+'''
+FUNCTION = '''
+def doubled(x):
+    betas = 3  # nor is this
+    return betas * 2
+
+'''
+MAIN = '''config = configure(globals())
+steps_after = 7  # no key: bound after the block
+print(config_source(config), end="")
+'''
+
+
+@pytest.fixture
+def block():
+    """The globals() of a script right under its config block."""
+    private = {"_private": 1, "CONSTANT": 2, "scaled": len, "os": os, "Path": Path, "nothing": None, "a_list": [1]}
+    return private | {"learning_rate": 1e-6, "steps": 100, "strict": True, "out_dir": "out", "betas": (0.9, 0.99)}
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Runs a script as a user would, in tmp_path/home; returns the finished process."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "project" / "script.py").write_text(HEAD + BLOCK + FUNCTION + MAIN)
+    env = os.environ | {"PYTHONPATH": str(Path(configurator.__file__).parent), "RANK": "0"}
+
+    def run(*argv):
+        command = [sys.executable, str(tmp_path / "project" / "script.py"), *map(str, argv)]
+        return subprocess.run(command, cwd=tmp_path / "home", env=env, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.fixture
+def refuse(block, capsys, monkeypatch):
+    """Configures `block` with bad arguments; returns the one line it prints."""
+
+    def run(*argv):
+        monkeypatch.delenv("RANK", raising=False)
+        before = dict(block)
+        with pytest.raises(SystemExit) as stop:
+            configure(block, list(argv))
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2 and out == "" and block == before, "a refused config must leave the block alone"
+        assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+        return err.removeprefix("error: ").removesuffix("\n")
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path):
+    def run(source, name="tiny.py"):
+        (tmp_path / name).write_text(source, encoding="utf-8")
+        return str(tmp_path / name)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# what is a key, and who wins
+
+
+def test_the_keys_are_the_lower_case_settings_of_the_block_in_their_order(block):
+    assert list(configure(block, [])) == ["learning_rate", "steps", "strict", "out_dir", "betas"]
+
+
+def test_the_block_is_updated_in_place_and_the_result_returned(block):
+    config = configure(block, ["--steps=7"])
+    assert block["steps"] == config["steps"] == 7
+    assert block["_private"] == 1 and block["CONSTANT"] == 2
+
+
+def test_argv_defaults_to_the_command_line(block, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--steps=7"])
+    assert configure(block)["steps"] == 7
+
+
+def test_flags_beat_files_and_files_beat_defaults_in_whatever_order_they_are_typed(block, write):
+    file = write("steps = 5\nout_dir = 'file'\n")
+    for argv in (["--steps=7", file], [file, "--steps=7"]):
+        config = configure(dict(block), argv)
+        assert (config["steps"], config["out_dir"], config["learning_rate"]) == (7, "file", 1e-6)
+
+
+def test_the_later_of_two_files_wins_and_the_later_of_two_flags(block, write):
+    a, b = write("steps = 1\nout_dir = 'a'\n", "a.py"), write("steps = 2\n", "b.py")
+    config = configure(dict(block), [a, b])
+    assert (config["steps"], config["out_dir"]) == (2, "a")
+    assert configure(dict(block), [b, a])["steps"] == 1
+    assert configure(dict(block), ["--steps=3", "--steps=4"])["steps"] == 4
+
+
+def test_a_file_may_import_and_compute_with_helpers(block, write):
+    source = "import math\nfrom math import sqrt\nfrom pathlib import Path\n_n = 4\ndef half(x): return x // 2\n"
+    config = configure(block, [write(source + "steps = half(int(sqrt(_n * 4)) * 2)\n")])
+    assert config["steps"] == 4 and set(config) == {"learning_rate", "steps", "strict", "out_dir", "betas"}
+
+
+def test_a_file_is_found_from_the_working_directory_first_and_else_beside_the_script(block, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "x.py").write_text("steps = 1\n")
+    block["__file__"] = str(tmp_path / "project" / "script.py")
+    monkeypatch.chdir(tmp_path / "here")
+    assert configure(dict(block), ["x.py"])["steps"] == 1
+    (tmp_path / "here" / "x.py").write_text("steps = 2\n")
+    assert configure(dict(block), ["x.py"])["steps"] == 2
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# types
+
+
+@pytest.mark.parametrize(
+    "flag, key, value",
+    [
+        ("--learning_rate=2e-6", "learning_rate", 2e-6),
+        ("--learning_rate=3", "learning_rate", 3.0),
+        ("--learning_rate=-.5", "learning_rate", -0.5),
+        ("--steps=1e3", "steps", 1000),
+        ("--steps=1_000", "steps", 1000),
+        ("--steps=-1", "steps", -1),
+        ("--steps=9223372036854775807", "steps", 9223372036854775807),  # by way of a float it would be one more
+        ("--strict=false", "strict", False),
+        ("--strict=False", "strict", False),
+        ("--strict=true", "strict", True),
+        ("--strict=True", "strict", True),
+        ("--strict", "strict", True),
+        ("--out_dir=out/x", "out_dir", "out/x"),
+        ("--out_dir=", "out_dir", ""),
+        ("--out_dir=a=b --c", "out_dir", "a=b --c"),
+        ("--out_dir=1", "out_dir", "1"),
+        ("--out_dir=true", "out_dir", "true"),
+        ("--out_dir='x'", "out_dir", "'x'"),
+        ("--betas=(1,2)", "betas", (1, 2)),
+        ("--betas=1,2", "betas", (1, 2)),
+        ("--betas=0.5,", "betas", (0.5,)),
+        ("--betas=()", "betas", ()),
+    ],
+)
+def test_a_flag_takes_the_type_of_its_default(block, flag, key, value):
+    config = configure(block, [flag])
+    assert config[key] == value and type(config[key]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "flag, wants",
+    [
+        ("--learning_rate=abc", "a finite number, as in --learning_rate=1e-06"),
+        ("--learning_rate=true", "a finite number"),
+        ("--learning_rate=", "a finite number"),
+        ("--learning_rate=1e999", "a finite number"),
+        ("--learning_rate=nan", "a finite number"),
+        ("--learning_rate=__import__('os')", "a finite number"),
+        ("--learning_rate=" + "9" * 400, "a finite number"),
+        ("--steps=1.5", "a whole number, as in --steps=100"),
+        ("--steps=1e999", "a whole number"),
+        ("--steps=true", "a whole number"),
+        ("--steps=" + "9" * 5000, "a whole number"),
+        ("--steps=" + "(" * 5000, "a whole number"),
+        ("--strict=1", "true or false, as in --strict=True"),
+        ("--strict=yes", "true or false"),
+        ("--strict=", "true or false"),
+        ("--betas=0.9", "a tuple, as in --betas=(0.9, 0.99)"),
+        ("--betas=a,b", "a tuple"),
+        ("--betas=1e999,1", "a tuple"),
+        ("--betas={[]: 1}", "a tuple"),
+        ("--betas", "a tuple"),
+        ("--steps", "a whole number, as in --steps=100"),
+        ("--out_dir", "a string, as in --out_dir='out'"),
+    ],
+)
+def test_a_flag_of_another_type_is_refused_with_an_example(refuse, flag, wants):
+    line = refuse(flag)
+    assert line.startswith(f"{flag}: wants {wants}")
+
+
+@pytest.mark.parametrize(
+    "source, key, value",
+    [
+        ("learning_rate = 1", "learning_rate", 1.0),
+        ("steps = 1e3", "steps", 1000),
+        ("strict = False", "strict", False),
+        ("betas = (1, 2)", "betas", (1, 2)),
+        ("import enum\nclass _E(enum.IntEnum): A = 5\nsteps = _E.A", "steps", 5),
+    ],
+)
+def test_a_value_in_a_file_takes_the_type_of_its_default(block, write, source, key, value):
+    config = configure(block, [write(source)])
+    assert config[key] == value and type(config[key]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "source, complaint",
+    [
+        ("learning_rate = 'abc'", "learning_rate='abc': wants a finite number, as in learning_rate=1e-06"),
+        ("learning_rate = '1e-6'", "learning_rate='1e-6': wants a finite number"),
+        ("learning_rate = float('inf')", "learning_rate=inf: wants a finite number"),
+        ("learning_rate = float('nan')", "learning_rate=nan: wants a finite number"),
+        ("learning_rate = float", "learning_rate=<class 'float'>: wants a finite number"),
+        ("steps = 1.5", "steps=1.5: wants a whole number"),
+        ("steps = True", "steps=True: wants a whole number"),
+        ("strict = 1", "strict=1: wants true or false"),
+        ("strict = 'false'", "strict='false': wants true or false"),
+        ("out_dir = 1", "out_dir=1: wants a string"),
+        ("import pathlib\nout_dir = pathlib", "out_dir=<module"),
+        ("betas = [1, 2]", "betas=[1, 2]: wants a tuple"),
+        ("betas = (1, print)", "betas=(1, <built-in function print>): wants a tuple"),
+        ("betas = list(range(10**4))", "betas=[0, 1, 2"),
+    ],
+)
+def test_a_value_of_another_type_in_a_file_is_refused(refuse, write, source, complaint):
+    file = write(source)
+    line = refuse(file)
+    assert line.startswith(f"{file}: {complaint}") and len(line) < len(file) + 200
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# mistakes
+
+
+def test_a_typo_on_the_command_line_is_refused_with_a_suggestion(refuse):
+    expected = "--learing_rate: no such key; did you mean learning_rate?  (--help lists all keys)"
+    assert refuse("--learing_rate=1") == refuse("--learing_rate") == expected
+    assert refuse("--learning-rate=1").endswith("did you mean learning_rate?  (--help lists all keys)")
+
+
+def test_a_typo_in_a_file_is_refused_with_a_suggestion(refuse, write):
+    """nanoGPT runs the file in its globals, where `learing_rate = 1` makes a new name and trains with the old value."""
+    file = write("learing_rate = 1\n")
+    assert refuse(file) == f"{file}: learing_rate: no such key; did you mean learning_rate?  (--help lists all keys)"
+
+
+def test_a_key_like_no_other_is_refused_without_a_suggestion(refuse, write):
+    assert refuse("--zzz=1") == "--zzz: no such key  (--help lists all keys)"
+    assert refuse("--") == "--: no such key  (--help lists all keys)"
+    assert ": STEPS: no such key" in refuse(write("STEPS = 1\n"))
+    assert ": pi: no such key" in refuse(write("from math import pi\n"))
+
+
+def test_private_names_and_constants_of_the_script_are_no_keys(refuse):
+    for key in ("_private", "CONSTANT", "os", "Path", "scaled", "nothing", "a_list", "__file__"):
+        assert refuse(f"--{key}=1").startswith(f"--{key}: no such key")
+
+
+def test_a_value_after_a_space_is_refused_and_the_equals_sign_shown(refuse):
+    for argv in (["--steps", "7"], ["--learning_rate", "-1"], ["--strict", "false"], ["--out_dir", "out/x"]):
+        assert refuse(*argv) == f"{argv[1]}: not a config file (.py); a flag is joined to its value: --key=value"
+
+
+def test_what_is_neither_a_file_nor_a_flag_is_refused(refuse):
+    for arg in ("steps=7", "-steps=7", "config.json", ""):
+        assert refuse(arg).startswith(f"{arg}: not a config file (.py)")
+
+
+def test_a_missing_file_is_refused_in_one_line(refuse, tmp_path):
+    assert refuse("config/no.py").startswith(f"config/no.py: no such config file, in {Path.cwd()}")
+    (tmp_path / "folder.py").mkdir()
+    assert "no such config file" in refuse(str(tmp_path / "folder.py"))
+
+
+@pytest.mark.parametrize(
+    "source, complaint",
+    [
+        ("steps = 1\nsteps = = 2\n", "2: SyntaxError: invalid syntax"),
+        ("steps = 1\n\nsteps = 1 / 0\n", "3: ZeroDivisionError: division by zero"),
+        ("def _f():\n    return unknown\nsteps = _f()\n", "2: NameError: name 'unknown' is not defined"),
+        ("import no_such_module_at_all\n", "1: ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("steps = int('x')\n", "1: ValueError: invalid literal for int()"),
+        ("import json\nsteps = json.loads('')\n", "2: JSONDecodeError: Expecting value"),
+        ("raise ValueError('two\\nlines')\n", "1: ValueError: two lines"),
+        ("exec('1 +')\n", "1: SyntaxError: invalid syntax"),
+    ],
+)
+def test_an_error_inside_a_file_names_the_file_and_the_line(refuse, write, source, complaint):
+    file = write(source)
+    assert refuse(file).startswith(f"{file}:{complaint}")
+
+
+def test_a_file_that_is_no_text_is_refused(refuse, tmp_path):
+    (tmp_path / "bad.py").write_bytes(b"steps = 1\0\xff\n")
+    assert refuse(str(tmp_path / "bad.py")).startswith(f"{tmp_path / 'bad.py'}:")
+
+
+def test_a_mistake_ends_the_script_with_status_2_and_no_traceback(script, tmp_path):
+    (tmp_path / "home" / "bad.py").write_text("steps = 1 / 0\n")
+    for argv in (["--stps=1"], ["bad.py"], ["no.py"], ["--steps", "1"], ["--steps=x"]):
+        result = script(*argv)
+        assert result.returncode == 2 and result.stdout == "", argv
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# what is printed
+
+
+def test_the_source_names_the_origin_of_each_override(block, write):
+    file = write("steps = 5\nout_dir = 'from file'\n")
+    assert config_source(configure(block, ["--steps=7", file])).splitlines() == [
+        "learning_rate = 1e-06",
+        "steps = 7  # command line",
+        "strict = True",
+        f"out_dir = 'from file'  # {file}",
+        "betas = (0.9, 0.99)",
+    ]
+
+
+def test_origins_do_not_outlive_their_configure(block):
+    configure(dict(block), ["--steps=7"])
+    assert "#" not in config_source(configure(dict(block), []))
+    assert config_source({"a": 1}, {"a": "elsewhere"}) == "a = 1  # elsewhere\n"
+
+
+def test_the_saved_source_reruns_to_the_same_config(block, write):
+    odd = "it's \"odd\" # \\ \n\t {x} \u00e9 \udc80"
+    flags = ["--learning_rate=0.1234567890123456789", "--steps=1e20", "--strict=false", "--betas=('a', 1, (2.5, None))"]
+    config = configure(dict(block), [*flags, f"--out_dir={odd}"])
+    rerun = configure(dict(block), [write(config_source(config), "config.py")])
+    assert rerun == config and list(rerun) == list(config) and config["out_dir"] == odd
+    assert [type(x) for x in rerun.values()] == [type(x) for x in config.values()]
+
+
+def test_a_script_prints_its_config_and_runs_again_from_it_in_any_folder(script, tmp_path):
+    first = script("--steps=7")
+    assert first.returncode == 0 and "steps = 7  # command line\n" in first.stdout, first.stderr
+    (tmp_path / "home" / "saved.py").write_text(first.stdout)
+    again = script("saved.py")
+    assert [line.split("  # ")[0] for line in again.stdout.splitlines()] == [
+        line.split("  # ")[0] for line in first.stdout.splitlines()
+    ]
+
+
+def test_help_lists_each_key_with_its_default_its_comment_and_the_headings(script):
+    result = script("--help", "--nonsense")
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert result.returncode == 0 and result.stderr == ""
+    assert lines == [
+        "usage: script.py [config/file.py ...] [--key=value ...]",
+        "",
+        "# ----- optimizer",
+        "--learning_rate=1e-06 peak, in 1/step # and a second sharp",
+        "--steps=100",
+        "--strict=True stop at the first difference",
+        "",
+        "# where things go",
+        "--out_dir='out/#1' holds the checkpoints",
+        "--betas=(0.9, 0.99)",
+    ]
+
+
+def test_help_reads_a_block_that_is_indented_under_main(script, tmp_path):
+    at_top_level = script("--help").stdout
+    main = 'if __name__ == "__main__":\n' + indent(BLOCK + MAIN, "    ")
+    (tmp_path / "project" / "script.py").write_text(HEAD + FUNCTION + main)
+    assert script("--help").stdout == script("-h").stdout == at_top_level != ""
+
+
+def test_help_works_without_a_source_file(block, capsys):
+    with pytest.raises(SystemExit) as stop:
+        configure(block, ["--help"])
+    assert stop.value.code == 0 and "--betas=(0.9, 0.99)" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# ranks
+
+
+def test_only_rank_0_speaks_and_the_others_wait_for_it(block, capsys, monkeypatch):
+    """torchrun kills every rank as soon as one exits: without the wait, rank 1 could end the run before that line."""
+    slept = []
+    monkeypatch.setattr(configurator.time, "sleep", slept.append)
+    monkeypatch.setenv("RANK", "1")
+    for argv in (["--stps=1"], ["no.py"], ["--steps=x"]):
+        with pytest.raises(SystemExit) as stop:
+            configure(dict(block), argv)
+        assert stop.value.code == 2
+    assert capsys.readouterr() == ("", "") and slept == [5, 5, 5]
+
+    with pytest.raises(SystemExit) as stop:
+        configure(dict(block), ["--help"])
+    assert stop.value.code == 0 and capsys.readouterr() == ("", "") and len(slept) == 3
+
+
+def test_require_passes_what_holds_and_ends_rank_0_with_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(configurator.time, "sleep", lambda seconds: pytest.fail("rank 0 has nobody to wait for"))
+    monkeypatch.setenv("RANK", "0")
+    require(True, "never seen")
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(SystemExit) as stop:
+        require(0, "group_size=1: GRPO's baseline is the mean of the group, so it needs at least 2")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: group_size=1: GRPO's baseline is the mean of the group, so it needs at least 2\n"
+    )
+
+
+def test_fail_speaks_from_any_rank(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as stop:
+        fail("queue/000007.safetensors: the header\nis broken", status=3)
+    assert stop.value.code == 3
+    assert capsys.readouterr().err == "error: queue/000007.safetensors: the header is broken\n"

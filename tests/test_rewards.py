@@ -1,0 +1,376 @@
+"""
+Rewards: which number a response ends up with, weighted sums, the user's own functions, and how they fail.
+
+    pytest tests/test_rewards.py
+"""
+
+import sys
+import time
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+import rewards
+from rewards import RewardError, arithmetic, exact, final_number, load_reward, numeric, score
+
+GSM8K = "He sells 48/2=<<48/2=24>>24 clips.\nAltogether 48+24=<<48+24=72>>72.\n#### 72"  # a solution in GSM8K's form
+ARABIC_42 = "\u0664\u0662"  # 42 in Arabic-Indic digits
+
+
+@pytest.fixture
+def write(tmp_path):
+    def run(source, name="my_file.py"):
+        (tmp_path / name).write_text(source, encoding="utf-8")
+        return str(tmp_path / name)
+
+    return run
+
+
+def refuse(spec):
+    """The one line with which load_reward refuses a spec."""
+    with pytest.raises(ValueError) as error:
+        load_reward(spec)
+    line = str(error.value)
+    assert line.startswith(f"reward={spec!r}: ") and "\n" not in line
+    return line.removeprefix(f"reward={spec!r}: ")
+
+
+def failure(reward, response="abcd", answer="1"):
+    """The one line with which score reports a reward that failed."""
+    with pytest.raises(RewardError) as error:
+        score(reward, "prompt", response, answer, "step 3, prompt 5, sample 1")
+    line = str(error.value)
+    assert "\n" not in line
+    return line
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# numeric
+
+
+@pytest.mark.parametrize(
+    "response, number",
+    [
+        # the last number, when nothing is marked
+        ("42", 42),
+        ("First 3 apples, then 4, so 7.", 7),
+        ("no number at all", None),
+        ("", None),
+        # marks: the last one decides, whatever comes behind it
+        ("I think 7.\n#### 42", 42),
+        ("#### 42\nLet me check: 6 * 7 is 42 in 1 step", 42),
+        ("#### 41\n#### 42", 42),
+        ("#### 41 #### 42", 42),
+        ("####\n42", 42),
+        ("####42 apples", 42),
+        ("#### $42.00", 42),
+        ("42 it is. #### I do not know", None),
+        (r"so \boxed{42} because of 7", 42),
+        (r"\boxed{41} no, \boxed{42}", 42),
+        (r"\boxed {42}", 42),
+        (r"\boxed{x = 42 \text{ km}}", 42),
+        (r"\boxed{\text{\$}42} in 7 days", 42),
+        (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
+        (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)),
+        (r"\boxed{1{,}234}", 1234),
+        (r"42 and \boxed{}", None),
+        (r"\boxed{41} or rather #### 42", 42),
+        (r"#### Step 3: \boxed{42}", 3),  # a mark is a line's, not a heading: the honest doubt of this convention
+        ("#### 41\n" + r"\boxed{42}", 42),
+        ("The answer is 42. I used 3 steps.", 42),
+        ("The answer is 41. No: the ANSWER IS\n\n**42**.", 42),
+        ("The answer is 7. #### 42", 42),
+        ("So 7 is what the answer is", None),
+        # how numbers are written
+        ("1,234", 1234),
+        ("$1,234,567.50", Fraction("1234567.5")),
+        ("1,2345", 2345),
+        ("1, 2, 3", 3),
+        ("12,34", 34),
+        ("42.0", 42),
+        ("It is 42.", 42),
+        ("0042", 42),
+        (".5", Fraction(1, 2)),
+        ("-.5", Fraction(-1, 2)),
+        ("Rs.500", 500),
+        ("50%", 50),
+        (r"50\%", 50),
+        ("3/4", Fraction(3, 4)),
+        ("3 / 4", Fraction(3, 4)),
+        ("6/8 of it", Fraction(3, 4)),
+        ("1,000/2.5", 400),
+        ("3/0", None),
+        # signs, and minus as an operation
+        ("-42", -42),
+        ("+42", 42),
+        ("it is \u221242", -42),
+        ("-$42", -42),
+        ("$-42$", -42),
+        (r"-\$42", -42),
+        ("= -42", -42),
+        ("50-8", 8),
+        ("(50)-8", 8),
+        ("x-8", 8),
+        ("- 42", 42),
+        # scripts and lengths that int() treats in its own way
+        (ARABIC_42, None),
+        ("7 or \u00b2 or \u2167 or \U0001d7dc", 7),
+        ("9" * 100_000, None),
+        ("0." + "3" * 100_000, None),
+    ],
+)
+def test_the_final_number_of_a_response(response, number):
+    assert final_number(response) == number
+
+
+def test_numeric_compares_exactly():
+    assert numeric("", "0.1", "0.1") == 1.0
+    assert numeric("", "0.3", "0.30000000000000001") == 0.0  # equal as floats
+    assert numeric("", "9007199254740993", "9007199254740992") == 0.0  # 2**53 + 1, equal as floats too
+    assert numeric("", "2/6", "1/3") == 1.0 and numeric("", "0.333", "1/3") == 0.0
+
+
+def test_numeric_reads_plain_answers_and_gsm8k_solutions():
+    for answer in ("72", " 72 ", "72.0", "$72", "+72", GSM8K):
+        assert numeric("How many?", "That makes 72 clips.", answer) == 1.0
+        assert numeric("How many?", "That makes 48 clips.", answer) == 0.0
+        assert numeric("How many?", "No idea.", answer) == 0.0
+    assert numeric("", "1234", "so\n#### 1,234") == 1.0
+    assert numeric("", "-5", "\u22125") == 1.0
+
+
+def test_numeric_refuses_an_answer_that_is_no_number():
+    """A data set of another kind must not score 0 for a whole run; nor 1, for the last digit of `(2, 3)`."""
+    for answer in ("", "Paris", "(2, 3)", "2x+3", "1/0", "9" * 5000, ARABIC_42, "#### none"):
+        with pytest.raises(ValueError, match="is neither a number nor ends in '#### 42'"):
+            numeric("", "3", answer)
+
+
+PIECES = ["1", "1,", "111,", "1 / ", "-", ".", "#", "####\n", "answer is", r"\boxed{", r"\boxed{{", "{a}", r"\frac{1"]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_no_text_takes_more_than_linear_time(piece):
+    started = time.perf_counter()
+    for text in (piece * 30_000, r"\boxed{" + piece * 30_000, piece * 30_000 + "1111"):
+        final_number(text)
+    assert time.perf_counter() - started < 5  # about 0.05 s here; quadratic would be minutes
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# exact and format
+
+
+def test_exact_ignores_only_the_white_space_around():
+    assert exact("", " 42\n", "42") == 1.0
+    assert exact("", "42.0", "42") == exact("", "4 2", "42") == exact("", "", "42") == 0.0
+
+
+@pytest.mark.parametrize(
+    "response, value",
+    [
+        ("<think>6 * 7</think>42", 1.0),
+        ("\n<think>\n6 * 7\n</think>\n\n42\n", 1.0),
+        ("<think></think>42", 1.0),
+        ("42", 0.0),
+        ("<think>6 * 7</think>", 0.0),
+        ("<think>6 * 7</think> \n", 0.0),
+        ("<think>6 * 7 42", 0.0),
+        ("6 * 7</think>42", 0.0),
+        ("</think>6 * 7<think>42", 0.0),
+        ("So: <think>6 * 7</think>42", 0.0),
+        ("<think>6</think><think>7</think>42", 0.0),
+        ("<think><think>6 * 7</think>42", 0.0),
+        ("<think>6 * 7</think></think>42", 0.0),
+        ("<THINK>6 * 7</THINK>42", 0.0),
+    ],
+)
+def test_format_wants_one_thought_and_then_an_answer(response, value):
+    assert rewards.format("6 * 7?", response, "42") == value
+
+
+def test_format_counts_the_tag_that_a_chat_template_has_opened():
+    assert rewards.format("6 * 7?<think>\n", "6 * 7</think>42", "42") == 1.0
+    assert rewards.format("6 * 7?<think>\n", "<think>6 * 7</think>42", "42") == 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# load_reward
+
+
+def test_built_in_rewards_load_by_name():
+    for name, value in (("numeric", 1.0), ("exact", 0.0), ("format", 0.0)):
+        assert load_reward(name)("6 * 7?", "It is 42", "42") == value
+
+
+def test_a_spec_is_a_weighted_sum():
+    response = "<think>6 * 7</think>42"
+    assert load_reward("numeric+0.2*format")("", response, "42") == 1.2
+    assert load_reward(" numeric + 0.2 * format ")("", response, "41") == 0.2
+    assert load_reward("2*numeric + -.5*format+exact")("", response, "42") == 1.5
+    assert load_reward("1e-2*numeric")("", response, "42") == 0.01
+
+
+def test_a_sum_is_rounded_once(write):
+    """The sum() of Python 3.12 compensates and that of 3.11 does not: the same run would have other rewards."""
+    assert 0.1 + 0.1 + 0.1 != 0.3
+    file = write("def one(prompt, response, answer): return 1")
+    assert load_reward("+".join([f"0.1*{file}:one"] * 10))("", "", "") == 1.0
+
+
+def test_a_function_of_the_users_file_gets_all_three_texts(write):
+    file = write("def joined(prompt, response, answer): return prompt + response + answer == 'pra'\n")
+    reward = load_reward(f"numeric + 0.5*{file}:joined")
+    assert reward("p", "r", "1") == 0.0
+    assert load_reward(f"{file}:joined")("p", "r", "a") == 1.0
+
+
+def test_a_file_is_run_once(write):
+    file = write("runs = []\nruns.append(1)\ndef a(p, r, g): return len(runs)\ndef b(p, r, g): return len(runs)\n")
+    assert load_reward(f"{file}:a+{file}:b")("", "", "") == load_reward(f"{file}:a + {file}:b")("", "", "") == 2.0
+
+
+def test_two_files_of_one_name_are_two_modules(write, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write(f"def f(p, r, g): return {ord(folder)}", f"{folder}/same.py")
+    assert load_reward(f"{tmp_path}/a/same.py:f")("", "", "") == ord("a")
+    assert load_reward(f"{tmp_path}/b/same.py:f")("", "", "") == ord("b")
+
+
+def test_a_file_is_found_from_the_working_directory_and_else_beside_rewards_py(write, tmp_path, monkeypatch):
+    write("def f(p, r, g): return 1", "near.py")
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("near.py:f")("", "", "") == 1.0
+    assert load_reward("rewards.py:exact")("", "a", "a") == 1.0
+
+
+def test_a_file_may_hold_dataclasses(write):
+    """Those look up their module in sys.modules, where a module loaded by hand is not unless one puts it there."""
+    imports = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    file = write(imports + "@dataclass\nclass A:\n    x: int = 3\ndef f(p, r, g): return A().x\n")
+    assert load_reward(f"{file}:f")("", "", "") == 3.0
+
+
+@pytest.mark.parametrize(
+    "spec, complaint",
+    [
+        ("numerc", "no such reward as 'numerc'; did you mean 'numeric'? Built in: exact, format, numeric; or 'my_fi"),
+        ("exact+fromat", "no such reward as 'fromat'; did you mean 'format'?"),
+        ("zzz", "no such reward as 'zzz'. Built in: exact"),
+        ("", "no such reward as ''. Built in"),
+        ("numeric+", "no such reward as ''. Built in"),
+        ("my_file.py", "no such reward as 'my_file.py'. Built in: exact, format, numeric; or 'my_file.py:my_function'"),
+        ("a+b/my.py:f", "no such reward as 'a'. Built in: exact, format, numeric; or 'my_file.py:my_function' (no + "),
+        ("a*b/my_file.py:f", "weight 'a' is not a number, as in 0.2*format (and a path cannot contain *)"),
+        ("*numeric", "weight '' is not a number"),
+        ("nan*numeric", "weight 'nan' is not a number"),
+        ("1e999*numeric", "weight '1e999' is not a number"),
+        ("2*3*numeric", "weight '2*3' is not a number"),
+        ("numeric-0.5*exact", "weight 'numeric-0.5' is not a number"),
+        ("0.2*", "no such reward as ''"),
+        ("no/such/file.py:f", f"no file no/such/file.py in {Path.cwd()}"),
+    ],
+)
+def test_a_wrong_spec_is_refused_in_one_line(spec, complaint):
+    assert refuse(spec).startswith(complaint)
+
+
+def test_a_function_that_is_missing_or_none_is_refused(write):
+    file = write("LIMIT = 3\ndef brevity(p, r, g): return 1\n")
+    assert refuse(f"{file}:brevty") == f"{file} has no function 'brevty'; did you mean 'brevity'?"
+    assert refuse(f"{file}:LIMIT") == f"{file} has no function 'LIMIT'."
+    assert refuse(f"{file}:") == f"{file} has no function ''."
+
+
+def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write):
+    file = write("import json\nx = 1 / 0\n", "broken.py")
+    assert refuse(f"{file}:f") == f"{file} does not load: ZeroDivisionError: division by zero (broken.py:2)"
+    assert file not in sys.modules
+    write("def f(p, r, g): return 12345678", "broken.py")  # a longer file, so that no cached bytecode is taken for it
+    assert load_reward(f"{file}:f")("", "", "") == 12345678.0
+    assert "SyntaxError: invalid syntax (typo.py, line 2)" in refuse(write("x = 1\ny = = 2\n", "typo.py") + ":f")
+    assert "does not load: SystemExit: bye (exits.py:1)" in refuse(write("raise SystemExit('bye')", "exits.py") + ":f")
+    assert "does not load: ValueError: two lines" in refuse(write("raise ValueError('two\\nlines')", "lines.py") + ":f")
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# score
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, False, -3, Fraction(1, 2), Decimal("0.5")])
+def test_any_finite_real_number_is_a_score(value):
+    result = score(lambda p, r, g: value, "", "", "", "here")
+    assert result == float(value) and type(result) is float
+
+
+def test_scalars_of_numpy_and_torch_are_scores():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    for value in (numpy.float32(0.5), numpy.bool_(True), numpy.array(0.5), torch.tensor(0.5), torch.tensor([0.5])):
+        assert score(lambda p, r, g: value, "", "", "", "here") == float(value)
+    for value in (numpy.zeros(2), torch.zeros(2), torch.tensor(float("nan"))):
+        assert "not a finite number" in failure(lambda p, r, g: value)
+
+
+@pytest.mark.parametrize("value", [None, "1.0", b"1", float("nan"), float("inf"), -float("inf"), 10**400, 1j, [1], {}])
+def test_anything_else_is_an_error_and_not_a_zero(value):
+    assert f"returned {value!r}"[:60] in failure(lambda p, r, g: value)
+    assert "reward failed on step 3, prompt 5, sample 1: TypeError: " in failure(lambda p, r, g: value)
+
+
+def test_a_bad_term_of_a_sum_is_named(write):
+    file = write("def f(p, r, g): pass\n")
+    assert f"TypeError: {file}:f returned None, not a finite number; response 'abcd'" in failure(
+        load_reward(f"exact + 0.0*{file}:f")
+    )
+
+
+def test_a_function_that_raises_is_reported_with_its_line(write):
+    source = "import json\ndef helper(r):\n    return json.loads(r)\ndef f(p, r, g):\n    return helper(r)\n"
+    reward = load_reward(write(source, "parse.py") + ":f")
+    line = failure(reward)
+    assert line.startswith("reward failed on step 3, prompt 5, sample 1: JSONDecodeError: Expecting value")
+    assert line.endswith(" (parse.py:3); response 'abcd'")  # not the line in json/decoder.py
+    reward = load_reward(write("def f(p, r, g):\n    return 1 / len(g)\n", "zero.py") + ":f")
+    assert failure(reward, answer="").endswith(": ZeroDivisionError: division by zero (zero.py:2); response 'abcd'")
+
+
+def test_a_report_is_one_short_line_whatever_the_texts(write):
+    reward = load_reward(write("def f(p, r, g):\n    raise ValueError(r * 2)\n") + ":f")
+    line = failure(reward, response="two\nlines " * 1000)
+    assert len(line) < 500 and "response 'two\\nlines two" in line and line.endswith("'...")
+
+
+def test_an_exit_in_a_reward_is_an_error(write):
+    """sys.exit() would end the engine's process with status 0, as if the run were complete."""
+    reward = load_reward(write("import sys\ndef f(p, r, g): sys.exit(0)\n", "leave.py") + ":f")
+    assert "SystemExit: 0 (leave.py:2)" in failure(reward)
+
+
+def test_wrong_arguments_and_bad_answers_are_reported(write):
+    assert "TypeError: f() takes 1 positional argument but 3 were given" in failure(
+        load_reward(write("def f(p): return 1") + ":f")
+    )
+    assert "ValueError: answer 'Paris' is neither a number" in failure(load_reward("numeric"), answer="Paris")
+
+
+def test_ctrl_c_is_not_caught():
+    def interrupted(prompt, response, answer):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupted, "", "", "", "here")
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# arithmetic
+
+
+def test_arithmetic_has_every_pair_in_a_fixed_order():
+    rows = arithmetic()
+    assert len(rows) == 10_000 and rows[0] == {"prompt": "0+0=", "answer": "0"}
+    assert rows[1725] == {"prompt": "17+25=", "answer": "42"}
+    assert [row["prompt"] for row in arithmetic(2)] == ["0+0=", "0+1=", "1+0=", "1+1="]
+    assert all(numeric(row["prompt"], row["answer"], row["answer"]) == 1.0 for row in rows[::97])
