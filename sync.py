@@ -10,6 +10,7 @@ How things travel, and the proof that they arrived the same.
 
 import hashlib
 import json
+import math
 import os
 import socket
 import time
@@ -167,6 +168,10 @@ def shards(model, mesh):
     return out
 
 
+def _by_row(tensor, shard):
+    return tensor.reshape(len(tensor), math.prod(shard.shape[1:]))  # -1 would not do: there may be no rows here
+
+
 def grad_norm(grads, shards, group):
     """
     l2 norm over all ranks (a float64 scalar): squares are added along each row, and the rows of all parameters, put
@@ -175,7 +180,7 @@ def grad_norm(grads, shards, group):
     rows = torch.zeros(sum(s.shape[0] for s in shards), dtype=torch.float64, device=grads[0].device)
     start = 0
     for g, s in zip(grads, shards):
-        rows[start + s.first : start + s.first + len(g)] = g.double().square().reshape(len(g), -1).sum(1)
+        rows[start + s.first : start + s.first + len(g)] = _by_row(g, s).double().square().sum(1)
         start += s.shape[0]
     dist.all_reduce(rows, group=group)
     return tree_sum(rows).sqrt()
@@ -355,7 +360,7 @@ def tensor_hashes(tensors, shards, group):
     """
     sums = []
     for t, s in zip(tensors, shards):
-        bits = t.reshape(len(t), -1).view(torch.int32)
+        bits = _by_row(t, s).view(torch.int32)
         by_row = (bits * _odd(0, bits.shape[1], t.device)).sum(1)
         sums.append((by_row * _odd(s.first + (1 << 40), len(t), t.device)).sum())
     sums = torch.stack(sums)

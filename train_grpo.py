@@ -68,6 +68,7 @@ max_new_tokens = 256
 temperature = 1.0
 reward = "numeric"  # numeric, exact, format, 'my_file.py:my_function', or a weighted sum: 'numeric+0.2*format'
 # the update
+gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
 leaves = 8  # fixed micro-batches of a step, a power of two; they, not the ranks, set the order of sums
 learning_rate = 1e-6
 warmup_steps = 0  # of the learning rate, linear
@@ -110,10 +111,32 @@ scratch_mlp = 384
 # keys that say where and how fast, not what is computed: they may differ between two runs with one digest
 FREE_KEYS = {
     "out_dir", "max_steps", "device", "threads", "rollout_ranks", "colocate", "eval_every", "radix_cache", "cuda_graphs",
-    "engine_memory", "engine_kv_tokens", "engine_max_running", "engine_prefill_chunk", "engine_timeout", "strict",
+    "engine_memory", "engine_kv_tokens", "engine_max_running", "engine_prefill_chunk", "engine_timeout", "strict", "gradient_checkpointing",
     "keep_rollouts", "sample_every",
 }  # fmt: skip
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
+
+def check_config(config, world):
+    """Refuses values that make no sense together, before anything is started. world: number of ranks."""
+    c = types.SimpleNamespace(**config)
+    batch = c.prompts_per_step * c.group_size
+    require(c.group_size > 1, f"group_size={c.group_size}: GRPO's baseline is the mean of the group; use at least 2")
+    for key in ("prompts_per_step", "max_new_tokens", "max_prompt_tokens", "engine_timeout"):
+        require(config[key] > 0, f"{key}={config[key]}: must be more than 0")
+    require(c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, f"leaves={c.leaves}: not a power of two; use 1, 2, 4, ..")
+    product = "prompts_per_step * group_size"
+    require(batch % c.leaves == 0, f"leaves={c.leaves}: does not divide the {batch} samples of a step ({product})")
+    sft_fits = not c.warmup_sft_steps or c.sft_batch % c.leaves == 0
+    require(sft_fits, f"sft_batch={c.sft_batch}: not a multiple of leaves={c.leaves}")
+    require(c.temperature > 0, f"temperature={c.temperature}: samples of a group must differ; use more than 0")
+    require(c.eval_temperature >= 0, f"eval_temperature={c.eval_temperature}: below 0")
+    require(c.device in ("", "cpu", "cuda"), f"device={c.device!r}: use 'cpu', 'cuda' or '' for what there is")
+    alone = world == 1 or c.colocate
+    advice = "at least one must roll out and one train; or use --colocate"
+    require(alone or 0 < c.rollout_ranks < world, f"rollout_ranks={c.rollout_ranks}: of {world} ranks {advice}")
+    trainers = world if alone else world - c.rollout_ranks
+    require(c.leaves % trainers == 0, f"leaves={c.leaves}: {trainers} trainer ranks cannot share them; use 1, 2, 4, ..")
+
 
 # ---- the algorithm: pure functions --------------------------------------------------------------------------------
 
@@ -378,29 +401,14 @@ def describe_mismatch(leaf, logprobs, first_sample, group_size):
 
 if __name__ == "__main__":
     config = configure(globals())
-    B = prompts_per_step * group_size
-    require(group_size > 1, f"group_size={group_size}: the baseline is the mean of the group, so it needs at least 2")
-    require(prompts_per_step > 0, f"prompts_per_step={prompts_per_step}: needs at least 1")
-    require(leaves > 0 and leaves & (leaves - 1) == 0, f"leaves={leaves}: not a power of two")
-    require(B % leaves == 0, f"leaves={leaves}: does not divide the {B} samples of a step (prompts_per_step * group_size)")
-    require(not warmup_sft_steps or sft_batch % leaves == 0, f"sft_batch={sft_batch}: not a multiple of leaves={leaves}")
-    require(temperature > 0, f"temperature={temperature}: samples need noise, so more than 0")
-    require(eval_temperature >= 0, f"eval_temperature={eval_temperature}: below 0")
-    require(max_new_tokens > 0, f"max_new_tokens={max_new_tokens}: needs at least 1")
-    require(device in ("", "cpu", "cuda"), f"device={device!r}: 'cpu', 'cuda' or '' for what there is")
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    require(place == "cpu" or torch.cuda.is_available(), "device='cuda': this machine has no CUDA device; use --device=cpu")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    require(
-        world == 1 or colocate or 0 < rollout_ranks < world,
-        f"rollout_ranks={rollout_ranks}: of {world} ranks at least one must roll out and one train; or --colocate",
-    )
-    trainers = world if colocate or world == 1 else world - rollout_ranks
-    require(leaves % trainers == 0, f"leaves={leaves}: {trainers} trainer ranks cannot share them evenly; use 1, 2, 4, ..")
+    check_config(config, world)
     try:
         reward_function = load_reward(reward)
     except ValueError as e:
         require(False, str(e))
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    require(place == "cpu" or torch.cuda.is_available(), "device='cuda': this machine has no CUDA device; use --device=cpu")
     run = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
     out = Path(out_dir)
     require(
@@ -447,6 +455,9 @@ if __name__ == "__main__":
         kernels.enable_batch_invariant()
     if ranks.is_trainer:
         model = build_model(hf, ranks.mesh, place, batch_invariant)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train()
         group = ranks.mesh.get_group()
         shards = sync.shards(model, ranks.mesh)
         load_weights(shards, model_path, hf.tie_word_embeddings)

@@ -1,0 +1,181 @@
+"""
+Sums that do not depend on who adds, files that are whole or refused, and a ledger that notices.
+
+    pytest tests/test_sync.py
+"""
+
+import json
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sync
+from sync import RunError
+
+
+def bits(x):
+    return x.view(torch.int32)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A process group of one."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+# ---- sums
+
+
+def test_leaves_add_to_the_same_bits_on_1_2_4_and_8_ranks_and_a_plain_loop_does_not():
+    torch.manual_seed(0)
+    leaves = torch.randn(8, 1000)
+
+    def total(ranks, plain=False):
+        counter = sync.LeafSum()
+        for i in range(0, 8, ranks):  # what TreeReduceScatter does across ranks, then what each rank does over time
+            counter.add([sum(leaves[i : i + ranks]) if plain else sync.tree_sum(leaves[i : i + ranks])])
+        return counter.total()[0]
+
+    assert all(torch.equal(bits(total(ranks)), bits(total(1))) for ranks in (2, 4, 8))
+    assert torch.allclose(total(1), leaves.double().sum(0).float(), atol=1e-5)
+    assert not torch.equal(bits(total(8, plain=True)), bits(total(1)))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 8, 100])
+def test_tree_sum_takes_any_number_of_parts(n):
+    parts = torch.randn(n, 3, dtype=torch.float64)
+    assert torch.allclose(sync.tree_sum(parts), parts.sum(0))
+
+
+def cut(tensor, name, ranks):
+    """The shards of all ranks, as FSDP2 cuts them."""
+    size, shards = -(-len(tensor) // ranks), []
+    for r in range(ranks):
+        rows = tensor[r * size : (r + 1) * size]
+        shards.append(sync.Shard(name, tuple(tensor.shape), r * size, rows))
+    return shards
+
+
+def test_hash_and_norm_of_shards_are_those_of_the_whole(alone):
+    torch.manual_seed(0)
+    weights = {"a": torch.randn(10, 7), "b": torch.randn(5), "c": torch.randn(3, 4)}
+
+    def hashes(ranks):
+        total = {}
+        for r in range(ranks):
+            shards = [cut(t, n, ranks)[r] for n, t in weights.items()]
+            for name, h in sync.tensor_hashes([s.data for s in shards], shards, alone).items():
+                total[name] = (total.get(name, 0) + int(h, 16)) % 2**64
+        return total
+
+    whole = hashes(1)
+    assert hashes(2) == hashes(4) == hashes(8) == whole
+    shards = [cut(t, n, 1)[0] for n, t in weights.items()]
+    norm = sync.grad_norm(list(weights.values()), shards, alone)
+    assert norm == pytest.approx(torch.cat([t.flatten() for t in weights.values()]).double().norm().item(), rel=1e-12)
+    for name, i in (("a", (9, 6)), ("a", (0, 0)), ("b", (4,)), ("c", (1, 2))):
+        weights[name][i] = torch.nextafter(weights[name][i], torch.tensor(9.0))  # the smallest change there is
+        changed = hashes(1)
+        assert {n for n in whole if changed[n] != whole[n]} == {name}
+        whole = changed
+    weights["b"][[0, 1]] = weights["b"][[1, 0]]
+    assert hashes(1)["b"] != whole["b"]
+
+
+def test_adamw_does_not_see_where_the_shards_are_cut():
+    torch.manual_seed(0)
+    whole, grads = torch.randn(1001), [torch.randn(1001) for _ in range(5)]
+
+    def run(*cuts):
+        parts = [torch.nn.Parameter(p.clone()) for p in whole.tensor_split(cuts)]
+        optimizer = torch.optim.AdamW(parts, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+        for grad in grads:
+            for p, g in zip(parts, grad.tensor_split(cuts)):
+                p.grad = g.clone()
+            optimizer.step()
+        return bits(torch.cat([p.detach() for p in parts]))
+
+    assert all(torch.equal(run(*cuts), run()) for cuts in ((500,), (1,), (3, 10, 11, 777), tuple(range(0, 1001, 13))))
+    assert not torch.equal(run(), bits(whole))
+
+
+# ---- files
+
+TENSORS = dict(tokens=torch.arange(20), rewards=torch.tensor([0.5, 1.0]))
+META = dict(run="abc", stream="rl", step=3, prompt=7, version=3, responses=["a", "ä\n"])
+
+
+def test_a_group_file_comes_back_as_it_was(tmp_path):
+    sync.write_group(tmp_path, 7, TENSORS, META)
+    tensors, meta = sync.read_group(tmp_path, 7, {"run": "abc", "step": 3})
+    assert meta == META and all(torch.equal(tensors[k], TENSORS[k]) for k in TENSORS)
+    assert [p.name for p in tmp_path.iterdir()] == ["group_0007.safetensors"]
+
+
+def test_a_torn_group_file_is_refused_at_whatever_byte_it_ends(tmp_path):
+    sync.write_group(tmp_path, 7, TENSORS, META)
+    path = sync.group_path(tmp_path, 7)
+    data = path.read_bytes()
+    for size in (0, 1, 7, 8, 9, 100, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(RunError, match="group_0007.safetensors"):
+            sync.read_group(tmp_path, 7, {})
+
+
+def test_a_flipped_bit_anywhere_in_a_group_file_is_refused(tmp_path):
+    sync.write_group(tmp_path, 7, TENSORS, META)
+    path = sync.group_path(tmp_path, 7)
+    data = path.read_bytes()
+    for i in range(len(data)):
+        path.write_bytes(data[:i] + bytes([data[i] ^ 1 << random.Random(i).randrange(8)]) + data[i + 1 :])
+        try:
+            tensors, meta = sync.read_group(tmp_path, 7, {})
+        except RunError:
+            continue
+        # a flip in the header's padding or in the order of its keys changes nothing that is read
+        assert meta == META and all(torch.equal(tensors[k], TENSORS[k]) for k in TENSORS), i
+
+
+@pytest.mark.parametrize("key,value", [("run", "other"), ("step", 4), ("prompt", 8), ("version", 2), ("stream", "eval")])
+def test_a_file_of_another_run_step_or_version_is_refused_by_name(tmp_path, key, value):
+    sync.write_group(tmp_path, 7, TENSORS, META)
+    with pytest.raises(RunError, match=f"has {key} .* expected"):
+        sync.read_group(tmp_path, 7, {key: value})
+
+
+def test_a_prompt_is_claimed_once(tmp_path):
+    assert [sync.claim(tmp_path / "rl_000000", 3) for _ in range(3)] == [True, False, False]
+    assert sync.claim(tmp_path / "rl_000000", 4)
+
+
+def test_waiting_for_a_group_that_never_comes_ends_in_time(tmp_path):
+    sync.write_group(tmp_path, 0, TENSORS, META)
+    with pytest.raises(RunError, match="group_0001"):
+        sync.wait_for_groups(tmp_path, 2, timeout=0.1)
+
+
+# ---- the ledger
+
+
+def test_the_digest_depends_on_every_line_and_nothing_else(tmp_path):
+    def digest(name, lines):
+        ledger = sync.Ledger(tmp_path / name, "start")
+        for line in lines:
+            ledger.append(**line)
+        return ledger.digest
+
+    lines = [dict(step=i, tokens=f"{i:016x}") for i in range(3)]
+    assert digest("a", lines) == digest("b", lines)
+    assert json.loads((tmp_path / "a").read_text().splitlines()[-1])["chain"] == digest("c", lines)
+    assert len({digest("d", lines[:2]), digest("e", lines[::-1]), digest("f", lines)}) == 3
+
+
+def test_content_hash_sees_bits_and_order():
+    a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
+    assert sync.content_hash(a) == sync.content_hash(a.clone())
+    assert len({sync.content_hash(x) for x in (a, b, [0.0, 1.0])} | {sync.content_hash(a, b), sync.content_hash(b, a)}) == 5
