@@ -1,0 +1,299 @@
+"""
+The formulas against loops in float64, the data order, packing, and the presets up to the model's weights.
+
+    pytest tests/test_train.py
+"""
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import train_grpo as train
+from configurator import configure
+
+ROOT = Path(train.__file__).parent
+DEFAULTS = {k: v for k, v in vars(train).items() if k.islower() and k[0] != "_" and type(v) in (int, float, bool, str)}
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    dist.destroy_process_group()
+
+
+# ---- formulas
+
+
+def test_group_advantages_are_those_of_a_loop():
+    rewards = [[1.0, 0.0, 0.5, 0.25], [0.1, 0.1, 0.1, 0.1], [0.0, 0.0, 0.0, 1.0]]
+    ours = train.group_advantages(torch.tensor(rewards))
+    for group, row in zip(rewards, ours.tolist()):
+        mean = sum(group) / 4
+        std = math.sqrt(sum((r - mean) ** 2 for r in group) / 3)
+        assert row == pytest.approx([(r - mean) / (std + 1e-6) for r in group], rel=1e-5, abs=1e-6)
+    assert ours[1].tolist() == [0.0] * 4  # not the rounding error of the mean over 1e-6
+    plain = train.group_advantages(torch.tensor(rewards), scale=False)
+    assert plain[0].tolist() == pytest.approx([r - 0.4375 for r in rewards[0]])
+
+
+def test_policy_loss_is_that_of_a_loop_and_of_the_worked_example():
+    rng = random.Random(0)
+    new, old, advantages = ([rng.gauss(0, 0.4) for _ in range(200)] for _ in range(3))
+    loss, clipped = train.policy_loss(*(torch.tensor(x) for x in (new, old, advantages)), 0.2, 0.28)
+    for i in range(200):
+        ratio = math.exp(new[i] - old[i])
+        kept = min(max(ratio, 0.8), 1.28)
+        assert loss[i].item() == pytest.approx(-min(ratio * advantages[i], kept * advantages[i]), rel=1e-4, abs=1e-6)
+        assert clipped[i].item() == (kept * advantages[i] < ratio * advantages[i])
+    assert 20 < clipped.sum() < 180
+    example, _ = train.policy_loss(torch.tensor([-1.5]), torch.tensor([-2.0]), torch.tensor([0.8]), 0.2, 0.2)
+    assert example.item() == pytest.approx(-0.96)  # ratio 1.6487, clipped to 1.2
+
+
+def test_on_policy_the_gradient_is_that_of_the_plain_policy_gradient():
+    logprobs = torch.randn(10, requires_grad=True)
+    advantages = torch.randn(10)
+    loss, clipped = train.policy_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2)
+    loss.sum().backward()
+    assert torch.allclose(logprobs.grad, -advantages) and not clipped.any()
+
+
+def test_learning_rate_warms_up_then_falls_to_its_minimum():
+    rates = [train.learning_rate_at(s, 1.0, 10, 100, 0.1) for s in range(120)]
+    assert rates[0] == 0.1 and rates[9] == 1.0 and rates[10] == 1.0 and rates[55] == pytest.approx(0.55)
+    assert rates[100] == rates[119] == pytest.approx(0.1)
+    assert train.learning_rate_at(10**6, 1.0, 0, 0, 0.0) == 1.0
+
+
+# ---- data
+
+
+def test_rows_of_a_step_depend_on_seed_and_step_alone_and_cover_each_epoch_once():
+    steps = [train.rows_of_step(10, 4, s, 1, "rl") for s in range(5)]
+    assert train.rows_of_step(10, 4, 3, 1, "rl") == steps[3]
+    flat = sum(steps, [])
+    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
+    assert train.rows_of_step(10, 4, 0, 2, "rl") != steps[0]
+
+
+def test_rows_come_from_jsonl_and_parquet_with_named_columns_and_a_template(tmp_path):
+    import datasets
+
+    rows = [{"q": f"is {i} even?", "a": i % 2 == 0, "hint": "think"} for i in range(9)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
+    for name in ("x.jsonl", "x.parquet"):
+        config = DEFAULTS | dict(dataset=str(tmp_path / name), prompt_column="q", answer_column="a", eval_size=2)
+        data, held_out = train.load_rows(config | dict(prompt_template="{hint}: {q}"))
+        assert len(data) == 7 and len(held_out) == 2
+        assert {r["prompt"] for r in data + held_out} == {f"think: is {i} even?" for i in range(9)}
+        assert all(r["answer"] == str(int(r["prompt"].split()[2]) % 2 == 0) for r in data)
+
+
+def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on():
+    data, held_out = train.load_rows(DEFAULTS)
+    again = train.load_rows(DEFAULTS | dict(seed=2))
+    assert (data, held_out) == again and len(held_out) == DEFAULTS["eval_size"]
+    assert not {r["prompt"] for r in data} & {r["prompt"] for r in held_out}
+
+
+def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys, monkeypatch):
+    monkeypatch.setitem(os.environ, "RANK", "0")
+
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": list(text.encode())}
+
+    rows = [{"prompt": "x" * n, "answer": ""} for n in (3, 300, 5, 400)]
+    kept = train.encode_prompts(rows, tokenizer, DEFAULTS, "training")
+    assert [len(r["prompt_tokens"]) for r in kept] == [3, 5]
+    assert capsys.readouterr().out == "dropped 2 of 4 training prompts: over max_prompt_tokens=256\n"
+
+
+# ---- the model
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    train.make_scratch_model(folder, DEFAULTS)
+    return folder
+
+
+def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(scratch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(scratch), AutoModelForCausalLM.from_pretrained(scratch)
+    text = "17+25=\n 42 ~!"
+    tokens = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(tokens) == text and len(tokens) == len(text)
+    assert tokenizer.eos_token_id == 1 != tokenizer.pad_token_id == 0 and len(tokenizer) == model.config.vocab_size
+    assert 700_000 < model.num_parameters() < 900_000
+
+
+def make_samples():
+    rng = random.Random(0)
+    out = []
+    for prompt, response in ((5, 4), (3, 1), (70, 9)):
+        tokens = torch.tensor([rng.randrange(98) for _ in range(prompt + response)])
+        mask = torch.ones(response, dtype=torch.bool)
+        mask[: response // 3] = False
+        out.append(train.Sample(tokens, prompt, mask, torch.randn(response), rng.random()))
+    return out
+
+
+def test_a_packed_leaf_picks_the_masked_tokens_and_their_predecessors():
+    samples = make_samples()
+    leaf = train.pack(samples, "cpu")
+    expected, start = [], 0
+    for i, s in enumerate(samples):
+        for j, used in enumerate(s.loss_mask.tolist()):
+            if used:
+                at = s.prompt_tokens + j
+                expected.append((start + at - 1, int(s.tokens[at]), float(s.logprobs[j]), i, j))
+        start += len(s.tokens)
+    got = zip(*(x.tolist() for x in (leaf.rows, leaf.targets, leaf.logprobs, leaf.sample, leaf.place)))
+    assert list(got) == expected and leaf.ids.tolist() == sum((s.tokens.tolist() for s in samples), [])
+    assert leaf.positions.tolist() == sum((list(range(len(s.tokens))) for s in samples), [])
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_trainer_logprobs_and_gradients_are_those_of_plain_transformers(scratch, mesh, batch_invariant):
+    """Right, and not only equal to the engine: against float64, through FSDP2, packing and our operators."""
+    from transformers import AutoModelForCausalLM
+
+    model = train.build_model(train.check_model(scratch, DEFAULTS), mesh, "cpu", batch_invariant)
+    shards = train.sync.shards(model, mesh)
+    train.load_weights(shards, scratch, tied=True)
+    samples = make_samples()
+    leaf = train.pack(samples, "cpu")
+    if batch_invariant:
+        train.kernels.enable_batch_invariant()
+    try:
+        logprobs, _ = model.token_logprobs(leaf, 0.7)
+        logprobs.sum().backward()
+    finally:
+        train.kernels.disable_batch_invariant()
+    plain = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64)
+    expected = []
+    for s in samples:
+        logp = torch.log_softmax(plain(s.tokens[None]).logits[0, :-1] / 0.7, -1).gather(1, s.tokens[1:, None])[:, 0]
+        expected.append(logp[s.prompt_tokens - 1 :][s.loss_mask])
+    expected = torch.cat(expected)
+    assert torch.allclose(logprobs.double(), expected, atol=1e-5, rtol=0)
+    expected.sum().backward()
+    grads = {n: p.grad for n, p in plain.named_parameters()}
+    for s, p in zip(shards, model.parameters()):
+        assert torch.allclose(p.grad.to_local().double(), grads[s.name], atol=1e-4), s.name
+
+
+# ---- presets
+
+SIZES = {  # the published config.json of the models, without their weights
+    "qwen3_0p6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, tie=True),
+    "qwen3_8b": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, tie=False),
+}
+
+
+@pytest.mark.parametrize("name,world,parameters", [("qwen3_0p6b", 1, 0.596e9), ("qwen3_8b", 8, 8.19e9)])
+def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, parameters):
+    from transformers import Qwen3Config
+
+    config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / f"config/{name}.py")])
+    train.check_config(config, world)
+    size = dict(SIZES[name])
+    hf = Qwen3Config(
+        vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+        tie_word_embeddings=size.pop("tie"), **size,
+    )  # fmt: skip
+    hf.save_pretrained(tmp_path)
+    hf = train.check_model(tmp_path, config)
+    model = train.build_model(hf, mesh, "meta", True)
+    shapes = [s.shape for s in train.sync.shards(model, mesh)]
+    assert sum(math.prod(s) for s in shapes) == pytest.approx(parameters, rel=0.01)
+    buckets = train.sync.weight_buckets(model, torch.bfloat16)
+    assert [n for b in buckets for n, _ in b] == [n for n, _ in model.named_parameters()]
+    sizes = [sum(math.prod(s) * 2 for _, s in b) for b in buckets]
+    assert all(size <= 256 << 20 or len(b) == 1 for size, b in zip(sizes, buckets))
+
+
+def test_tiny_is_a_valid_preset():
+    config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / "config/tiny.py")])
+    for world in (1, 2, 3):
+        train.check_config(config, world)
+
+
+# ---- refusals that need no run
+
+BAD = [
+    (dict(group_size=1), 1, "group_size=1"),
+    (dict(leaves=6), 1, "leaves=6: not a power of two"),
+    (dict(leaves=128), 1, "leaves=128: does not divide the 64 samples"),
+    (dict(rollout_ranks=2), 2, "rollout_ranks=2: of 2 ranks"),
+    (dict(rollout_ranks=0), 2, "rollout_ranks=0: of 2 ranks"),
+    (dict(), 4, "leaves=8: 3 trainer ranks cannot share"),
+    (dict(warmup_sft_steps=5, sft_batch=60), 1, "sft_batch=60"),
+    (dict(temperature=0.0), 1, "temperature=0.0"),
+    (dict(device="tpu"), 1, "device='tpu'"),
+    (dict(max_new_tokens=0), 1, "max_new_tokens=0"),
+]
+
+
+@pytest.mark.parametrize("change,world,message", BAD)
+def test_values_that_make_no_sense_are_refused_in_one_line(change, world, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as e:
+        train.check_config(DEFAULTS | change, world)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(dataset="nowhere.jsonl"), "dataset='nowhere.jsonl': no such file"),
+        (dict(prompt_column="question"), "prompt_column='question': the data set has the columns answer, prompt"),
+        (dict(answer_column="label"), "answer_column='label'"),
+        (dict(prompt_template="{question}"), "prompt_template='{question}': KeyError"),
+        (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
+    ],
+)
+def test_data_that_is_not_there_is_refused_in_one_line(change, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as e:
+        train.load_rows(DEFAULTS | change)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and message in err
+
+
+def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    from transformers import GPT2Config, Qwen2Config
+
+    def refusal(hf, **change):
+        hf.save_pretrained(tmp_path)
+        with pytest.raises(SystemExit) as e:
+            train.check_model(tmp_path, DEFAULTS | change)
+        assert e.value.code == 2
+        return capsys.readouterr().err
+
+    assert "a gpt2 model; known are qwen3, qwen2, llama" in refusal(GPT2Config())
+    assert "sliding-window" in refusal(Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1))
+    assert "the model has 64 positions" in refusal(Qwen2Config(max_position_embeddings=64))
+
+
+def test_a_mismatch_is_described_by_prompt_sample_token_and_both_values():
+    leaf = train.pack(make_samples(), "cpu")
+    ours = leaf.logprobs.clone()
+    ours[4] = torch.nextafter(ours[4], torch.tensor(9.0))
+    line = train.describe_mismatch(leaf, ours, first_sample=9, group_size=8)
+    sample, token = int(leaf.sample[4]), int(leaf.place[4])
+    assert line.startswith(f"prompt 1, sample {1 + sample}, token {token}: engine ") and line.count("0x") == 2
