@@ -13,13 +13,13 @@ This file holds the CPU operators (float32). What torch 2.11 does on a CPU by it
                   unless *their* number is: so both are padded with zeros to a multiple of TILE.
     silu          the vectorised body and the scalar tail of torch's loop differ in the last bit, so the result
                   depends on a number's position: written as x / (1 + exp(-x)), whose two operations agree.
-    attention     SDPA adds a decode step in another order than a prefill: online softmax over key tiles of 64 at
+    attention     SDPA adds a decode step in another order than a prefill: online softmax over key tiles of fixed size at
                   absolute positions, the same loop for packed training, chunked prefill and decode.
     RMSNorm, RoPE, log_softmax, embedding, elementwise arithmetic: already row-invariant, left as they are.
 
 `tests/test_kernels.py` checks each of these bit for bit; and a run checks the sum of them at every token it trains on.
 
-Letters: N tokens of a packed batch, B sequences, Tq the most queries of a sequence, L keys (a multiple of 64),
+Letters: N tokens of a packed batch, B sequences, Tq the most queries of a sequence, L keys (a multiple of TILE_KV),
 Hq / Hkv query / key-value heads, D head dim, V vocabulary.
 """
 
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 TILE = 16  # rows and columns of a matmul come in multiples of this
 TILE_Q = 8  # query rows of a softmax tile come in multiples of this
-TILE_KV = 64  # keys per softmax tile, counted from position 0 of the sequence
+TILE_KV = 16  # keys per softmax tile, counted from position 0 of the sequence; small, for the short sequences of a CPU
 CHUNK = 1024  # rows of logits held at a time; fixed, since the head's weight gradient is added chunk by chunk
 
 
@@ -93,7 +93,7 @@ class Plan:
         self._tiles = {}
 
     def tiles(self, heads, groups):
-        """Per tile of 64 keys: rows of (row, head) pairs (B * Hkv * 64,), causal mask (B * Hkv, R, 64), for all layers."""
+        """Per key tile: rows of (row, head) pairs (B * Hkv * TILE_KV,), causal mask (B * Hkv, R, TILE_KV); for all layers."""
         if (heads, groups) not in self._tiles:
             head = torch.arange(heads, device=self.kv_rows.device)[:, None]
             q_at = self.positions.repeat_interleave(groups, dim=1)  # (B, Tq * groups)
@@ -152,7 +152,7 @@ def _packed_queries(x, plan, heads, groups):
 class Attention(torch.autograd.Function):
     """
     softmax(q k^T * scale + causal mask) v, by the online softmax of FlashAttention (Dao et al. 2022, algorithm 1;
-    backward as in Dao 2023, algorithm 2). A row's sums run over key tiles 0-63, 64-127, ... of its own sequence in
+    backward as in Dao 2023, algorithm 2). A row's sums run over key tiles 0-15, 16-31, ... of its own sequence in
     that order; a tile wholly in its future adds exact zeros. So neither the batch, nor the chunk of a prefill, nor
     the pages of the cache can be seen in the result.
     """

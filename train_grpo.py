@@ -83,7 +83,7 @@ clip_high = 0.2  # .. 1 + clip_high
 scale_rewards = True  # divide advantages by the group's standard deviation
 # supervised warm-up on the reference answers, before RL
 warmup_sft_steps = 0
-sft_learning_rate = 1e-3
+sft_learning_rate = 1e-3  # constant, after 20 steps of warm-up
 sft_batch = 64  # samples per step, a multiple of leaves
 # determinism
 strict = True  # stop at the first log-prob that differs between engine and trainer
@@ -528,9 +528,11 @@ if __name__ == "__main__":
         for g in optimizer.param_groups:
             g["lr"] = lr
         optimizer.step()
-        moments = [torch.cat([optimizer.state[w][k] for k in ("exp_avg", "exp_avg_sq")], -1) for w in weights]
-        hashes |= {"weights": sync.tensor_hashes(weights, shards, group)}
-        hashes |= {"optimizer": sync.tensor_hashes(moments, shards, group)}
+        hashes["weights"] = sync.tensor_hashes(weights, shards, group)
+        first, second = (
+            sync.tensor_hashes([optimizer.state[w][k] for w in weights], shards, group) for k in ("exp_avg", "exp_avg_sq")
+        )
+        hashes["optimizer"] = {name: first[name] + second[name] for name in first}
         metrics = dict(
             loss=loss, grad_norm=float(norm), entropy=entropy, clip_fraction=clipped,
             logprob_mismatch_tokens=int(mismatches), logprob_mismatch_max=float(sums[:, 4].max()), lr=lr,
@@ -570,7 +572,7 @@ if __name__ == "__main__":
             tokens = torch.cat([torch.tensor(row["prompt_tokens"]), answer])
             mask = torch.ones(len(answer), dtype=torch.bool)
             samples.append(Sample(tokens, len(row["prompt_tokens"]), mask, torch.zeros(len(answer)), 1.0))
-        lr = learning_rate_at(warm, sft_learning_rate, min(20, warmup_sft_steps), warmup_sft_steps, 0.0)
+        lr = learning_rate_at(warm, sft_learning_rate, 20, 0, 0.0)
         metrics, hashes = update(samples, "sft", lr, sum(int(s.loss_mask.sum()) for s in samples))
         if master:
             record("metrics.jsonl", phase="sft", step=warm, **metrics)

@@ -1,0 +1,184 @@
+"""
+The real SGLang engine in this process, against the trainer's model: the same 32 bits for every token.
+
+    pytest tests/test_engine.py
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import kernels
+import sync
+import train_grpo as train
+from rollout_server import RolloutEngine, murmur_hash32, sampling_seed
+
+DEFAULTS = {k: v for k, v in vars(train).items() if k.islower() and k[0] != "_" and type(v) in (int, float, bool, str)}
+CONFIG = DEFAULTS | dict(max_prompt_tokens=150, max_new_tokens=24, prompts_per_step=8, group_size=4, engine_timeout=60.0)
+
+
+def make_model(family, folder):
+    """A tiny random model of the family, its norms and biases away from 1 and 0 so that they count."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    size = dict(
+        vocab_size=98, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    kind = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}[family]
+    extra = dict(head_dim=32) if family == "qwen3" else {}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**size, **extra, tie_word_embeddings=family != "llama"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape) * (0.3 if p.dim() == 1 else 0.1))
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
+def pair(request, tmp_path_factory):
+    """(engine, trainer's model, send): `send(version)` publishes the model's weights to the engine."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_model(request.param, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name, raising=False)
+        ranks = sync.start_process_groups(1, False, "cpu")
+        kernels.enable_batch_invariant()
+        hf = train.check_model(folder, CONFIG)
+        model = train.build_model(hf, ranks.mesh, "cpu", True)
+        train.load_weights(sync.shards(model, ranks.mesh), folder, hf.tie_word_embeddings)
+        engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
+        groups = sync.join_weight_groups(ranks, engine, "gloo")
+        buckets = sync.weight_buckets(model, torch.float32, max_bytes=100_000)  # several
+        assert len(buckets) > 1
+
+        def send(version):
+            sync.publish(ranks, model, engine, groups, buckets, version, torch.float32)
+
+        send(0)
+        yield engine, model, send
+        engine.close()
+        kernels.disable_batch_invariant()
+        dist.destroy_process_group()
+
+
+def prompts(n, seed, shared=0):
+    """n prompts of 1 to 150 random tokens, the first `shared` of them the same in all."""
+    draw = torch.Generator().manual_seed(seed)
+    start = torch.randint(2, 98, (shared,), generator=draw).tolist()
+    sizes = torch.randint(1, 150 - shared, (n,), generator=draw).tolist()
+    return [start + torch.randint(2, 98, (size,), generator=draw).tolist() for size in sizes]
+
+
+def roll_out(engine, folder, rows, temperature):
+    job = dict(
+        stream="rl", step=0, rows=[dict(prompt="", answer="", prompt_tokens=p) for p in rows], samples=4, run="test",
+        temperature=temperature, reward=lambda *_: 1.0, decode=str, stop_tokens=[1], engines=1,
+    )  # fmt: skip
+    engine.rollout(folder, job)
+    return [sync.read_group(folder, i, {})[0] for i in range(len(rows))]
+
+
+def differing(model, groups, temperature):
+    """(tokens whose two log-probs differ, tokens)."""
+    samples = []
+    for t in groups:
+        for tokens, logprobs in zip(*(t[k].split(t["lengths"].tolist()) for k in ("tokens", "logprobs"))):
+            whole = torch.cat([t["prompt_tokens"], tokens])
+            mask = torch.ones(len(tokens), dtype=torch.bool)
+            samples.append(train.Sample(whole, len(t["prompt_tokens"]), mask, logprobs, 0.0))
+    leaf = train.pack(samples, "cpu")
+    with torch.no_grad():
+        logprobs, _ = model.token_logprobs(leaf, temperature)
+    return int((logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)).sum()), len(logprobs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_and_trainer_compute_the_same_logprobs(pair, tmp_path, temperature):
+    engine, model, _ = pair
+    groups = roll_out(engine, tmp_path, prompts(8, seed=1, shared=20), temperature)
+    different, tokens = differing(model, groups, temperature)
+    assert tokens > 300 and different == 0
+    assert differing(model, groups, temperature * 1.001)[0] > tokens / 2  # the comparison can fail
+
+
+def test_after_an_update_the_engine_has_the_trainers_weights_and_no_stale_keys(pair, tmp_path):
+    engine, model, send = pair
+    rows = prompts(8, seed=2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().mul_(1.01)
+    before = roll_out(engine, tmp_path / "before", rows, 1.0)
+    assert differing(model, before, 1.0)[0] > 0  # the engine does not have them yet
+    send(5)
+    after = roll_out(engine, tmp_path / "after", rows, 1.0)  # the same prompts: their old keys must be gone
+    assert differing(model, after, 1.0)[0] == 0
+    assert all(set(t["weight_version"].tolist()) == {5} for t in after)
+
+
+def test_a_batch_of_requests_equals_the_same_requests_alone(pair):
+    """With shared prefixes found in the cache or not, in any order, alone or together."""
+    engine, _, _ = pair
+    rows = prompts(12, seed=3, shared=70) + prompts(12, seed=4)
+    params = [
+        dict(temperature=1.0, max_new_tokens=16, ignore_eos=True, sampling_seed=sampling_seed(i)) for i in range(len(rows))
+    ]
+
+    def generate(chosen):
+        out = engine.sglang.generate(
+            input_ids=[rows[i] for i in chosen], sampling_params=[copy.copy(params[i]) for i in chosen], return_logprob=True
+        )
+        cached = sum(o["meta_info"]["cached_tokens"] for o in out)
+        return {i: o["meta_info"]["output_token_logprobs"] for i, o in zip(chosen, out)}, cached
+
+    assert engine.sglang.flush_cache().success
+    alone = {}
+    for i in range(len(rows)):
+        alone |= generate([i])[0]
+        assert engine.sglang.flush_cache().success
+    together, _ = generate(range(len(rows)))
+    again, cached = generate(range(len(rows) - 1, -1, -1))
+    assert cached > 70 * 12 and together == alone and again == alone
+    tokens = [tuple(token for _, token, _ in x) for x in alone.values()]
+    assert len(set(tokens)) == len(tokens)
+    for p in params:
+        p["sampling_seed"] += 1
+    assert generate(range(len(rows)))[0] != alone  # the comparison can fail
+
+
+# ---- the pieces
+
+
+def test_the_noise_hash_is_murmurhash3():
+    """Against the published test vector's algorithm in plain Python: four 4-byte blocks, seed 0."""
+
+    def murmur3(blocks):
+        h = 0
+        for k in blocks:
+            k = k * 0xCC9E2D51 & 0xFFFFFFFF
+            k = (k << 15 | k >> 17) & 0xFFFFFFFF
+            h ^= k * 0x1B873593 & 0xFFFFFFFF
+            h = (h << 13 | h >> 19) & 0xFFFFFFFF
+            h = (h * 5 + 0xE6546B64) & 0xFFFFFFFF
+        h ^= 4 * len(blocks)
+        for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+            h = (h ^ h >> shift) * multiplier & 0xFFFFFFFF
+        return h ^ h >> 16
+
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 123456789012345]
+    positions = [0, 5, 1000, 2**31 - 1, 3, 77]
+    ours = murmur_hash32(torch.tensor(seeds).view(torch.uint64), torch.tensor(positions), torch.arange(300))
+    for i, (seed, position) in enumerate(zip(seeds, positions)):
+        words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, position]
+        assert ours[i].tolist() == [murmur3([*words, column]) for column in range(300)]
+
+
+def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else():
+    keys = list(itertools.product((1, 2), ("rl", "eval"), range(4), range(5), range(6), (0, 1)))
+    seeds = [sampling_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys) and seeds == [sampling_seed(*key) for key in keys]
+    assert min(seeds) < 0 < 2**62 < max(seeds) < 2**63
