@@ -13,7 +13,7 @@ This file holds the CPU operators (float32). What torch 2.11 does on a CPU by it
                   unless *their* number is: so both are padded with zeros to a multiple of TILE.
     silu          the vectorised body and the scalar tail of torch's loop differ in the last bit, so the result
                   depends on a number's position: written as x / (1 + exp(-x)), whose two operations agree.
-    attention     SDPA adds a decode step in another order than a prefill: online softmax over key tiles of fixed size at
+    attention     SDPA adds a decode step in another order than a prefill: online softmax over fixed key tiles at
                   absolute positions, the same loop for packed training, chunked prefill and decode.
     RMSNorm, RoPE, log_softmax, embedding, elementwise arithmetic: already row-invariant, left as they are.
 
@@ -93,7 +93,7 @@ class Plan:
         self._tiles = {}
 
     def tiles(self, heads, groups):
-        """Per key tile: rows of (row, head) pairs (B * Hkv * TILE_KV,), causal mask (B * Hkv, R, TILE_KV); for all layers."""
+        """Per key tile, for all layers: rows of (row, head) (B * Hkv * TILE_KV,), causal mask (B * Hkv, R, TILE_KV)."""
         if (heads, groups) not in self._tiles:
             head = torch.arange(heads, device=self.kv_rows.device)[:, None]
             q_at = self.positions.repeat_interleave(groups, dim=1)  # (B, Tq * groups)

@@ -87,8 +87,9 @@ def install_on_cpu(batch_invariant):
 
     rotary_embedding._is_cpu = True
     sampler.murmur_hash32 = murmur_hash32
-    batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant if batch_invariant else lambda: None
+    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
     if batch_invariant:
+        batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant
         # under the name of the backend it stands for: SGLang decides by the name how the cache is laid out
         register_attention_backend("torch_native")(BatchInvariantAttention)
 
@@ -246,16 +247,26 @@ class RolloutEngine:
             self.loop.remove_signal_handler(s)
         signal.signal(signal.SIGQUIT, self._died)
 
+    def flush(self):
+        """Empties the prefix cache. Asks until it is done: just after its last token the scheduler is still busy."""
+        end = time.monotonic() + self.config["engine_timeout"]
+        while not self._call(self.manager.flush_cache(), "flushing its cache").success:
+            if time.monotonic() > end:
+                raise RunError(f"{self.name}: did not flush its cache; see {self.log}")
+            time.sleep(0.002)
+
     def load(self, bucket, dtype, version, last):
         """Receives one bucket [(name, shape)] of weights; with the last one the engine holds `version`."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
+        if last:
+            self.flush()
         request = UpdateWeightsFromDistributedReqInput(
             names=[name for name, _ in bucket], dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
             shapes=[list(shape) for _, shape in bucket], group_name=self.group, load_format="flattened_bucket",
             flush_cache=last, weight_version=str(version) if last else None,
         )  # fmt: skip
-        # flush_cache: SGLang asserts that the flush worked; old keys under new weights would spoil every sample
+        # flush_cache again: SGLang asserts that it worked; old keys under new weights would spoil every sample
         ok, message = self._call(self.manager.update_weights_from_distributed(request), f"loading weights {version}")
         if not ok:
             raise RunError(f"{self.name}: did not load weights {version}: {message}")

@@ -17,8 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
-from pathlib import Path
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -317,7 +316,8 @@ def read_group(folder, index, expected):
             meta = json.loads(header.get("meta", "{}"))
             tensors = {name: f.get_tensor(name) for name in f.keys()}
     except (SafetensorError, ValueError, OSError) as e:
-        raise RunError(f"{path}: torn or not a rollout file ({str(e).splitlines()[0]}); delete it to have it made again")
+        reason = str(e).splitlines()[0]
+        raise RunError(f"{path}: torn or not a rollout file ({reason}); delete it to have it made again")
     if header.get("sha256") != _digest(tensors, meta):
         raise RunError(f"{path}: its checksum is wrong; delete it to have it made again")
     for key, value in expected.items():
@@ -342,7 +342,7 @@ def wait_for_groups(folder, count, timeout):
 # ledger
 
 
-@lru_cache(maxsize=None)
+@cache
 def _odd(first, count, device):
     """`count` fixed pseudo-random odd int64, numbers `first` on of splitmix64's stream (Steele et al. 2014)."""
     i = torch.arange(first, first + count, device=device)

@@ -19,7 +19,6 @@ tokens of it, V vocabulary. A leaf is a fixed micro-batch of B / leaves samples.
 import json
 import math
 import os
-import sys
 import time
 import types
 from functools import lru_cache
@@ -32,7 +31,7 @@ from tqdm import tqdm
 
 import kernels
 import sync
-from configurator import config_source, configure, fail, require
+from configurator import config_source, configure, require
 from rewards import arithmetic, load_reward
 from rollout_server import RolloutEngine
 
@@ -110,11 +109,12 @@ scratch_mlp = 384
 
 # keys that say where and how fast, not what is computed: they may differ between two runs with one digest
 FREE_KEYS = {
-    "out_dir", "max_steps", "device", "threads", "rollout_ranks", "colocate", "eval_every", "radix_cache", "cuda_graphs",
-    "engine_memory", "engine_kv_tokens", "engine_max_running", "engine_prefill_chunk", "engine_timeout", "strict", "gradient_checkpointing",
-    "keep_rollouts", "sample_every",
+    "out_dir", "max_steps", "device", "threads", "rollout_ranks", "colocate", "eval_every", "gradient_checkpointing",
+    "radix_cache", "cuda_graphs", "engine_memory", "engine_kv_tokens", "engine_max_running", "engine_prefill_chunk",
+    "engine_timeout", "strict", "keep_rollouts", "sample_every",
 }  # fmt: skip
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
+
 
 def check_config(config, world):
     """Refuses values that make no sense together, before anything is started. world: number of ranks."""
@@ -297,7 +297,8 @@ def check_model(folder, config):
     sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
     require(not sliding, f"{name}: sliding-window attention is not supported")
     tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
-    require(tokens + 8 <= most, f"max_new_tokens: {tokens} tokens with the prompt (+ 8), the model has {most} positions")
+    fits = f"max_new_tokens={config['max_new_tokens']}: {tokens} tokens with the prompt, and 8 to spare"
+    require(tokens + 8 <= most, f"{fits}; the model has {most} positions")
     return hf
 
 
@@ -408,7 +409,8 @@ if __name__ == "__main__":
     except ValueError as e:
         require(False, str(e))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    require(place == "cpu" or torch.cuda.is_available(), "device='cuda': this machine has no CUDA device; use --device=cpu")
+    has_device = place == "cpu" or torch.cuda.is_available()
+    require(has_device, "device='cuda': this machine has no CUDA device; use --device=cpu")
     run = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
     out = Path(out_dir)
     require(
@@ -419,7 +421,8 @@ if __name__ == "__main__":
     ranks = sync.start_process_groups(rollout_ranks, colocate, place)
     local_rank, master = int(os.environ["LOCAL_RANK"]), ranks.rank == 0
     if place == "cuda":
-        require(local_rank < torch.cuda.device_count(), f"rank {local_rank}: {torch.cuda.device_count()} CUDA devices here")
+        count = torch.cuda.device_count()
+        require(local_rank < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
         torch.cuda.set_device(local_rank)
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     if master:
@@ -466,11 +469,13 @@ if __name__ == "__main__":
         decay = [w for w, s in zip(weights, shards) if len(s.shape) > 1]
         no_decay = [w for w, s in zip(weights, shards) if len(s.shape) == 1]
         optimizer = torch.optim.AdamW(
-            [dict(params=decay, weight_decay=weight_decay), dict(params=no_decay, weight_decay=0.0)], betas=(beta1, beta2)
+            [dict(params=decay, weight_decay=weight_decay), dict(params=no_decay, weight_decay=0.0)],
+            betas=(beta1, beta2),
         )
         buckets = sync.weight_buckets(model, compute_dtype)
         if master:
-            print(f"model: {sum(math.prod(s.shape) for s in shards):,} parameters, {len(train_rows)} prompts", flush=True)
+            count = sum(math.prod(s.shape) for s in shards)
+            print(f"model: {count:,} parameters, {len(train_rows)} prompts", flush=True)
 
     # ---- the state of the loop
     step = 0  # RL steps done; also the version of the weights
@@ -530,7 +535,8 @@ if __name__ == "__main__":
         optimizer.step()
         hashes["weights"] = sync.tensor_hashes(weights, shards, group)
         first, second = (
-            sync.tensor_hashes([optimizer.state[w][k] for w in weights], shards, group) for k in ("exp_avg", "exp_avg_sq")
+            sync.tensor_hashes([optimizer.state[w][k] for w in weights], shards, group)
+            for k in ("exp_avg", "exp_avg_sq")
         )
         hashes["optimizer"] = {name: first[name] + second[name] for name in first}
         metrics = dict(
@@ -624,9 +630,10 @@ if __name__ == "__main__":
         # 5. the record
         if master:
             stages = {k: sync.content_hash(*(t[k] for t, _ in batch)) for k in ("tokens", "logprobs", "rewards")}
+            texts = [m["prompt_text"] for _, m in batch]
             ledger.append(
                 phase="rl", step=step - 1,
-                prompts=sync.content_hash([m["prompt_text"] for _, m in batch], *(t["prompt_tokens"] for t, _ in batch)),
+                prompts=sync.content_hash(texts, *(t["prompt_tokens"] for t, _ in batch)),
                 **stages, advantages=sync.content_hash(advantages), **hashes,
             )  # fmt: skip
             lengths = torch.cat([t["lengths"] for t, _ in batch]).double()

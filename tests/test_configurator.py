@@ -15,7 +15,7 @@ import pytest
 import configurator
 from configurator import config_source, configure, fail, require
 
-HEAD = '''
+HEAD = """
 from configurator import configure, config_source
 
 def scaled(
@@ -24,8 +24,8 @@ def scaled(
     steps = 3  # not the key's comment
     return steps * x
 
-'''
-BLOCK = '''# ----- optimizer
+"""
+BLOCK = """# ----- optimizer
 learning_rate = 1e-6  # peak, in 1/step # and a second sharp
 steps = 100
 strict = True  # stop at the first difference
@@ -35,17 +35,17 @@ out_dir = "out/#1"  # holds the checkpoints
 betas = (0.9, 0.99)
 _private = 1
 CONSTANT = 2
-'''
-FUNCTION = '''
+"""
+FUNCTION = """
 def doubled(x):
     betas = 3  # nor is this
     return betas * 2
 
-'''
-MAIN = '''config = configure(globals())
+"""
+MAIN = """config = configure(globals())
 steps_after = 7  # no key: bound after the block
 print(config_source(config), end="")
-'''
+"""
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_origins_do_not_outlive_their_configure(block):
 
 
 def test_the_saved_source_reruns_to_the_same_config(block, write):
-    odd = "it's \"odd\" # \\ \n\t {x} \u00e9 \udc80"
+    odd = 'it\'s "odd" # \\ \n\t {x} \u00e9 \udc80'
     flags = ["--learning_rate=0.1234567890123456789", "--steps=1e20", "--strict=false", "--betas=('a', 1, (2.5, None))"]
     config = configure(dict(block), [*flags, f"--out_dir={odd}"])
     rerun = configure(dict(block), [write(config_source(config), "config.py")])

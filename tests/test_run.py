@@ -142,7 +142,8 @@ def test_without_our_operators_the_check_stops_the_run(tmp_path):
     status, output = launch(tmp_path / "run", "--batch_invariant=False", "--max_steps=3", "--eval_size=0")
     assert status == 2 and "Traceback" not in output
     (line,) = [x for x in output.splitlines() if x.startswith("error:")]
-    assert re.search(r"step 0, prompt \d+, sample \d, token \d+: engine .*0x.* trainer .*0x.* of \d+ log-probs differ", line)
+    where = r"step 0, prompt \d+, sample \d, token \d+"
+    assert re.search(where + r": engine .*0x.* trainer .*0x.* of \d+ log-probs differ", line)
     assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
 
 
@@ -178,7 +179,8 @@ def test_the_run_folder_has_what_a_reader_needs(two_ranks):
     sync_seconds wait_seconds tokens_per_second"""
     assert set(always.split()) <= set(lines(folder, "metrics.jsonl", "rl")[0])
     assert [e["step"] for e in lines(folder, "metrics.jsonl", "eval")] == [0, 24]
-    assert "max_steps = 24" in (folder / "config.py").read_text() and "## step 20" in (folder / "samples.md").read_text()
+    assert "max_steps = 24" in (folder / "config.py").read_text()
+    assert "## step 20" in (folder / "samples.md").read_text()
     assert output.count("held-out accuracy") == 2 and output.count("starting SGLang") == 1
     assert not processes_of(folder)
 
