@@ -13,8 +13,8 @@ This file holds the CPU operators (float32). What torch 2.11 does on a CPU by it
                   unless *their* number is: so both are padded with zeros to a multiple of TILE.
     silu          the vectorised body and the scalar tail of torch's loop differ in the last bit, so the result
                   depends on a number's position: written as x / (1 + exp(-x)), whose two operations agree.
-    attention     SDPA adds a decode step in another order than a prefill: online softmax over fixed key tiles at
-                  absolute positions, the same loop for packed training, chunked prefill and decode.
+    attention     SDPA adds a decode step in another order than a prefill: a softmax over fixed key tiles at absolute
+                  positions, the same for packed training, chunked prefill and decode.
     RMSNorm, RoPE, log_softmax, embedding, elementwise arithmetic: already row-invariant, left as they are.
 
 `tests/test_kernels.py` checks each of these bit for bit; and a run checks the sum of them at every token it trains on.
@@ -93,15 +93,17 @@ class Plan:
         self._tiles = {}
 
     def tiles(self, heads, groups):
-        """Per key tile, for all layers: rows of (row, head) (B * Hkv * TILE_KV,), causal mask (B * Hkv, R, TILE_KV)."""
+        """
+        The keys cut into n tiles, for all layers: rows of (row, head) pairs (n * B * Hkv * TILE_KV,), and where a
+        query does not see a key (n, B * Hkv, R, TILE_KV).
+        """
         if (heads, groups) not in self._tiles:
-            head = torch.arange(heads, device=self.kv_rows.device)[:, None]
+            rows = self.kv_rows.view(len(self.kv_rows), -1, TILE_KV).transpose(0, 1)[:, :, None]  # (n, B, 1, TILE_KV)
+            rows = rows * heads + torch.arange(heads, device=rows.device)[:, None]
+            at = torch.arange(self.kv_rows.shape[1], device=rows.device).view(-1, 1, 1, TILE_KV)
             q_at = self.positions.repeat_interleave(groups, dim=1)  # (B, Tq * groups)
-            q_at = F.pad(q_at, (0, -q_at.shape[1] % TILE_Q)).repeat_interleave(heads, dim=0)[:, :, None]
-            self._tiles[heads, groups] = [
-                ((rows[:, None] * heads + head).flatten(), start + torch.arange(TILE_KV, device=q_at.device) > q_at)
-                for start, rows in zip(range(0, self.kv_rows.shape[1], TILE_KV), self.kv_rows.split(TILE_KV, dim=1))
-            ]
+            q_at = F.pad(q_at, (0, -q_at.shape[1] % TILE_Q)).repeat_interleave(heads, dim=0)
+            self._tiles[heads, groups] = rows.flatten(), at > q_at[:, :, None]
         return self._tiles[heads, groups]
 
 
@@ -149,61 +151,60 @@ def _packed_queries(x, plan, heads, groups):
     return x[plan.q_unpad]
 
 
+def _add_in_order(parts):
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
 class Attention(torch.autograd.Function):
     """
-    softmax(q k^T * scale + causal mask) v, by the online softmax of FlashAttention (Dao et al. 2022, algorithm 1;
-    backward as in Dao 2023, algorithm 2). A row's sums run over key tiles 0-15, 16-31, ... of its own sequence in
-    that order; a tile wholly in its future adds exact zeros. So neither the batch, nor the chunk of a prefill, nor
-    the pages of the cache can be seen in the result.
+    o = sum_t p_t v_t / sum_t l_t, p_t = exp(q k_t^T * scale - m), l_t the row sums of p_t, over key tiles t of one
+    sequence in order; m is the row's largest score, which has no order. A key in a row's future adds an exact zero, and
+    so does a tile of them. So neither the batch, nor the chunk of a prefill, nor the pages of the cache can be seen.
+    Backward (Dao 2023, algorithm 2, for one block of queries): ds = p * (do v^T - rowsum(do * o)).
     """
 
     @staticmethod
     def forward(ctx, q, k, v, plan, scale):
         heads, D = k.shape[1:]
         groups = q.shape[1] // heads
-        x, k_rows, v_rows = _queries(q, plan.q_rows, groups), k.reshape(-1, D), v.reshape(-1, D)
-        m = x.new_full((*x.shape[:2], 1), -1e30)  # finite, so that exp(m - m_new) of the first tile is 0 and not NaN
-        total, acc = torch.zeros_like(m), torch.zeros_like(x)
-        for rows, masked in plan.tiles(heads, groups):
-            k_tile, v_tile = k_rows[rows].view(-1, TILE_KV, D), v_rows[rows].view(-1, TILE_KV, D)
-            s = torch.bmm(x, k_tile.transpose(1, 2)).mul_(scale).masked_fill_(masked, float("-inf"))
-            m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-            p, alpha = torch.exp(s - m_new), torch.exp(m - m_new)
-            total = total * alpha + p.sum(-1, keepdim=True)
-            acc = acc * alpha + torch.bmm(p, v_tile)
-            m = m_new
-        acc = acc / total
-        ctx.save_for_backward(q, k, v, acc, m + torch.log(total))
-        ctx.plan, ctx.scale = plan, scale
-        return _packed_queries(acc, plan, q.shape[1], groups)
+        rows, masked = plan.tiles(heads, groups)
+        tiles = len(masked)
+        x = _queries(q, plan.q_rows, groups)
+        k, v = (t.reshape(-1, D)[rows].view(-1, TILE_KV, D) for t in (k, v))  # (tiles * B * Hkv, TILE_KV, D)
+        s = torch.bmm(x.repeat(tiles, 1, 1), k.transpose(1, 2)).mul_(scale).view(masked.shape)
+        s.masked_fill_(masked, float("-inf"))
+        p = torch.exp(s.sub_(s.amax((0, 3), keepdim=True)))
+        total = _add_in_order(p.sum(-1, keepdim=True))
+        out = _add_in_order(torch.bmm(p.flatten(0, 1), v).view(tiles, *x.shape)) / total
+        ctx.save_for_backward(x, k, v, out, p, total)
+        ctx.plan, ctx.scale, ctx.heads = plan, scale, (q.shape[1], heads)
+        return _packed_queries(out, plan, q.shape[1], groups)
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, scale, (heads, D) = ctx.plan, ctx.scale, k.shape[1:]
-        groups = q.shape[1] // heads
+        x, k, v, out, p, total = ctx.saved_tensors
+        plan, (q_heads, heads), (tiles, D) = ctx.plan, ctx.heads, (len(p), x.shape[-1])
+        groups = q_heads // heads
         # a gathered gradient would count a repeated (padding) row twice: those queries get zeros
         grad_rows = grad.new_zeros(plan.q_rows.numel(), *grad.shape[1:])
         grad_rows[plan.q_unpad] = grad
         every_row = torch.arange(plan.q_rows.numel(), device=grad.device).view(plan.q_rows.shape)
-        x, do = _queries(q, plan.q_rows, groups), _queries(grad_rows, every_row, groups)
-        delta = (do * out).sum(-1, keepdim=True)
-        dq, dk, dv = torch.zeros_like(x), [], []
-        k_rows, v_rows = k.reshape(-1, D), v.reshape(-1, D)
-        for rows, masked in plan.tiles(heads, groups):
-            k_tile, v_tile = k_rows[rows].view(-1, TILE_KV, D), v_rows[rows].view(-1, TILE_KV, D)
-            s = torch.bmm(x, k_tile.transpose(1, 2)).mul_(scale).masked_fill_(masked, float("-inf"))
-            p = torch.exp(s - lse)
-            ds = p * (torch.bmm(do, v_tile.transpose(1, 2)) - delta) * scale
-            dq += torch.bmm(ds, k_tile)
-            dk.append(torch.bmm(ds.transpose(1, 2), x))
-            dv.append(torch.bmm(p.transpose(1, 2), do))
+        do = _queries(grad_rows, every_row, groups)
+        p = p / total
+        dp = torch.bmm(do.repeat(tiles, 1, 1), v.transpose(1, 2)).view(p.shape)
+        ds = (p * (dp - (do * out).sum(-1, keepdim=True)) * ctx.scale).flatten(0, 1)
+        dq = _add_in_order(torch.bmm(ds, k).view(tiles, *x.shape))
+        dk = torch.bmm(ds.transpose(1, 2), x.repeat(tiles, 1, 1))
+        dv = torch.bmm(p.flatten(0, 1).transpose(1, 2), do.repeat(tiles, 1, 1))
 
-        def packed_keys(tiles):  # tiles of (B * Hkv, 64, D) -> (N, Hkv, D)
-            x = torch.cat(tiles, 1).view(plan.kv_rows.shape[0], heads, -1, D).transpose(1, 2)
-            return x.reshape(-1, heads, D)[plan.kv_unpad]
+        def packed_keys(t):  # (tiles * B * Hkv, TILE_KV, D) -> (N, Hkv, D)
+            t = t.view(tiles, -1, heads, TILE_KV, D).permute(1, 0, 3, 2, 4)
+            return t.reshape(-1, heads, D)[plan.kv_unpad]
 
-        return _packed_queries(dq, plan, q.shape[1], groups), packed_keys(dk), packed_keys(dv), None, None
+        return _packed_queries(dq, plan, q_heads, groups), packed_keys(dk), packed_keys(dv), None, None
 
 
 def attention(q, k, v, plan, scale):

@@ -159,7 +159,6 @@ class RolloutEngine:
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
-        os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # SGLang imports it by the way, and it leaves a semaphore behind
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         from sglang.srt.entrypoints.engine import Engine
@@ -293,7 +292,7 @@ class RolloutEngine:
                     tensors, meta = await self._generate(index, job)
                     async with one_at_a_time:  # user code is not asked to be thread-safe, nor to be quick
                         await asyncio.to_thread(self._score, tensors, meta, index, job)
-                    write_group(folder, index, tensors, meta)
+                    await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
 
         # each engine holds its share in flight; who is done first takes what is left
         workers = [asyncio.create_task(worker()) for _ in range(-(-len(job["rows"]) // job["engines"]))]

@@ -42,7 +42,7 @@ init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 ma
 seed = 1  # of the data order, the samples and a scratch model
 max_steps = 100  # RL steps
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
-threads = 0  # CPU threads per process; 0: the machine's cores. Changes no bit
+threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly. Changes no bit
 # who does what
 rollout_ranks = 1  # the last so many ranks host an engine each, the others train
 colocate = False  # every rank does both, one after the other (a single process always does)
@@ -402,6 +402,7 @@ def describe_mismatch(leaf, logprobs, first_sample, group_size):
 
 if __name__ == "__main__":
     config = configure(globals())
+    os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # transformers imports it by the way; it leaves semaphores behind
     world = int(os.environ.get("WORLD_SIZE", 1))
     check_config(config, world)
     try:
@@ -417,8 +418,9 @@ if __name__ == "__main__":
         not (out / "ledger.jsonl").exists(), f"out_dir={out_dir!r}: holds a run already; choose another or delete it"
     )
 
-    torch.set_num_threads(threads or os.cpu_count())
     ranks = sync.start_process_groups(rollout_ranks, colocate, place)
+    alike = ranks.trainers if ranks.is_trainer else ranks.engines  # trainers and engines mostly work in turn
+    torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
     local_rank, master = int(os.environ["LOCAL_RANK"]), ranks.rank == 0
     if place == "cuda":
         count = torch.cuda.device_count()

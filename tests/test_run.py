@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
 ROOT = Path(__file__).parent.parent
@@ -183,6 +184,37 @@ def test_the_run_folder_has_what_a_reader_needs(two_ranks):
     assert "## step 20" in (folder / "samples.md").read_text()
     assert output.count("held-out accuracy") == 2 and output.count("starting SGLang") == 1
     assert not processes_of(folder)
+
+
+# ---- what is refused before anything starts
+
+BAD = [
+    (["--learing_rate=1"], "error: --learing_rate: no such key; did you mean learning_rate?"),
+    (["--group_size=1"], "error: group_size=1"),
+    (["--init_from=no/such/folder"], "error: init_from='no/such/folder': neither a model folder"),
+    (["--dataset=none.jsonl"], "error: dataset='none.jsonl': no such file"),
+    (["--answer_column=label"], "error: answer_column='label': the data set has the columns answer, prompt"),
+    (["--max_prompt_tokens=2"], "error: max_prompt_tokens=2: all 80 training prompts are longer"),
+    (["--reward=numerc"], "error: reward='numerc': no such reward"),
+]
+if not torch.cuda.is_available():
+    BAD.append((["--device=cuda"], "error: device='cuda': this machine has no CUDA device"))
+
+
+@pytest.mark.parametrize("flags,message", BAD)
+def test_bad_input_gets_one_line_and_status_2(tmp_path, flags, message):
+    status, output = launch(tmp_path / "run", *flags, timeout=90)
+    errors = [line for line in output.splitlines() if "error" in line.lower()]
+    assert status == 2 and "Traceback" not in output, output
+    assert len(errors) == 1 and errors[0].startswith(message), output
+    assert not processes_of(tmp_path / "run")
+
+
+def test_under_torchrun_one_rank_prints_the_line(tmp_path):
+    status, output = launch(tmp_path / "run", "--leaves=3", ranks=2, timeout=90)
+    assert status != 0 and output.count("error: leaves=3: not a power of two") == 1
+    assert 'File "' not in output.split("error: leaves=3")[0] and "exitcode  : 2" in output
+    assert not processes_of(tmp_path / "run")
 
 
 # ---- what goes wrong in the middle of a run

@@ -1,0 +1,101 @@
+"""
+Where two runs part: the first step, stage and item that differ.
+
+    python tools/diff.py out/a out/b
+
+Reads the ledgers; where the rollout files of both runs are kept, it goes down to the prompt, sample and token, with both
+values in decimal and hex. Exit status 0: identical, 1: different, 2: not two runs.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+STAGES = ("prompts", "tokens", "logprobs", "rewards", "advantages", "gradients", "weights", "optimizer")
+
+
+def read_ledger(folder):
+    return [json.loads(line) for line in (Path(folder) / "ledger.jsonl").read_text().splitlines()]
+
+
+def read_config(folder):
+    """{key: source of its value} of a run's config.py."""
+    path = Path(folder) / "config.py"
+    pairs = (line.split("#")[0].partition(" = ") for line in path.read_text().splitlines() if " = " in line)
+    return {key: value.strip() for key, _, value in pairs}
+
+
+def first_difference(a, b):
+    """(line number, stage, item or '') of the first difference of two ledgers; None if one is the start of the other."""
+    for i, (x, y) in enumerate(zip(a, b)):
+        for stage in STAGES:
+            if x.get(stage) != y.get(stage):
+                if isinstance(x.get(stage), dict) and isinstance(y.get(stage), dict):
+                    return i, stage, next((n for n in x[stage] if x[stage][n] != y[stage].get(n)), "")
+                return i, stage, ""
+        if x["chain"] != y["chain"]:
+            return i, "chain", ""
+
+
+def hexadecimal(x):
+    return f"0x{x.numpy().tobytes()[::-1].hex()}"
+
+
+def describe_rollouts(folder_a, folder_b, stage):
+    """Lines about the first sample whose `stage` differs between two folders of group files."""
+    names = sorted({p.name for f in (folder_a, folder_b) for p in f.glob("group_*.safetensors")})
+    for name in names:
+        if not (folder_a / name).exists() or not (folder_b / name).exists():
+            yield f"  {name}: kept in one run only"
+            continue
+        a, b = load_file(folder_a / name), load_file(folder_b / name)
+        sizes_a, sizes_b = a["lengths"].tolist(), b["lengths"].tolist()
+        per_token = stage in ("tokens", "logprobs")
+        x = a[stage].split(sizes_a) if per_token else a[stage].split(1)
+        y = b[stage].split(sizes_b) if per_token else b[stage].split(1)
+        for g, (u, v) in enumerate(zip(x, y)):
+            for t, (p, q) in enumerate(zip(u, v)):
+                if hexadecimal(p) != hexadecimal(q):
+                    token = f", token {t}" if per_token else ""
+                    yield f"  prompt {int(name[6:10])}, sample {g}{token}:"
+                    yield f"    {p.item():.9g}  {hexadecimal(p)}"
+                    yield f"    {q.item():.9g}  {hexadecimal(q)}"
+                    return
+            if len(u) != len(v):
+                yield f"  prompt {int(name[6:10])}, sample {g}: {len(u)} and {len(v)} tokens, equal as far as they go"
+                return
+
+
+def main(folder_a, folder_b):
+    a, b = read_ledger(folder_a), read_ledger(folder_b)
+    found = first_difference(a, b)
+    if found is None and len(a) == len(b):
+        print(f"identical: {sum(x['phase'] == 'rl' for x in a)} steps, digest {a[-1]['chain'] if a else 'none'}")
+        return 0
+    if found is None:
+        print(f"identical as far as they go: {len(a)} and {len(b)} lines of ledger")
+    else:
+        i, stage, item = found
+        print(f"first difference: {a[i]['phase']} step {a[i]['step']}, {stage}{f' of {item}' if item else ''}")
+        if item:
+            print(f"    {a[i][stage][item]}\n    {b[i][stage].get(item)}")
+        elif stage in ("tokens", "logprobs", "rewards") and a[i]["phase"] == "rl":
+            queues = (Path(f) / "queue" / f"rl_{a[i]['step']:06d}" for f in (folder_a, folder_b))
+            print("\n".join(describe_rollouts(*queues, stage)) or "  (the rollout files are not kept)")
+    x, y = read_config(folder_a), read_config(folder_b)
+    for key in sorted(k for k in x.keys() | y.keys() if x.get(k) != y.get(k)):
+        print(f"  config: {key} = {x.get(key)} | {y.get(key)}")
+    return 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print(__doc__.strip().splitlines()[2].strip(), file=sys.stderr)
+        sys.exit(2)
+    missing = [f for f in sys.argv[1:] if not (Path(f) / "ledger.jsonl").is_file()]
+    if missing:
+        print(f"error: {missing[0]}: no ledger.jsonl in it: not the folder of a run", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(main(*sys.argv[1:]))
