@@ -311,7 +311,7 @@ class RolloutEngine:
         seeds = [sampling_seed(self.config["seed"], job["stream"], job["step"], index, g, 0) for g in range(G)]
         params = dict(
             temperature=job["temperature"], max_new_tokens=self.config["max_new_tokens"],
-            stop_token_ids=job["stop_tokens"],
+            stop_token_ids=job["stop_tokens"], ignore_eos=self.config["ignore_eos"],
         )  # fmt: skip
         outputs = await self.sglang.async_generate(
             input_ids=[row["prompt_tokens"]] * G,

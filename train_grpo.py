@@ -65,6 +65,7 @@ prompts_per_step = 8  # P
 group_size = 8  # G
 max_new_tokens = 256
 temperature = 1.0
+ignore_eos = False  # sample on to max_new_tokens: for benchmarks
 reward = "numeric"  # numeric, exact, format, 'my_file.py:my_function', or a weighted sum: 'numeric+0.2*format'
 # the update
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit

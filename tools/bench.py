@@ -4,8 +4,8 @@ Sampled tokens per second in steady state, of rollout and training together.
     python tools/bench.py                                    # 64 samples of 32 tokens, 0.8 M parameters, one process
     python tools/bench.py --ranks=2 --new_tokens=128
 
-Runs train_grpo.py for some steps with samples of a fixed length (an untrained model hardly ever ends one: the few that
-do count as they are) and takes the median over the steps after the first four, which warm up.
+Runs train_grpo.py for some steps with samples of a fixed length and takes the median over the steps after the first
+four, which warm up.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main():
     command = [
         sys.executable, *(torchrun if args.ranks > 1 else []), "train_grpo.py", f"--out_dir={folder / 'run'}",
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
-        "--prompts_per_step=8", "--group_size=8", "--leaves=4", "--learning_rate=1e-6", *flags,
+        "--prompts_per_step=8", "--group_size=8", "--leaves=4", "--ignore_eos", *flags,
     ]  # fmt: skip
     # rewards that differ, so that no gradient is zero and nothing is skipped
     (folder / "reward.py").write_text("def length(prompt, response, answer):\n    return float(len(set(response)))\n")
