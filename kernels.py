@@ -173,7 +173,9 @@ class Attention(torch.autograd.Function):
         rows, masked = plan.tiles(heads, groups)
         tiles = len(masked)
         x = _queries(q, plan.q_rows, groups)
-        k, v = (t.reshape(-1, D).index_select(0, rows).view(-1, TILE_KV, D) for t in (k, v))  # (tiles * B * Hkv, TILE_KV, D)
+        k, v = (
+            t.reshape(-1, D).index_select(0, rows).view(-1, TILE_KV, D) for t in (k, v)
+        )  # (tiles * B * Hkv, TILE_KV, D)
         s = torch.bmm(x.repeat(tiles, 1, 1), k.transpose(1, 2)).mul_(scale).view(masked.shape)
         s.masked_fill_(masked, float("-inf"))
         p = torch.exp(s.sub_(s.amax((0, 3), keepdim=True)))

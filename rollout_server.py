@@ -13,7 +13,9 @@ the attention backend. Nothing here imports sglang before an engine is wanted: t
 import asyncio
 import functools
 import hashlib
+import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -147,7 +149,7 @@ class RolloutEngine:
 
     def __init__(self, index, model_path, config, device, dtype, log, gpu=0):
         self.index, self.config, self.log, self.version = index, config, log, None
-        self.name = f"engine {index}"
+        self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         try:
@@ -162,7 +164,6 @@ class RolloutEngine:
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         from sglang.srt.entrypoints.engine import Engine
-        from sglang.srt.managers.load_snapshot import shm_path_for
 
         config = self.config
 
@@ -197,23 +198,19 @@ class RolloutEngine:
             args |= dict(attention_backend="triton", mem_fraction_static=config["engine_memory"])
             args["disable_cuda_graph"] = not config["cuda_graphs"]
         sglang = EngineInRank(**args)
-        # load statistics for a router we don't have: without its name the file goes when its processes do, however
-        Path(shm_path_for(sglang.port_args.instance_id)).unlink(missing_ok=True)
+        # SGLang's processes are ended by SIGKILL, and would leave behind what they have in /dev/shm (tqdm's lock,
+        # statistics for a router). Nobody opens it by name again: without the names it goes when they go, however
+        for pid in sglang.get_all_child_pids():
+            for name in set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text())):
+                Path(name).unlink(missing_ok=True)
         return sglang
 
     def _died(self, *_):
         """SGLang's watchdog and its failing children send SIGQUIT."""
-        print(f"error: {self.name}: the SGLang process died; see {self.log}", file=sys.stderr, flush=True)
-        self.kill()
+        os.write(self.stderr, f"error: {self.name}: the SGLang process died; see {self.log}\n".encode())
+        for process in multiprocessing.active_children():
+            process.kill()
         os._exit(1)
-
-    def kill(self):
-        """Ends the engine's processes, also stopped ones, at once."""
-        for pid in self.sglang.get_all_child_pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     def close(self):
         with output_to(self.log):

@@ -19,9 +19,15 @@ tokens of it, V vocabulary. A leaf is a fixed micro-batch of B / leaves samples.
 import json
 import math
 import os
+import platform
+import shlex
+import subprocess
+import sys
+import threading
 import time
 import types
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -245,6 +251,21 @@ def encode_prompts(rows, tokenizer, config, what):
     return kept
 
 
+# ---- what it takes to redo the run ---------------------------------------------------------------------------------
+
+
+def provenance(device):
+    """Comment lines for the saved config: the command, the code's commit, the versions and the machine."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    git = subprocess.run(command, capture_output=True, text=True)
+    versions = (f"{name} {version(name)}" for name in ("torch", "sglang", "transformers", "triton"))
+    chip = torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()} CPU"
+    return (
+        f"# {shlex.join(sys.argv)}\n# commit {git.stdout.strip() or 'unknown'}\n"
+        f"# python {platform.python_version()}, {', '.join(versions)}; {chip}, {os.cpu_count()} cores\n"
+    )
+
+
 # ---- the model ----------------------------------------------------------------------------------------------------
 
 
@@ -403,7 +424,8 @@ def describe_mismatch(leaf, logprobs, first_sample, group_size):
 
 if __name__ == "__main__":
     config = configure(globals())
-    os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # transformers imports it by the way; it leaves semaphores behind
+    os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # transformers imports it by the way; it leaves semaphores behind,
+    tqdm.set_lock(threading.RLock())  # and so would tqdm: the engine's end takes the process that should remove them
     world = int(os.environ.get("WORLD_SIZE", 1))
     check_config(config, world)
     try:
@@ -429,9 +451,9 @@ if __name__ == "__main__":
         torch.cuda.set_device(local_rank)
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     if master:
-        print(config_source(config))
+        print(config_source(config), flush=True)
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.py").write_text(config_source(config))
+        (out / "config.py").write_text(provenance(place) + config_source(config))
         if init_from == "scratch":
             make_scratch_model(out / "model", config)
         else:

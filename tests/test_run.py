@@ -51,7 +51,7 @@ def launch(folder, *flags, ranks=0, timeout=240):
 def command_of(folder, *flags, ranks=0):
     config = folder.parent / f"{folder.name}.py"
     config.write_text(SMALL)
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"] if ranks else []
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks else []
     return [sys.executable, *torchrun, "train_grpo.py", str(config), f"--out_dir={folder}", *flags]
 
 
@@ -81,7 +81,12 @@ def processes_of(folder):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def in_shared_memory():
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, in_shared_memory):
     """One trainer and one engine under torchrun."""
     folder = tmp_path_factory.mktemp("runs") / "two_ranks"
     status, output = launch(folder, ranks=2)
@@ -91,9 +96,10 @@ def two_ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """The same run in one process that does both."""
+    """The same run in one process that does both, and with all that must not matter changed."""
     folder = tmp_path_factory.mktemp("runs") / "one_process"
-    status, output = launch(folder)
+    free = "--threads=1 --radix_cache=False --engine_max_running=17 --engine_prefill_chunk=32 --gradient_checkpointing"
+    status, output = launch(folder, *free.split())
     assert status == 0, output[-4000:]
     return folder, output
 
@@ -130,6 +136,19 @@ def test_two_runs_one_curve_whether_in_one_process_or_two(two_ranks, one_process
     for x, y in zip(lines(a, "metrics.jsonl"), lines(b, "metrics.jsonl")):
         timeless = [k for k in x if not k.endswith("_seconds") and k != "tokens_per_second"]
         assert [x[k] for k in timeless] == [y[k] for k in timeless]
+
+
+@pytest.mark.parametrize("rollout_ranks", [1, 2])
+def test_three_ranks_make_the_same_ledger_with_two_trainers_or_two_engines(two_ranks, tmp_path, rollout_ranks):
+    folder, flags = tmp_path / "run", (f"--rollout_ranks={rollout_ranks}", "--max_steps=3", "--eval_size=0")
+    status, output = launch(folder, *flags, ranks=3)
+    assert status == 0, output[-4000:]
+    assert lines(folder, "ledger.jsonl") == lines(two_ranks[0], "ledger.jsonl")[: 60 + 3]
+    claimed = set()
+    for path in folder.glob("queue/*/group_*.safetensors"):
+        with safe_open(path, "pt") as f:
+            claimed.add(json.loads(f.metadata()["meta"])["engine"])
+    assert claimed == set(range(rollout_ranks))
 
 
 def test_another_seed_is_another_curve(two_ranks, tmp_path):
@@ -183,7 +202,11 @@ def test_the_run_folder_has_what_a_reader_needs(two_ranks):
     assert "max_steps = 24" in (folder / "config.py").read_text()
     assert "## step 20" in (folder / "samples.md").read_text()
     assert output.count("held-out accuracy") == 2 and output.count("starting SGLang") == 1
-    assert not processes_of(folder)
+
+
+def test_a_run_leaves_no_process_and_nothing_in_shared_memory(two_ranks, one_process, in_shared_memory):
+    assert not processes_of(two_ranks[0]) and not processes_of(one_process[0])
+    assert set(os.listdir("/dev/shm")) <= in_shared_memory
 
 
 # ---- what is refused before anything starts

@@ -28,7 +28,7 @@ def main():
     parser.add_argument("--new_tokens", type=int, default=32)
     args, flags = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="bench"))
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", "--master_port=0"]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", "--standalone"]
     command = [
         sys.executable, *(torchrun if args.ranks > 1 else []), "train_grpo.py", f"--out_dir={folder / 'run'}",
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",

@@ -3,8 +3,8 @@ Where two runs part: the first step, stage and item that differ.
 
     python tools/diff.py out/a out/b
 
-Reads the ledgers; where the rollout files of both runs are kept, it goes down to the prompt, sample and token, with both
-values in decimal and hex. Exit status 0: identical, 1: different, 2: not two runs.
+Reads the ledgers; where the rollout files of both runs are kept, it goes down to the prompt, sample and token, with
+both values in decimal and hex. Exit status 0: identical, 1: different, 2: not two runs.
 """
 
 import json
@@ -28,7 +28,7 @@ def read_config(folder):
 
 
 def first_difference(a, b):
-    """(line number, stage, item or '') of the first difference of two ledgers; None if one is the start of the other."""
+    """(line number, stage, item or '') of the first difference; None if one ledger is the start of the other."""
     for i, (x, y) in enumerate(zip(a, b)):
         for stage in STAGES:
             if x.get(stage) != y.get(stage):

@@ -1,0 +1,86 @@
+"""
+tools/diff.py on run folders made by hand.
+
+    pytest tests/test_diff.py
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sync
+
+DIFF = Path(__file__).parent.parent / "tools" / "diff.py"
+
+
+def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=None):
+    """A run folder of `steps` steps of two prompts; `change` alters a step's tensors, `weight` one hash of step 1."""
+    folder.mkdir()
+    (folder / "config.py").write_text(f"seed = {seed}\nout_dir = {folder.name!r}\n")
+    ledger = sync.Ledger(folder / "ledger.jsonl", "start")
+    for step in range(steps):
+        groups = []
+        for i in range(2):
+            logprobs = torch.arange(7) * -0.5
+            tensors = dict(
+                tokens=torch.arange(7), lengths=torch.tensor([3, 4]), logprobs=logprobs, rewards=torch.ones(2)
+            )
+            if i == 1:
+                change(step, tensors)
+            queue = folder / "queue" / f"rl_{step:06d}"
+            queue.mkdir(parents=True, exist_ok=True)
+            sync.write_group(queue, i, tensors, dict(step=step))
+            groups.append(tensors)
+        stages = {k: sync.content_hash(*(t[k] for t in groups)) for k in ("tokens", "logprobs", "rewards")}
+        weights = {"a": "00", "b": weight if weight and step == 1 else "11"}
+        ledger.append(phase="rl", step=step, prompts="0", **stages, advantages="0", weights=weights)
+    return folder
+
+
+def diff(a, b):
+    done = subprocess.run([sys.executable, DIFF, a, b], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_equal_runs_are_identical(tmp_path):
+    status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b"))
+    assert status == 0 and output.startswith("identical: 3 steps, digest ")
+
+
+def test_a_logprob_one_bit_off_is_found_with_both_values(tmp_path):
+    def change(step, tensors):
+        if step == 2:
+            tensors["logprobs"][5] = torch.nextafter(tensors["logprobs"][5], torch.tensor(0.0))
+
+    status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", change=change))
+    assert status == 1 and "first difference: rl step 2, logprobs" in output
+    assert "prompt 1, sample 1, token 2:" in output and "-2.5  0xc0200000" in output and "0xc01fffff" in output
+
+
+def test_a_parameter_is_named(tmp_path):
+    status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", weight="12"))
+    assert status == 1 and "first difference: rl step 1, weights of b\n    11\n    12\n" in output
+
+
+def test_the_first_stage_in_the_order_of_a_step_is_named(tmp_path):
+    def change(step, tensors):
+        tensors["tokens"][0] += 1
+        tensors["logprobs"][0] -= 1
+
+    status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=2, change=change))
+    assert status == 1 and "first difference: rl step 0, tokens" in output and "prompt 1, sample 0, token 0:" in output
+    assert "config: seed = 1 | 2" in output
+
+
+def test_a_shorter_run_is_different_but_no_step_is_named(tmp_path):
+    status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=2))
+    assert status == 1 and "identical as far as they go: 3 and 2 lines" in output
+
+
+@pytest.mark.parametrize("other", ["nothing", "."])
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, other):
+    status, output = diff(make_run(tmp_path / "a"), tmp_path / other)
+    assert status == 2 and output.startswith("error: ") and output.count("\n") == 1
