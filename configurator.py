@@ -22,8 +22,15 @@ WANTED = {int: "a whole number", float: "a finite number", bool: "true or false"
 ORIGINS = {}  # key -> the config file or "command line" that last set it, filled by configure
 
 
+def close_bars():
+    """Gives an error a line of its own: a progress bar leaves the cursor behind itself."""
+    for bar in list(getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())):
+        bar.close()
+
+
 def fail(message, status=2):
     """Ends this process with one line on stderr, whatever its rank."""
+    close_bars()
     print("error:", " ".join(message.splitlines()), file=sys.stderr, flush=True)
     sys.exit(status)
 

@@ -201,8 +201,11 @@ class RolloutEngine:
         # SGLang's processes are ended by SIGKILL, and would leave behind what they have in /dev/shm (tqdm's lock,
         # statistics for a router). Nobody opens it by name again: without the names it goes when they go, however
         for pid in sglang.get_all_child_pids():
-            for name in set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text())):
-                Path(name).unlink(missing_ok=True)
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            inodes = {int(inode) for inode in re.findall(r"(\d+) +/dev/shm/", maps)}  # a semaphore has two names
+            for path in Path("/dev/shm").iterdir():
+                if path.stat().st_ino in inodes:
+                    path.unlink(missing_ok=True)
         return sglang
 
     def _died(self, *_):
@@ -328,7 +331,7 @@ class RolloutEngine:
             logprobs=torch.tensor([lp for sample in logprobs for lp in sample], dtype=torch.float32),
             loss_mask=torch.ones(len(flat), dtype=torch.bool),  # one turn: every token is the model's own, EOS too
             weight_version=torch.tensor([v for v, sample in zip(versions, tokens) for _ in sample]),
-            truncated=torch.tensor([o["meta_info"]["finish_reason"]["type"] == "length" for o in outputs]),
+            truncated=torch.tensor([t[-1] not in job["stop_tokens"] for t in tokens]),
             seeds=torch.tensor(seeds),
         )
         texts = [job["decode"](t) for t in tokens]

@@ -27,6 +27,8 @@ from safetensors.torch import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from configurator import close_bars
+
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 
 
@@ -37,6 +39,7 @@ class RunError(SystemExit):
     """
 
     def __init__(self, message):
+        close_bars()
         super().__init__(f"error: {message}")
 
 
