@@ -280,7 +280,10 @@ class RolloutEngine:
         job: stream ('rl' or 'eval'), step, rows (each with prompt, answer, prompt_tokens), samples per row,
         temperature, reward (a function), decode (tokens -> text), stop_tokens, engines, run (the run's id).
         """
-        self.loop.run_until_complete(self._rollout(folder, job))
+        try:
+            self.loop.run_until_complete(self._rollout(folder, job))
+        except RewardError as e:
+            fail(str(e))
 
     async def _rollout(self, folder, job):
         unclaimed = iter(range(len(job["rows"])))
@@ -344,11 +347,8 @@ class RolloutEngine:
 
     def _score(self, tensors, meta, index, job):
         where = f"{job['stream']} step {job['step']}, prompt {index}, sample "
-        try:
-            rewards = [
-                score(job["reward"], meta["prompt_text"], text, meta["answer"], where + str(g))
-                for g, text in enumerate(meta["responses"])
-            ]
-        except RewardError as e:
-            fail(str(e))
+        rewards = [
+            score(job["reward"], meta["prompt_text"], text, meta["answer"], where + str(g))
+            for g, text in enumerate(meta["responses"])
+        ]
         tensors["rewards"] = torch.tensor(rewards, dtype=torch.float32)

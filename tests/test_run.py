@@ -68,16 +68,16 @@ def digest(output):
 
 
 def processes_of(folder):
-    """Ids of living processes whose command line or parent's names the folder."""
-    out = []
+    """{id: command line} of living processes that name the folder or have a file in it open, as the engine its log."""
+    out = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+        except OSError:
             continue
-        if str(folder) in command or f"ONECURVE_TEST={folder}" in environment:
-            out.append(int(pid))
+        if any(str(folder) in x for x in (command, *files)):
+            out[int(pid)] = command
     return out
 
 
@@ -269,29 +269,17 @@ def wait_for(condition, seconds):
         time.sleep(0.1)
 
 
-def scheduler_of(folder):
-    """The id of the run's SGLang scheduler process."""
-    for pid in processes_of(folder):
-        try:
-            if "sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"):
-                return pid
-        except FileNotFoundError:
-            pass
-
-
 @pytest.mark.parametrize("how", ["dies", "goes silent"])
 def test_an_engine_that_dies_or_goes_silent_ends_the_run_in_time(tmp_path, how):
     folder = tmp_path / "run"
     flags = ("--engine_timeout=5", "--max_steps=100000", "--warmup_sft_steps=0", "--eval_size=0")
-    environment = os.environ | {"ONECURVE_TEST": str(folder)}
     with open(tmp_path / "output", "w") as output:
-        run = subprocess.Popen(
-            command_of(folder, *flags, ranks=2), cwd=ROOT, stdout=output, stderr=output, env=environment
-        )
+        run = subprocess.Popen(command_of(folder, *flags, ranks=2), cwd=ROOT, stdout=output, stderr=output)
     try:
         wait_for(lambda: (folder / "metrics.jsonl").exists() or run.poll() is not None, 120)
         time.sleep(1)
-        os.kill(scheduler_of(folder), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        (scheduler,) = [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
+        os.kill(scheduler, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
         run.wait(timeout=5 + 30)
     finally:
         if run.poll() is None:
