@@ -298,15 +298,21 @@ class RolloutEngine:
                     await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
 
         # each engine holds its share in flight; who is done first takes what is left
-        workers = [asyncio.create_task(worker()) for _ in range(-(-len(job["rows"]) // job["engines"]))]
+        tasks = pending = [asyncio.create_task(worker()) for _ in range(-(-len(job["rows"]) // job["engines"]))]
         timeout, started = self.config["engine_timeout"], time.time()
-        while workers:
-            done, workers = await asyncio.wait(workers, timeout=min(1, timeout / 4))
-            for task in done:
-                task.result()  # raises what the worker raised
-            # SGLang sends a sign of life every 50 tokens of the slowest sample
-            if workers and time.time() - max(started, self.manager.last_receive_tstamp) > timeout:
-                raise RunError(f"{self.name}: silent for {timeout:g} s in step {job['step']}; see {self.log}")
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=min(1, timeout / 4))
+                for task in done:
+                    task.result()  # raises what the worker raised
+                # SGLang sends a sign of life every 50 tokens of the slowest sample
+                if pending and time.time() - max(started, self.manager.last_receive_tstamp) > timeout:
+                    raise RunError(f"{self.name}: silent for {timeout:g} s in step {job['step']}; see {self.log}")
+        except Exception:  # the first error is the one to report (a RunError is a SystemExit and ends us as it is)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
 
     async def _generate(self, index, job):
         """G samples of one prompt, as the tensors and the meta of a group file; packed, sample after sample."""
