@@ -82,21 +82,13 @@ def hidden_torchrun():
         os.environ.update(hidden)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return s.getsockname()[1]
-
-
 def start_process_groups(rollout_ranks, colocate, device):
     """
     Joins torchrun's ranks (or makes a world of one) and splits them. gloo over all ranks for control; NCCL on
     CUDA, gloo on a CPU, over the trainers.
     """
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    dist.init_process_group("gloo", timeout=FOREVER)
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", timeout=FOREVER, **alone)
     rank, world = dist.get_rank(), dist.get_world_size()
     trainers, engines = (world, world) if colocate or world == 1 else (world - rollout_ranks, rollout_ranks)
     group = dist.new_group(range(trainers), backend="nccl" if device == "cuda" else "gloo", timeout=FOREVER)
@@ -221,25 +213,29 @@ def join_weight_groups(ranks, engine, backend):
     rank 0's list of groups, [] elsewhere.
     """
 
-    def enter(meetings):
+    def enter(store, names):
         from sglang.srt.utils import init_custom_process_group
 
         return [
-            init_custom_process_group(backend, f"tcp://{host}:{port}", FOREVER, world_size=2, rank=0, group_name=name)
-            for host, port, name in meetings
+            init_custom_process_group(
+                backend, store=dist.PrefixStore(name, store), timeout=FOREVER, world_size=2, rank=0, group_name=name
+            )
+            for name in names
         ]
 
-    meetings = [None]
+    names = [f"weights{e}" for e in range(ranks.engines)]
+    meeting = [None]
     if ranks.rank == 0:
-        one_node = ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
+        one_node = ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         host = "127.0.0.1" if one_node else socket.gethostbyname(socket.gethostname())
-        meetings = [[(host, free_port(), f"weights{e}") for e in range(ranks.engines)]]
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FOREVER)  # 0: any free port
+        meeting = [(host, store.port)]
     meet()
-    dist.broadcast_object_list(meetings, src=0)
+    dist.broadcast_object_list(meeting, src=0)
     with hidden_torchrun(), ThreadPoolExecutor(1) as thread:  # rank 0 may have to enter both ends
-        entering = thread.submit(enter, meetings[0]) if ranks.rank == 0 else None
+        entering = thread.submit(enter, store, names) if ranks.rank == 0 else None
         if engine is not None:
-            engine.join_weight_group(*meetings[0][ranks.engine], backend)
+            engine.join_weight_group(*meeting[0], names[ranks.engine], backend)
         return entering.result() if entering else []
 
 

@@ -246,7 +246,7 @@ def encode_prompts(rows, tokenizer, config, what):
     limit = config["max_prompt_tokens"]
     kept = [row for row in rows if 0 < len(row["prompt_tokens"]) <= limit]
     require(kept or not rows, f"max_prompt_tokens={limit}: all {len(rows)} {what} prompts are longer (or empty)")
-    if len(kept) < len(rows) and os.environ["RANK"] == "0":
+    if len(kept) < len(rows) and os.environ.get("RANK", "0") == "0":
         print(f"dropped {len(rows) - len(kept)} of {len(rows)} {what} prompts: over max_prompt_tokens={limit}")
     return kept
 
@@ -444,7 +444,7 @@ if __name__ == "__main__":
     ranks = sync.start_process_groups(rollout_ranks, colocate, place)
     alike = ranks.trainers if ranks.is_trainer else ranks.engines  # trainers and engines mostly work in turn
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
-    local_rank, master = int(os.environ["LOCAL_RANK"]), ranks.rank == 0
+    local_rank, master = int(os.environ.get("LOCAL_RANK", 0)), ranks.rank == 0
     if place == "cuda":
         count = torch.cuda.device_count()
         require(local_rank < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")

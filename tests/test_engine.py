@@ -43,27 +43,24 @@ def pair(request, tmp_path_factory):
     """(engine, trainer's model, send): `send(version)` publishes the model's weights to the engine."""
     folder = tmp_path_factory.mktemp(request.param)
     make_model(request.param, folder)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            patch.delenv(name, raising=False)
-        ranks = sync.start_process_groups(1, False, "cpu")
-        kernels.enable_batch_invariant()
-        hf = train.check_model(folder, CONFIG)
-        model = train.build_model(hf, ranks.mesh, "cpu", True)
-        train.load_weights(sync.shards(model, ranks.mesh), folder, hf.tie_word_embeddings)
-        engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
-        groups = sync.join_weight_groups(ranks, engine, "gloo")
-        buckets = sync.weight_buckets(model, torch.float32, max_bytes=100_000)  # several
-        assert len(buckets) > 1
+    ranks = sync.start_process_groups(1, False, "cpu")
+    kernels.enable_batch_invariant()
+    hf = train.check_model(folder, CONFIG)
+    model = train.build_model(hf, ranks.mesh, "cpu", True)
+    train.load_weights(sync.shards(model, ranks.mesh), folder, hf.tie_word_embeddings)
+    engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
+    groups = sync.join_weight_groups(ranks, engine, "gloo")
+    buckets = sync.weight_buckets(model, torch.float32, max_bytes=100_000)  # several
+    assert len(buckets) > 1
 
-        def send(version):
-            sync.publish(ranks, model, engine, groups, buckets, version, torch.float32)
+    def send(version):
+        sync.publish(ranks, model, engine, groups, buckets, version, torch.float32)
 
-        send(0)
-        yield engine, model, send
-        engine.close()
-        kernels.disable_batch_invariant()
-        dist.destroy_process_group()
+    send(0)
+    yield engine, model, send
+    engine.close()
+    kernels.disable_batch_invariant()
+    dist.destroy_process_group()
 
 
 def prompts(n, seed, shared=0):

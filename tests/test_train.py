@@ -6,7 +6,6 @@ The formulas against loops in float64, the data order, packing, and the presets 
 
 import json
 import math
-import os
 import random
 from pathlib import Path
 
@@ -106,9 +105,7 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on():
     assert not {r["prompt"] for r in data} & {r["prompt"] for r in held_out}
 
 
-def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys, monkeypatch):
-    monkeypatch.setitem(os.environ, "RANK", "0")
-
+def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
     def tokenizer(text, add_special_tokens):
         return {"input_ids": list(text.encode())}
 
