@@ -83,6 +83,20 @@ def configure(namespace, argv=None):
     return config
 
 
+def resume_config(config, path, free):
+    """
+    The config saved in `path`, in which what the command line and its files set counts only for the keys in `free`.
+    Ends with one line that names the others, if their values differ.
+    """
+    saved = _run_file(str(path), path.parent, config)
+    unknown = [key for key in config if key not in saved]
+    require(not unknown, f"{path}: has no {', '.join(unknown)}; it was saved by another version of this program")
+    changed = [key for key in ORIGINS if key not in free and config[key] != saved[key]]
+    values = ", ".join(f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in changed)
+    require(not changed, f"{values}: cannot change on resume; what can: {', '.join(sorted(free))}")
+    return saved | {key: config[key] for key in ORIGINS if key in free}
+
+
 def config_source(config, origins=ORIGINS):
     """`config` as the source of a config file that reruns the run; behind each override stands its origin."""
     comments = {key: f"  # {origin}" for key, origin in origins.items()}

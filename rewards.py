@@ -189,6 +189,7 @@ def _describe(error):
 # a data set for machines without a network
 
 
-def arithmetic(size_max=100):
-    """size_max**2 rows {"prompt": "17+25=", "answer": "42"}, ordered by the first number, then by the second."""
-    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(size_max) for b in range(size_max)]
+def arithmetic(size_max=100, size_min=0):
+    """Rows {"prompt": "17+25=", "answer": "42"} of all sums of two numbers in [size_min, size_max), in their order."""
+    numbers = range(size_min, size_max)
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]

@@ -2,7 +2,7 @@
 The rollout side: a real SGLang engine started inside a torchrun rank; prompts in, scored groups of samples out.
 
     RolloutEngine(...)             starts SGLang's scheduler as a child process, with our operators switched on in it
-    .join_weight_group / .load     take the trainers' weights, flush the prefix cache, remember the version
+    .receive_weights and the like  take the trainers' weights, flush the prefix cache, remember the version
     .rollout                       claims prompts, generates, scores, writes one file per prompt into the queue
 
 On a CPU SGLang needs four replacements, made in the child by `run_scheduler` (0.5.17 has no switch for them): a flag
@@ -28,7 +28,7 @@ import torch
 import kernels
 from configurator import fail
 from rewards import RewardError, score
-from sync import RunError, claim, group_path, hidden_torchrun, write_group
+from sync import RunError, Shard, claim, group_path, hidden_torchrun, tensor_hashes, write_group
 
 # ------------------------------------------------------------------------------------------------------------------
 # in the scheduler's process
@@ -96,6 +96,29 @@ def install_on_cpu(batch_invariant):
         register_attention_backend("torch_native")(BatchInvariantAttention)
 
 
+def check_weights(scheduler, expected):
+    """
+    Raises ValueError unless the model that this scheduler runs has the parameters {Hugging Face's name: hash}. SGLang
+    has q, k and v, and gate and up, as the rows of one parameter, and fills an embedding up to a multiple of 64 rows.
+    """
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    model = scheduler.tp_worker.model_runner.model
+    found = {}
+    for module_name, module in model.named_modules():
+        path, _, last = module_name.rpartition(".")
+        for kind, parameter in module.named_parameters(recurse=False):
+            rows = getattr(module, "output_sizes", None) or [getattr(module, "org_vocab_size", len(parameter))]
+            for part, tensor in zip(fused.get(last, (last,)), parameter.data[: sum(rows)].split(rows)):
+                found[f"{path}.{part}.{kind}".lstrip(".")] = tensor
+    wrong = [name for name in expected if name not in found]
+    if not wrong:
+        shards = [Shard(name, tuple(found[name].shape), 0, found[name]) for name in expected]
+        hashes = tensor_hashes([s.data for s in shards], shards, None)
+        wrong = [name for name in expected if hashes[name] != expected[name]]
+    if wrong:
+        raise ValueError(f"{wrong[0]} and {len(wrong) - 1} more")
+
+
 def allow_deterministic_backend():
     """Deterministic mode takes known backends only and switches the radix cache off for others; in both processes."""
     from sglang.srt import server_args
@@ -110,8 +133,9 @@ def run_scheduler(device, threads, batch_invariant, *args, **kwargs):
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         install_on_cpu(batch_invariant)
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
+    Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     run_scheduler_process(*args, **kwargs)
 
 
@@ -148,7 +172,7 @@ class RolloutEngine:
     """
 
     def __init__(self, index, model_path, config, device, dtype, log, gpu=0):
-        self.index, self.config, self.log, self.version = index, config, log, None
+        self.index, self.config, self.log, self.version = index, config, log, 0  # as loaded
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
@@ -161,7 +185,8 @@ class RolloutEngine:
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
-        if device == "cpu":
+        on_cpu = device == "cpu"
+        if on_cpu:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         from sglang.srt.entrypoints.engine import Engine
 
@@ -183,17 +208,16 @@ class RolloutEngine:
             skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
             context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu,
             disable_radix_cache=not config["radix_cache"],
-            max_total_tokens=config["engine_kv_tokens"] or None,
-            max_running_requests=config["engine_max_running"] or None,
+            max_total_tokens=config["engine_kv_tokens"] or (on_cpu and samples * (tokens + 1)) or None,
+            max_running_requests=config["engine_max_running"] or (on_cpu and samples) or None,
             chunked_prefill_size=config["engine_prefill_chunk"] or None,
+            weight_version="0",
             sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
             custom_sigquit_handler=self._died,
         )  # fmt: skip
-        if device == "cpu":
+        if on_cpu:
             allow_deterministic_backend()
             args |= dict(attention_backend="torch_native", disable_cuda_graph=True, disable_overlap_schedule=True)
-            args["max_total_tokens"] = config["engine_kv_tokens"] or samples * (tokens + 1)
-            args["max_running_requests"] = config["engine_max_running"] or samples
         else:
             args |= dict(attention_backend="triton", mem_fraction_static=config["engine_memory"])
             args["disable_cuda_graph"] = not config["cuda_graphs"]
@@ -254,22 +278,52 @@ class RolloutEngine:
                 raise RunError(f"{self.name}: did not flush its cache; see {self.log}")
             time.sleep(0.002)
 
-    def load(self, bucket, dtype, version, last):
-        """Receives one bucket [(name, shape)] of weights; with the last one the engine holds `version`."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
-
-        if last:
+    def _load(self, update, request, version, last=True):
+        """Has SGLang take some weights; with the last of them the engine holds `version`."""
+        if last:  # SGLang flushes too and asserts that it worked: old keys under new weights would spoil every sample
             self.flush()
-        request = UpdateWeightsFromDistributedReqInput(
-            names=[name for name, _ in bucket], dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
-            shapes=[list(shape) for _, shape in bucket], group_name=self.group, load_format="flattened_bucket",
-            flush_cache=last, weight_version=str(version) if last else None,
-        )  # fmt: skip
-        # flush_cache again: SGLang asserts that it worked; old keys under new weights would spoil every sample
-        ok, message = self._call(self.manager.update_weights_from_distributed(request), f"loading weights {version}")
+        request.flush_cache, request.weight_version = last, str(version) if last else None
+        ok, message, *_ = self._call(update(request), f"loading weights {version}")
         if not ok:
             raise RunError(f"{self.name}: did not load weights {version}: {message}")
         self.version = version if last else None
+
+    def receive_weights(self, bucket, dtype, version, last):
+        """One bucket [(name, shape)] that trainer rank 0 broadcasts, all its bytes in one tensor."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+        request = UpdateWeightsFromDistributedReqInput(
+            names=[name for name, _ in bucket], dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
+            shapes=[list(shape) for _, shape in bucket], group_name=self.group, load_format="flattened_bucket",
+        )  # fmt: skip
+        self._load(self.manager.update_weights_from_distributed, request, version, last)
+
+    def take_weights(self, tensors, version, last):
+        """One bucket [(name, tensor)] out of this process's own memory."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        flat = FlattenedTensorBucket(named_tensors=tensors)
+        content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(content)], load_format="flattened_bucket"
+        )
+        self._load(self.manager.update_weights_from_tensor, request, version, last)
+
+    def read_weights(self, folder, version):
+        """All weights, from the safetensors files in the folder."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        self._load(self.manager.update_weights_from_disk, UpdateWeightFromDiskReqInput(model_path=str(folder)), version)
+
+    def check_weights(self, expected):
+        """Raises RunError unless the parameters the engine computes with have these hashes, {name: hash}."""
+        self.sglang.send_to_rpc.rcvtimeo = int(1000 * self.config["engine_timeout"])
+        try:
+            self.sglang.collective_rpc("check_weights", expected=expected)
+        except Exception as e:
+            raise RunError(f"{self.name}: weights {self.version} did not arrive as sent: {e or 'no answer'}")
 
     # ---- samples
 

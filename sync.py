@@ -5,14 +5,19 @@ How things travel, and the proof that they arrived the same.
     gradients    added over micro-batches ("leaves") by one fixed binary tree, whatever the number of ranks
     weights      from the trainers to the engines, by broadcast into SGLang's own weight-update group
     rollouts     from the engines to the trainers, through a folder of safetensors files
+    checkpoints  folders that appear whole or not at all, in Hugging Face's format, for any number of trainers
     ledger       one line of hashes per step, each chained to the line before
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
+import shutil
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,9 +28,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ByRows
 
 from configurator import close_bars
 
@@ -41,6 +48,16 @@ class RunError(SystemExit):
     def __init__(self, message):
         close_bars()
         super().__init__(f"error: {message}")
+
+
+def report_disk_error(kind, error, trace):
+    """A sys.excepthook: what a file system refuses is one line, all else is a traceback as ever."""
+    refused = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
+    if getattr(error, "errno", None) not in refused:
+        return sys.__excepthook__(kind, error, trace)
+    close_bars()
+    cure = "nothing written is lost; when that is mended, go on with --init_from=resume"
+    print(f"error: {error.filename or 'writing to out_dir'}: {error.strerror}; {cure}", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -82,7 +99,7 @@ def hidden_torchrun():
         os.environ.update(hidden)
 
 
-def start_process_groups(rollout_ranks, colocate, device):
+def start_process_groups(trainers, engines, device):
     """
     Joins torchrun's ranks (or makes a world of one) and splits them. gloo over all ranks for control; NCCL on
     CUDA, gloo on a CPU, over the trainers.
@@ -90,9 +107,10 @@ def start_process_groups(rollout_ranks, colocate, device):
     alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     dist.init_process_group("gloo", timeout=FOREVER, **alone)
     rank, world = dist.get_rank(), dist.get_world_size()
-    trainers, engines = (world, world) if colocate or world == 1 else (world - rollout_ranks, rollout_ranks)
-    group = dist.new_group(range(trainers), backend="nccl" if device == "cuda" else "gloo", timeout=FOREVER)
-    mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",)) if rank < trainers else None
+    mesh = None
+    if trainers:
+        group = dist.new_group(range(trainers), backend="nccl" if device == "cuda" else "gloo", timeout=FOREVER)
+        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",)) if rank < trainers else None
     return Ranks(rank, world, trainers, engines, mesh)
 
 
@@ -162,6 +180,12 @@ def shards(model, mesh):
     return out
 
 
+def whole(tensor, shard, mesh):
+    """The whole tensor, on every rank, of the rows that each has. Collective over the trainers."""
+    stride = tuple(math.prod(shard.shape[i + 1 :]) for i in range(len(shard.shape)))
+    return DTensor.from_local(tensor, mesh, [ByRows(0)], shape=shard.shape, stride=stride).full_tensor()
+
+
 def _by_row(tensor, shard):
     return tensor.reshape(len(tensor), math.prod(shard.shape[1:]))  # -1 would not do: there may be no rows here
 
@@ -184,17 +208,17 @@ def grad_norm(grads, shards, group):
 # weights
 
 
-def weight_buckets(model, dtype, max_bytes=256 << 20):
-    """[(name, shape)] lists of at most `max_bytes` each (a larger parameter is a bucket by itself)."""
-    buckets, room = [[]], max_bytes
-    for name, p in model.named_parameters():
-        size = p.numel() * dtype.itemsize
-        if buckets[-1] and size > room:
-            buckets.append([])
+def buckets(shapes, dtype, max_bytes=256 << 20):
+    """Cuts [(name, shape)] into lists of at most `max_bytes` each (a larger tensor is a bucket by itself)."""
+    out, room = [[]], max_bytes
+    for name, shape in shapes:
+        size = math.prod(shape) * dtype.itemsize
+        if out[-1] and size > room:
+            out.append([])
             room = max_bytes
-        buckets[-1].append((name, tuple(p.shape)))
+        out[-1].append((name, shape))
         room -= size
-    return buckets
+    return out
 
 
 def meet():
@@ -207,57 +231,95 @@ def meet():
     work.wait()
 
 
-def join_weight_groups(ranks, engine, backend):
+class WeightSync:
     """
-    One group per engine: trainer rank 0 (group rank 0) and the engine's worker. Collective over all ranks; returns
-    rank 0's list of groups, [] elsewhere.
+    Sends the trainers' weights to every engine, which proves by a hash of each parameter it then holds that they
+    arrived. Collective over all ranks; `shards` is None on a rank without a trainer, `engine` on one without an engine.
+
+    broadcast   trainer rank 0 and an engine's worker form a group of two, by SGLang's own weight-update group
+    ipc         a rank that has both hands its engine the memory itself (CUDA's handles; shared memory on a CPU)
+    disk        safetensors in `folder`
     """
 
-    def enter(store, names):
-        from sglang.srt.utils import init_custom_process_group
+    def __init__(self, how, ranks, shards, engine, device, dtype, folder):
+        self.ranks, self.shards, self.engine, self.dtype, self.folder = ranks, shards, engine, dtype, folder
+        self.send = {"broadcast": self._broadcast, "ipc": self._ipc, "disk": self._disk}[how]
+        shared = [[(s.name, s.shape) for s in shards] if shards else None]
+        meet()
+        dist.broadcast_object_list(shared, src=0)
+        self.bytes = sum(math.prod(shape) for _, shape in shared[0]) * dtype.itemsize
+        self.plan = buckets(shared[0], dtype)
+        if how == "broadcast":
+            self.groups = self._join("nccl" if device == "cuda" else "gloo")
 
-        return [
-            init_custom_process_group(
-                backend, store=dist.PrefixStore(name, store), timeout=FOREVER, world_size=2, rank=0, group_name=name
-            )
-            for name in names
-        ]
+    def _join(self, backend):
+        """Rank 0's list of groups, one per engine; [] elsewhere."""
 
-    names = [f"weights{e}" for e in range(ranks.engines)]
-    meeting = [None]
-    if ranks.rank == 0:
-        one_node = ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        host = "127.0.0.1" if one_node else socket.gethostbyname(socket.gethostname())
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FOREVER)  # 0: any free port
-        meeting = [(host, store.port)]
-    meet()
-    dist.broadcast_object_list(meeting, src=0)
-    with hidden_torchrun(), ThreadPoolExecutor(1) as thread:  # rank 0 may have to enter both ends
-        entering = thread.submit(enter, store, names) if ranks.rank == 0 else None
-        if engine is not None:
-            engine.join_weight_group(*meeting[0], names[ranks.engine], backend)
-        return entering.result() if entering else []
+        def enter(store, names):
+            from sglang.srt.utils import init_custom_process_group
 
+            options = dict(timeout=FOREVER, world_size=2, rank=0)
+            stores = [dist.PrefixStore(name, store) for name in names]
+            return [init_custom_process_group(backend, store=s, group_name=n, **options) for s, n in zip(stores, names)]
 
-def publish(ranks, model, engine, groups, buckets, version, dtype):
-    """
-    Sends the trainers' weights to every engine as `version`. Collective over all ranks; `model` is None on a rank
-    without a trainer, `engine` on one without an engine. Raises RunError if an engine did not take them.
-    """
-    meet()
-    params = dict(model.named_parameters()) if model is not None else None
-    for i, bucket in enumerate(buckets):
-        sending = []
-        if params is not None:
-            full = [params[name].detach().to(dtype).full_tensor() for name, _ in bucket]
-            if ranks.rank == 0:
-                # SGLang's "flattened_bucket": the bytes of all tensors in one
-                flat = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in full])
-                sending = [dist.broadcast(flat, src=0, group=g, async_op=True) for g in groups]
-        if engine is not None:
-            engine.load(bucket, dtype, version, last=i == len(buckets) - 1)
-        for work in sending:
-            work.wait()
+        names = [f"weights{e}" for e in range(self.ranks.engines)]
+        meeting = [None]
+        if self.ranks.rank == 0:
+            one_node = self.ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            host = "127.0.0.1" if one_node else socket.gethostbyname(socket.gethostname())
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FOREVER)  # 0: any free port
+            meeting = [(host, store.port)]
+        dist.broadcast_object_list(meeting, src=0)
+        with hidden_torchrun(), ThreadPoolExecutor(1) as thread:  # rank 0 may have to enter both ends
+            entering = thread.submit(enter, store, names) if self.ranks.rank == 0 else None
+            if self.engine is not None:
+                self.engine.join_weight_group(*meeting[0], names[self.ranks.engine], backend)
+            return entering.result() if entering else []
+
+    def publish(self, version):
+        """Returns when every engine holds the weights as `version`. Raises RunError if one does not."""
+        meet()
+        expected = [None]
+        if self.shards:
+            cast = [s.data.to(self.dtype) for s in self.shards]
+            expected = [tensor_hashes(cast, self.shards, self.ranks.mesh.get_group())]
+            self.send(version, cast)
+        else:
+            self.send(version, None)
+        dist.broadcast_object_list(expected, src=0)
+        if self.engine is not None:
+            self.engine.check_weights(expected[0])
+
+    def _buckets(self, cast):
+        """Per bucket [(name, shape)]: itself, whether it is the last, and, on a trainer, its whole tensors."""
+        rows = iter(zip(cast or (), self.shards or ()))
+        for bucket in self.plan:
+            tensors = [whole(*next(rows), self.ranks.mesh) for _ in bucket] if cast else None
+            yield bucket, bucket is self.plan[-1], tensors
+
+    def _broadcast(self, version, cast):
+        for bucket, last, tensors in self._buckets(cast):
+            if self.groups:  # SGLang's "flattened_bucket": the bytes of all tensors in one
+                flat = torch.cat([t.view(torch.uint8).flatten() for t in tensors])
+            sending = [dist.broadcast(flat, src=0, group=g, async_op=True) for g in self.groups]
+            if self.engine is not None:
+                self.engine.receive_weights(bucket, self.dtype, version, last)
+            for work in sending:
+                work.wait()
+
+    def _ipc(self, version, cast):
+        for bucket, last, tensors in self._buckets(cast):
+            self.engine.take_weights([(name, t) for (name, _), t in zip(bucket, tensors)], version, last)
+
+    def _disk(self, version, cast):
+        if self.ranks.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        meet()
+        if cast:
+            write_tensors(self.folder, "model", cast, self.shards, self.ranks.mesh)
+        meet()
+        if self.engine is not None:
+            self.engine.read_weights(self.folder, version)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -338,6 +400,129 @@ def wait_for_groups(folder, count, timeout):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# checkpoints: ckpt/step_000100/ is a Hugging Face model folder; optimizer/ and checkpoint.json in it are ours
+
+
+def lock(folder):
+    """Makes the folder this process's own until it ends, however it ends. BlockingIOError if it is another's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "lock", "a")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def write_tensors(folder, prefix, tensors, shards, mesh, max_bytes=4 << 30):
+    """
+    Writes whole tensors, of which each rank has rows, into `folder` as <prefix>-00001-of-00003.safetensors and so on,
+    with Hugging Face's index; the trainers take turns with the files. Collective over them; returns
+    {file name: SHA-256} of the files this rank wrote.
+    """
+    plan = buckets([(s.name, s.shape) for s in shards], tensors[0].dtype, max_bytes)
+    files = [f"{prefix}-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
+    rows, written = iter(zip(tensors, shards)), {}
+    for i, (file, bucket) in enumerate(zip(files, plan)):
+        mine = i % mesh.size() == mesh.get_local_rank()
+        content = {}
+        for name, _ in bucket:
+            tensor = whole(*next(rows), mesh)
+            if mine:
+                content[name] = tensor.cpu()
+        if mine:
+            try:
+                save_file(content, folder / file, {"format": "pt"})
+            except SafetensorError as e:  # a full disk
+                raise RunError(f"{folder / file}: {e}; the checkpoints before it are whole: --init_from=resume")
+            written[file] = _file_hash(folder / file)
+    if mesh.get_local_rank() == 0:
+        where = {name: file for file, bucket in zip(files, plan) for name, _ in bucket}
+        text = json.dumps({"metadata": {}, "weight_map": where}, indent=1)
+        (folder / f"{prefix}.safetensors.index.json").write_text(text)
+    return written
+
+
+def _file_hash(path):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def seal_checkpoint(partial, final, hashes, **record):
+    """
+    Makes the folder `partial` the checkpoint `final`: checkpoint.json in it holds `record` and a SHA-256 of every file
+    (`hashes` has those already known, by path from the folder), all is on the disk before the name appears.
+    """
+    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
+        name = str(path.relative_to(partial))
+        hashes.setdefault(name, _file_hash(path))
+        _sync(path)
+    record["files"] = hashes
+    record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    write_atomic(partial / "checkpoint.json", json.dumps(record, indent=1).encode())
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    _sync(final.parent)
+
+
+def _sync(path):
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def read_checkpoint(folder, rank, ranks, **expected):
+    """
+    The record of a checkpoint. Each of `ranks` checks its share of the files. Raises RunError for a damaged file, and
+    where the record differs from `expected`.
+    """
+    path = folder / "checkpoint.json"
+    cure = f"delete {folder} to go on from the checkpoint before it"
+    try:
+        record = json.loads(path.read_text())
+        sealed = record.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError):
+        raise RunError(f"{path}: missing or damaged; {cure}")
+    if sealed != hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest():
+        raise RunError(f"{path}: its checksum is wrong; {cure}")
+    for key, value in expected.items():
+        if record.get(key) != value:
+            raise RunError(f"{path}: has {key} {record.get(key)!r}, expected {value!r}: not a checkpoint of this run")
+    for name, digest in list(record["files"].items())[rank::ranks]:
+        if not (folder / name).is_file() or _file_hash(folder / name) != digest:
+            raise RunError(f"{folder / name}: missing or damaged; {cure}")
+    return record
+
+
+def checkpoints(folder):
+    """Sealed checkpoints, the latest last."""
+    return sorted(folder.glob("step_*"))
+
+
+def prune_checkpoints(folder, keep):
+    """Deletes all but the last `keep`, each under another name first: half a folder must not look like a whole one."""
+    for old in checkpoints(folder)[:-keep]:
+        os.replace(old, folder / f".{old.name}")
+    for unfinished in folder.glob(".step_*"):
+        shutil.rmtree(unfinished)
+
+
+def clean_queue(queue, first_step):
+    """
+    After a crash: gives back what was claimed and not done, and deletes torn files of steps still to be done. Whole
+    files stay: they hold what would be made again. Returns the number of files deleted as torn.
+    """
+    for leftover in (*queue.glob("*/claim_*"), *queue.glob("*/.group_*")):
+        leftover.unlink()
+    torn = 0
+    for path in queue.glob("*/group_*.safetensors"):
+        if int(path.parent.name.rpartition("_")[2]) >= first_step:
+            try:
+                read_group(path.parent, int(path.stem.rpartition("_")[2]), {})
+            except RunError:
+                path.unlink()
+                torn += 1
+    return torn
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # ledger
 
 
@@ -355,15 +540,16 @@ def tensor_hashes(tensors, shards, group):
     """
     A 64-bit hash per parameter of whole tensors of which each rank has some rows: sum over elements of
     bits * odd(row) * odd(column) mod 2^64. Integer sums have no order, so any sharding gives the same hash; an odd
-    factor loses no bit, so any single changed element changes it.
+    factor loses no bit, so any single changed element changes it. group: None for tensors that are whole.
     """
     sums = []
     for t, s in zip(tensors, shards):
-        bits = _by_row(t, s).view(torch.int32)
+        bits = _by_row(t, s).view({2: torch.int16, 4: torch.int32}[t.itemsize])
         by_row = (bits * _odd(0, bits.shape[1], t.device)).sum(1)
         sums.append((by_row * _odd(s.first + (1 << 40), len(t), t.device)).sum())
     sums = torch.stack(sums)
-    dist.all_reduce(sums, group=group)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
     return {s.name: f"{h & 0xFFFFFFFFFFFFFFFF:016x}" for s, h in zip(shards, sums.tolist())}
 
 
@@ -381,14 +567,32 @@ class Ledger:
     ledger.jsonl: per step a hash of each stage (prompts, tokens, logprobs, rewards, advantages, gradients, weights,
     optimizer) and `chain`, a SHA-256 over the line and the chain before it. Two runs with the same last link did the
     same; the first differing line and stage say where two runs parted. `digest` is the last link.
+
+    size: bytes of an existing file to go on from. What a killed run wrote after them is cut off, and compared with
+    what comes out now. Raises RunError if the chain is broken, and, if `strict`, where the comparison fails.
     """
 
-    def __init__(self, path, start):
-        self.path = path
+    def __init__(self, path, start, size=0, strict=True):
+        self.path, self.strict = path, strict
         self.digest = hashlib.sha256(start.encode()).hexdigest()
+        text = path.read_bytes() if path.exists() else b""
+        for i, line in enumerate(text[:size].decode(errors="replace").splitlines(True)):
+            if line != self._chained(line.rpartition(', "chain"')[0] + "}"):
+                raise RunError(f"{path}: line {i + 1} is altered or torn: its chain does not fit")
+        self.before = text[size:].decode(errors="replace").splitlines(True)
+        if text:
+            os.truncate(path, size)
+
+    def _chained(self, text):
+        """A line with its link, which becomes the last one."""
+        self.digest = hashlib.sha256((self.digest + text).encode()).hexdigest()
+        return text[:-1] + f', "chain": "{self.digest}"}}\n'
 
     def append(self, **line):
-        text = json.dumps(line)
-        self.digest = hashlib.sha256((self.digest + text).encode()).hexdigest()
+        text = self._chained(json.dumps(line))
+        old = self.before.pop(0) if self.before else ""
+        if self.strict and old.endswith("\n") and old != text:
+            problem = f"{line['phase']} step {line['step']} came out otherwise than before the interruption"
+            raise RunError(f"{self.path}: {problem}; was the code changed? --strict=False goes on all the same")
         with open(self.path, "a") as f:
-            f.write(text[:-1] + f', "chain": "{self.digest}"}}\n')
+            f.write(text)

@@ -21,6 +21,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -37,14 +38,15 @@ from tqdm import tqdm
 
 import kernels
 import sync
-from configurator import config_source, configure, require
+from configurator import ORIGINS, config_source, configure, fail, require, resume_config
 from rewards import arithmetic, load_reward
 from rollout_server import RolloutEngine
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
 out_dir = "out/run"  # everything the run writes
-init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here
+mode = "train"  # 'replay': train again from queue_dir, no engine; 'rollout': only generate and score
+init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
 max_steps = 100  # RL steps
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
@@ -54,7 +56,8 @@ rollout_ranks = 1  # the last so many ranks host an engine each, the others trai
 colocate = False  # every rank does both, one after the other (a single process always does)
 # the data
 dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file, or 'arithmetic': sums made here
-arithmetic_size = 100  # operands of those sums are below this
+arithmetic_min = 0  # the least operand of those sums
+arithmetic_size = 100  # their operands are below this
 dataset_config = ""  # of a hub data set, such as 'main'
 split = "train"
 prompt_column = "prompt"
@@ -102,7 +105,11 @@ engine_kv_tokens = 0  # cache size; 0: room for all samples of a step (CPU), wha
 engine_max_running = 0  # requests at a time; 0: all (CPU), SGLang's choice (CUDA)
 engine_prefill_chunk = 0  # tokens; 0: SGLang's choice
 engine_timeout = 600.0  # seconds of silence after which an engine counts as dead
-# the record
+# weights, checkpoints, the record
+weight_sync = ""  # 'broadcast', 'ipc' (to an engine of the same rank) or 'disk'; '': ipc if colocated on CUDA
+checkpoint_every = 50  # steps; and after the warm-up and the last step. 0: no checkpoints
+keep_checkpoints = 2  # the last so many
+queue_dir = ""  # where the rollouts of mode='replay' are; '': out_dir/queue
 keep_rollouts = 0  # steps of rollout files to keep; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
 # a model made by init_from='scratch'
@@ -116,11 +123,27 @@ scratch_mlp = 384
 
 # keys that say where and how fast, not what is computed: they may differ between two runs with one digest
 FREE_KEYS = {
-    "out_dir", "max_steps", "device", "threads", "rollout_ranks", "colocate", "eval_every", "gradient_checkpointing",
-    "radix_cache", "cuda_graphs", "engine_memory", "engine_kv_tokens", "engine_max_running", "engine_prefill_chunk",
-    "engine_timeout", "strict", "keep_rollouts", "sample_every",
+    "out_dir", "mode", "queue_dir", "max_steps", "device", "threads", "rollout_ranks", "colocate", "eval_every",
+    "gradient_checkpointing", "radix_cache", "cuda_graphs", "engine_memory", "engine_kv_tokens", "engine_max_running",
+    "engine_prefill_chunk", "engine_timeout", "strict", "weight_sync", "checkpoint_every", "keep_checkpoints",
+    "keep_rollouts", "sample_every",
 }  # fmt: skip
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+LOGS = ("ledger.jsonl", "metrics.jsonl", "samples.md")
+
+
+def roles(config, world):
+    """(trainers, engines) of `world` ranks; the engines' are the last ones, both may be one rank."""
+    if config["mode"] == "replay":
+        return world, 0
+    if config["mode"] == "rollout":
+        return 0, world
+    return (
+        (world, world)
+        if world == 1 or config["colocate"]
+        else (world - config["rollout_ranks"], config["rollout_ranks"])
+    )
 
 
 def check_config(config, world):
@@ -128,7 +151,8 @@ def check_config(config, world):
     c = types.SimpleNamespace(**config)
     batch = c.prompts_per_step * c.group_size
     require(c.group_size > 1, f"group_size={c.group_size}: GRPO's baseline is the mean of the group; use at least 2")
-    for key in ("prompts_per_step", "max_new_tokens", "max_prompt_tokens", "engine_timeout"):
+    require(c.mode in ("train", "replay", "rollout"), f"mode={c.mode!r}: use 'train', 'replay' or 'rollout'")
+    for key in ("prompts_per_step", "max_new_tokens", "max_prompt_tokens", "engine_timeout", "keep_checkpoints"):
         require(config[key] > 0, f"{key}={config[key]}: must be more than 0")
     require(c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, f"leaves={c.leaves}: not a power of two; use 1, 2, 4, ..")
     product = "prompts_per_step * group_size"
@@ -138,11 +162,20 @@ def check_config(config, world):
     require(c.temperature > 0, f"temperature={c.temperature}: samples of a group must differ; use more than 0")
     require(c.eval_temperature >= 0, f"eval_temperature={c.eval_temperature}: below 0")
     require(c.device in ("", "cpu", "cuda"), f"device={c.device!r}: use 'cpu', 'cuda' or '' for what there is")
-    alone = world == 1 or c.colocate
+    trainers, engines = roles(config, world)
     advice = "at least one must roll out and one train; or use --colocate"
-    require(alone or 0 < c.rollout_ranks < world, f"rollout_ranks={c.rollout_ranks}: of {world} ranks {advice}")
-    trainers = world if alone else world - c.rollout_ranks
-    require(c.leaves % trainers == 0, f"leaves={c.leaves}: {trainers} trainer ranks cannot share them; use 1, 2, 4, ..")
+    split = c.mode != "train" or trainers > 0 < engines
+    require(split, f"rollout_ranks={c.rollout_ranks}: of {world} ranks {advice}")
+    shared = not trainers or c.leaves % trainers == 0
+    require(shared, f"leaves={c.leaves}: {trainers} trainer ranks cannot share them; use 1, 2, 4, ..")
+    replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
+    require(replays, f"queue_dir={c.queue_dir!r}: mode='replay' needs the queue of a run, such as 'out/tiny/queue'")
+    require(c.mode == "replay" or not c.queue_dir, f"queue_dir={c.queue_dir!r}: is for mode='replay'")
+    require(
+        c.weight_sync in ("", "broadcast", "ipc", "disk"), f"weight_sync={c.weight_sync!r}: use broadcast, ipc, disk"
+    )
+    same = c.weight_sync != "ipc" or trainers == engines == world
+    require(same, "weight_sync='ipc': engine and trainer must be one process; use --colocate or another transport")
 
 
 # ---- the algorithm: pure functions --------------------------------------------------------------------------------
@@ -198,7 +231,7 @@ def load_rows(config):
     """(training rows, held-out rows), dicts with prompt and answer (str)."""
     name, size = config["dataset"], config["eval_size"]
     if name == "arithmetic":
-        data, held_out = arithmetic(config["arithmetic_size"]), None
+        data, held_out = arithmetic(config["arithmetic_size"], config["arithmetic_min"]), None
     else:
         import datasets
 
@@ -254,15 +287,19 @@ def encode_prompts(rows, tokenizer, config, what):
 # ---- what it takes to redo the run ---------------------------------------------------------------------------------
 
 
+def versions():
+    return {name: version(name) for name in ("torch", "sglang", "transformers", "triton")}
+
+
 def provenance(device):
     """Comment lines for the saved config: the command, the code's commit, the versions and the machine."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     git = subprocess.run(command, capture_output=True, text=True)
-    versions = (f"{name} {version(name)}" for name in ("torch", "sglang", "transformers", "triton"))
+    libraries = ", ".join(f"{name} {number}" for name, number in versions().items())
     chip = torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()} CPU"
     return (
         f"# {shlex.join(sys.argv)}\n# commit {git.stdout.strip() or 'unknown'}\n"
-        f"# python {platform.python_version()}, {', '.join(versions)}; {chip}, {os.cpu_count()} cores\n"
+        f"# python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores\n"
     )
 
 
@@ -426,6 +463,16 @@ if __name__ == "__main__":
     config = configure(globals())
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # transformers imports it by the way; it leaves semaphores behind,
     tqdm.set_lock(threading.RLock())  # and so would tqdm: the engine's end takes the process that should remove them
+    sys.excepthook = sync.report_disk_error
+    out = Path(out_dir)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun --max-restarts
+    resuming = init_from == "resume" or restarted and (out / "config.py").exists()
+    if resuming:
+        require((out / "config.py").is_file(), f"init_from='resume': out_dir={out_dir!r} holds no run")
+        if init_from == "resume":
+            del ORIGINS["init_from"]  # it is this command's; the run has its own
+        config = resume_config(config, out / "config.py", FREE_KEYS)
+        globals().update(config)
     world = int(os.environ.get("WORLD_SIZE", 1))
     check_config(config, world)
     try:
@@ -436,12 +483,9 @@ if __name__ == "__main__":
     has_device = place == "cpu" or torch.cuda.is_available()
     require(has_device, "device='cuda': this machine has no CUDA device; use --device=cpu")
     run = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
-    out = Path(out_dir)
-    require(
-        not (out / "ledger.jsonl").exists(), f"out_dir={out_dir!r}: holds a run already; choose another or delete it"
-    )
+    queue = Path(queue_dir or out / "queue")
 
-    ranks = sync.start_process_groups(rollout_ranks, colocate, place)
+    ranks = sync.start_process_groups(*roles(config, world), place)
     alike = ranks.trainers if ranks.is_trainer else ranks.engines  # trainers and engines mostly work in turn
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
     local_rank, master = int(os.environ.get("LOCAL_RANK", 0)), ranks.rank == 0
@@ -451,9 +495,18 @@ if __name__ == "__main__":
         torch.cuda.set_device(local_rank)
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     if master:
+        try:
+            lock = sync.lock(out)  # until this process ends
+        except BlockingIOError:
+            fail(f"out_dir={out_dir!r}: another run is writing there; choose another")
+        except OSError as e:
+            fail(f"out_dir={out_dir!r}: {e.strerror}; choose another")
+        if (out / "config.py").exists() and not resuming:
+            fail(f"out_dir={out_dir!r}: holds a run already; choose another, or go on with --init_from=resume")
         print(config_source(config), flush=True)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.py").write_text(provenance(place) + config_source(config))
+        earlier = (out / "config.py").read_text().splitlines(True) if resuming else []
+        source = "".join(x for x in earlier if x[0] == "#") + provenance(place) + config_source(config)
+        sync.write_atomic(out / "config.py", source.encode())
         if init_from == "scratch":
             make_scratch_model(out / "model", config)
         else:
@@ -461,6 +514,26 @@ if __name__ == "__main__":
     sync.meet()
     model_path = out / "model" if init_from == "scratch" else fetch_model(init_from)
     hf = check_model(model_path, config)
+
+    # ---- the state of the loop, and where an interrupted run takes it up again
+    step = 0  # RL steps done; also the version of the weights
+    saved = None  # the latest checkpoint
+    if resuming and (found := sync.checkpoints(out / "ckpt")):
+        saved = sync.read_checkpoint(found[-1], ranks.rank, world, run=run, versions=versions())
+        step = saved["step"]
+    sync.meet()
+    if master:
+        size = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
+        ledger = sync.Ledger(out / "ledger.jsonl", "onecurve 1", size.pop("ledger.jsonl"), strict)
+        if saved and ledger.digest != saved["digest"]:
+            raise sync.RunError(f"{ledger.path}: does not lead to {found[-1]}; was it edited?")
+        for name, length in size.items():
+            (out / name).touch()
+            os.truncate(out / name, length)
+        if resuming:
+            torn = sync.clean_queue(queue, step)
+            print(f"resuming at step {step}; {torn} torn rollout files deleted", flush=True)
+    sync.meet()
 
     from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging
@@ -479,6 +552,12 @@ if __name__ == "__main__":
 
     # ---- what a rank has: a trainer, an engine, or both
     model = engine = optimizer = None
+
+    def moments():
+        """AdamW's state, named and cut like the parameters."""
+        pairs = [(s, optimizer.state[w]) for s, w in zip(shards, weights)]
+        return [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
+
     if batch_invariant and place == "cpu":
         kernels.enable_batch_invariant()
     if ranks.is_trainer:
@@ -488,7 +567,7 @@ if __name__ == "__main__":
         model.train()
         group = ranks.mesh.get_group()
         shards = sync.shards(model, ranks.mesh)
-        load_weights(shards, model_path, hf.tie_word_embeddings)
+        load_weights(shards, found[-1] if saved else model_path, hf.tie_word_embeddings)
         # plain tensors that share the shards' storage: elementwise arithmetic needs no DTensor
         weights = [torch.nn.Parameter(s.data) for s in shards]
         decay = [w for w, s in zip(weights, shards) if len(s.shape) > 1]
@@ -497,14 +576,14 @@ if __name__ == "__main__":
             [dict(params=decay, weight_decay=weight_decay), dict(params=no_decay, weight_decay=0.0)],
             betas=(beta1, beta2),
         )
-        buckets = sync.weight_buckets(model, compute_dtype)
+        for w in weights:  # what AdamW would make at its first step
+            zeros = {name: torch.zeros_like(w) for name in MOMENTS}
+            optimizer.state[w] = dict(step=torch.tensor(float(saved["optimizer_steps"] if saved else 0)), **zeros)
+        if saved:
+            load_weights(moments(), found[-1] / "optimizer", tied=False)
         if master:
             count = sum(math.prod(s.shape) for s in shards)
             print(f"model: {count:,} parameters, {len(train_rows)} prompts", flush=True)
-
-    # ---- the state of the loop
-    step = 0  # RL steps done; also the version of the weights
-    ledger = sync.Ledger(out / "ledger.jsonl", "onecurve 1")  # rank 0 writes it
 
     def record(file, **line):
         with open(out / file, "a") as f:
@@ -559,10 +638,7 @@ if __name__ == "__main__":
             g["lr"] = lr
         optimizer.step()
         hashes["weights"] = sync.tensor_hashes(weights, shards, group)
-        first, second = (
-            sync.tensor_hashes([optimizer.state[w][k] for w in weights], shards, group)
-            for k in ("exp_avg", "exp_avg_sq")
-        )
+        first, second = (sync.tensor_hashes([optimizer.state[w][k] for w in weights], shards, group) for k in MOMENTS)
         hashes["optimizer"] = {name: first[name] + second[name] for name in first}
         metrics = dict(
             loss=loss, grad_norm=float(norm), entropy=entropy, clip_fraction=clipped,
@@ -572,7 +648,7 @@ if __name__ == "__main__":
 
     def rollouts(stream, step, rows, samples, temperature):
         """Has the engines do these prompts; on a trainer: the groups [(tensors, meta)] in the order of the prompts."""
-        folder = out / "queue" / f"{stream}_{step:06d}"
+        folder = queue / f"{stream}_{step:06d}"
         if engine is not None:
             job = dict(
                 stream=stream, step=step, rows=rows, samples=samples, temperature=temperature, reward=reward_function,
@@ -580,9 +656,9 @@ if __name__ == "__main__":
                 engines=ranks.engines, run=run,
             )  # fmt: skip
             engine.rollout(folder, job)
-        if ranks.is_trainer:
-            sync.wait_for_groups(folder, len(rows), engine_timeout + 15)
-            expected = dict(run=run, stream=stream, step=step, version=step)
+        if ranks.is_trainer or master:
+            sync.wait_for_groups(folder, len(rows), engine_timeout + 15 if ranks.engines else 0)
+            expected = dict(run=run, stream=stream, step=step, version=step if ranks.trainers else 0)
             return [sync.read_group(folder, i, expected | {"prompt": i}) for i in range(len(rows))]
 
     def evaluate():
@@ -594,8 +670,33 @@ if __name__ == "__main__":
             what = f"reward {reward!r}, {len(groups)} prompts, temperature {eval_temperature}"
             tqdm.write(f"held-out accuracy {score:.4f} after {step} RL steps ({what})")
 
+    def checkpoint():
+        """What is needed to go on from here on any number of ranks. Collective over the trainers."""
+        partial = out / "ckpt" / f".step_{step:06d}"
+        if master:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "optimizer").mkdir(parents=True)
+            model.config.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            GenerationConfig(eos_token_id=stop).save_pretrained(partial)
+        dist.barrier(group)
+        hashes = sync.write_tensors(partial, "model", weights, shards, ranks.mesh)
+        state = moments()
+        written = sync.write_tensors(partial / "optimizer", "optimizer", [s.data for s in state], state, ranks.mesh)
+        hashes |= {f"optimizer/{name}": h for name, h in written.items()}
+        everyones = [None] * ranks.trainers
+        dist.all_gather_object(everyones, hashes, group=group)
+        if master:
+            sync.seal_checkpoint(
+                partial, out / "ckpt" / f"step_{step:06d}", {k: v for part in everyones for k, v in part.items()},
+                step=step, run=run, versions=versions(), digest=ledger.digest,
+                optimizer_steps=int(optimizer.state[weights[0]]["step"]),
+                bytes={name: (out / name).stat().st_size for name in LOGS},
+            )  # fmt: skip
+            sync.prune_checkpoints(out / "ckpt", keep_checkpoints)
+
     # ---- supervised warm-up; ranks with an engine only start it meanwhile
-    for warm in range(warmup_sft_steps if ranks.is_trainer else 0):
+    for warm in range(warmup_sft_steps if ranks.is_trainer and not saved else 0):
         chosen = [train_rows[i] for i in rows_of_step(len(train_rows), sft_batch, warm, seed, "sft")]
         samples = []
         for row in chosen:
@@ -614,18 +715,21 @@ if __name__ == "__main__":
     if ranks.engine is not None:
         log = out / f"engine_{ranks.engine}.log"
         engine = RolloutEngine(ranks.engine, model_path, config, place, compute_dtype, log, gpu=local_rank)
-    groups = sync.join_weight_groups(ranks, engine, "nccl" if place == "cuda" else "gloo")
-    if not ranks.is_trainer:
-        buckets = [None]
-    if ranks.world > 1:
-        shared = [buckets]
-        dist.broadcast_object_list(shared, src=0)
-        buckets = shared[0]
+    transport = None
+    if mode == "train":
+        how = weight_sync or ("ipc" if place == "cuda" and ranks.trainers == ranks.engines == world else "broadcast")
+        if master:
+            print(f"weights travel by {how}", flush=True)
+        mine = shards if ranks.is_trainer else None
+        transport = sync.WeightSync(how, ranks, mine, engine, place, compute_dtype, out / "weights")
+        transport.publish(step)
 
-    bar = tqdm(total=max_steps, disable=not master, unit="step", dynamic_ncols=True, mininterval=0.5)
-    sync.publish(ranks, model, engine, groups, buckets, step, compute_dtype)
-    if eval_rows:
-        evaluate()
+    bar = tqdm(total=max_steps, initial=step, disable=not master, unit="step", dynamic_ncols=True, mininterval=0.5)
+    if not saved:
+        if eval_rows and transport:
+            evaluate()
+        if checkpoint_every and ranks.is_trainer:
+            checkpoint()
 
     while step < max_steps:
         t_start = time.monotonic()
@@ -633,9 +737,11 @@ if __name__ == "__main__":
         rows = [train_rows[i] for i in rows_of_step(len(train_rows), prompts_per_step, step, seed, "rl")]
         batch = rollouts("rl", step, rows, group_size, temperature)
         t_rollout = time.monotonic()
+        metrics, hashes = {}, {}
+        if batch:
+            rewards = torch.stack([t["rewards"] for t, _ in batch])  # (P, G), in the order of the prompts
         if ranks.is_trainer:
-            # 2. advantages, in the order of the prompts
-            rewards = torch.stack([t["rewards"] for t, _ in batch])  # (P, G)
+            # 2. advantages
             advantages = group_advantages(rewards, scale_rewards)
             samples = []
             for (t, _), group_advantage in zip(batch, advantages.tolist()):
@@ -645,48 +751,47 @@ if __name__ == "__main__":
                     samples.append(Sample(whole, len(t["prompt_tokens"]), mask, logprobs, advantage))
             # 3. the check, the loss, the gradient, the optimizer
             lr = learning_rate_at(step, learning_rate, warmup_steps, lr_decay_steps, min_lr)
-            loss_tokens = sum(int(s.loss_mask.sum()) for s in samples)
-            metrics, hashes = update(samples, "rl", lr, loss_tokens)
+            metrics, hashes = update(samples, "rl", lr, sum(int(s.loss_mask.sum()) for s in samples))
+            hashes = {"advantages": sync.content_hash(advantages)} | hashes
         step += 1
         # 4. new weights to the engines
         t_train = time.monotonic()
-        sync.publish(ranks, model, engine, groups, buckets, step, compute_dtype)
+        if transport:
+            transport.publish(step)
         t_sync = time.monotonic()
         # 5. the record
         if master:
             stages = {k: sync.content_hash(*(t[k] for t, _ in batch)) for k in ("tokens", "logprobs", "rewards")}
             texts = [m["prompt_text"] for _, m in batch]
-            ledger.append(
-                phase="rl", step=step - 1,
-                prompts=sync.content_hash(texts, *(t["prompt_tokens"] for t, _ in batch)),
-                **stages, advantages=sync.content_hash(advantages), **hashes,
-            )  # fmt: skip
+            prompts = sync.content_hash(texts, *(t["prompt_tokens"] for t, _ in batch))
+            ledger.append(phase="rl", step=step - 1, prompts=prompts, **stages, **hashes)
             lengths = torch.cat([t["lengths"] for t, _ in batch]).double()
-            seconds = time.monotonic() - t_start
+            seconds, sync_seconds = time.monotonic() - t_start, t_sync - t_train
             metrics = dict(
                 phase="rl", step=step - 1, reward_mean=float(rewards.double().mean()),
                 reward_std=float(rewards.double().std()),
                 zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()), **metrics,
                 response_length_mean=float(lengths.mean()), response_length_max=int(lengths.max()),
                 truncated_fraction=float(torch.cat([t["truncated"] for t, _ in batch]).double().mean()),
-                weight_version=step - 1, wait_seconds=t_rollout - t_start,
+                weight_version=batch[0][1]["version"], wait_seconds=t_rollout - t_start,
                 rollout_seconds=max(m["seconds"] for _, m in batch), train_seconds=t_train - t_rollout,
-                sync_seconds=t_sync - t_train, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
+                sync_seconds=sync_seconds, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
+                sync_gb_per_second=transport.bytes / 1e9 / sync_seconds if transport else 0.0,
             )  # fmt: skip
             record("metrics.jsonl", **metrics)
-            bar.set_postfix(reward=f"{metrics['reward_mean']:.3f}", mismatch=metrics["logprob_mismatch_tokens"])
+            bar.set_postfix(reward=f"{metrics['reward_mean']:.3f}", mismatch=metrics.get("logprob_mismatch_tokens"))
             bar.update()
             if sample_every and (step - 1) % sample_every == 0:
                 with open(out / "samples.md", "a") as f:
                     t, m = batch[0]
                     f.write(f"\n## step {step - 1}\n\nprompt `{m['prompt_text']!r}`, answer `{m['answer']!r}`\n\n")
                     f.writelines(f"- {r:g}: `{text!r}`\n" for r, text in zip(t["rewards"].tolist(), m["responses"]))
-            if keep_rollouts and step > keep_rollouts:
-                old = out / "queue" / f"rl_{step - 1 - keep_rollouts:06d}"
-                for path in [*old.iterdir(), old]:
-                    path.rmdir() if path is old else path.unlink()
-        if eval_rows and (step == max_steps or eval_every and step % eval_every == 0):
+            if keep_rollouts and step > keep_rollouts and mode == "train":
+                shutil.rmtree(queue / f"rl_{step - 1 - keep_rollouts:06d}", ignore_errors=True)
+        if eval_rows and transport and (step == max_steps or eval_every and step % eval_every == 0):
             evaluate()
+        if checkpoint_every and ranks.is_trainer and (step == max_steps or step % checkpoint_every == 0):
+            checkpoint()
     bar.close()
     sync.meet()
     if engine is not None:

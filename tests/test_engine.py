@@ -40,24 +40,26 @@ def make_model(family, folder):
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
 def pair(request, tmp_path_factory):
-    """(engine, trainer's model, send): `send(version)` publishes the model's weights to the engine."""
+    """(engine, trainer's model, {how: WeightSync})."""
     folder = tmp_path_factory.mktemp(request.param)
     make_model(request.param, folder)
-    ranks = sync.start_process_groups(1, False, "cpu")
+    ranks = sync.start_process_groups(1, 1, "cpu")
     kernels.enable_batch_invariant()
     hf = train.check_model(folder, CONFIG)
     model = train.build_model(hf, ranks.mesh, "cpu", True)
-    train.load_weights(sync.shards(model, ranks.mesh), folder, hf.tie_word_embeddings)
+    shards = sync.shards(model, ranks.mesh)
+    train.load_weights(shards, folder, hf.tie_word_embeddings)
     engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
-    groups = sync.join_weight_groups(ranks, engine, "gloo")
-    buckets = sync.weight_buckets(model, torch.float32, max_bytes=100_000)  # several
-    assert len(buckets) > 1
+    transports = {
+        how: sync.WeightSync(how, ranks, shards, engine, "cpu", torch.float32, folder / "sent")
+        for how in ("broadcast", "ipc", "disk")
+    }
+    for transport in transports.values():
+        transport.plan = sync.buckets([(s.name, s.shape) for s in shards], torch.float32, 100_000)
+        assert len(transport.plan) > 1
 
-    def send(version):
-        sync.publish(ranks, model, engine, groups, buckets, version, torch.float32)
-
-    send(0)
-    yield engine, model, send
+    transports["broadcast"].publish(0)
+    yield engine, model, transports
     engine.close()
     kernels.disable_batch_invariant()
     dist.destroy_process_group()
@@ -104,18 +106,30 @@ def test_engine_and_trainer_compute_the_same_logprobs(pair, tmp_path, temperatur
     assert differing(model, groups, temperature * 1.001)[0] > tokens / 2  # the comparison can fail
 
 
-def test_after_an_update_the_engine_has_the_trainers_weights_and_no_stale_keys(pair, tmp_path):
-    engine, model, send = pair
+@pytest.mark.parametrize("version,how", [(5, "broadcast"), (6, "ipc"), (7, "disk")])
+def test_after_an_update_the_engine_has_the_trainers_weights_and_no_stale_keys(pair, tmp_path, version, how):
+    engine, model, transports = pair
     rows = prompts(8, seed=2)
     with torch.no_grad():
         for p in model.parameters():
             p.to_local().mul_(1.01)
     before = roll_out(engine, tmp_path / "before", rows, 1.0)
     assert differing(model, before, 1.0)[0] > 0  # the engine does not have them yet
-    send(5)
+    transports[how].publish(version)
     after = roll_out(engine, tmp_path / "after", rows, 1.0)  # the same prompts: their old keys must be gone
     assert differing(model, after, 1.0)[0] == 0
-    assert all(set(t["weight_version"].tolist()) == {5} for t in after)
+    assert all(set(t["weight_version"].tolist()) == {version} for t in after)
+
+
+def test_a_parameter_that_arrives_changed_ends_the_run_and_is_named(pair):
+    engine, _, transports = pair
+    shards = transports["broadcast"].shards
+    hashes = sync.tensor_hashes([s.data for s in shards], shards, None)
+    transports["broadcast"].publish(8)
+    engine.check_weights(hashes)
+    for name in hashes:
+        with pytest.raises(sync.RunError, match=f"did not arrive as sent: {name}"):
+            engine.check_weights(hashes | {name: "0" * 16})
 
 
 def test_a_batch_of_requests_equals_the_same_requests_alone(pair):

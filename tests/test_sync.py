@@ -181,3 +181,112 @@ def test_content_hash_sees_bits_and_order():
     a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
     assert sync.content_hash(a) == sync.content_hash(a.clone())
     assert len({sync.content_hash(*x) for x in ((a,), (b,), ([0.0, 1.0],), (a, b), (b, a))}) == 5
+
+
+def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(tmp_path):
+    lines = [dict(phase="rl", step=i, tokens=f"{i:016x}") for i in range(4)]
+    path = tmp_path / "ledger"
+    ledger, sizes = sync.Ledger(path, "start"), []
+    for line in lines:
+        ledger.append(**line)
+        sizes.append(path.stat().st_size)
+    whole = path.read_bytes()
+
+    def go_on(lines, strict=True, content=whole):
+        path.write_bytes(content)
+        ledger = sync.Ledger(path, "start", sizes[1], strict)
+        for line in lines:
+            ledger.append(**line)
+        return path.read_bytes()
+
+    assert go_on(lines[2:]) == whole and go_on(lines[2:], content=whole[:-5]) == whole
+    other = [lines[2], dict(lines[3], tokens="0")]
+    with pytest.raises(RunError, match="rl step 3 came out otherwise"):
+        go_on(other)
+    assert go_on(other, strict=False) != whole
+    for i in range(sizes[1]):  # whatever byte of the part that stays is altered
+        with pytest.raises(RunError, match="line [12] is altered or torn"):
+            go_on([], content=whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])
+
+
+# ---- checkpoints
+
+
+def make_checkpoint(folder, step, fill):
+    partial = folder / f".step_{step:06d}"
+    (partial / "optimizer").mkdir(parents=True)
+    for name in ("config.json", "optimizer/optimizer.safetensors"):
+        (partial / name).write_bytes(bytes([fill]) * 50)
+    sync.seal_checkpoint(partial, folder / f"step_{step:06d}", {}, step=step, run="abc")
+    return folder / f"step_{step:06d}"
+
+
+def test_a_checkpoint_is_read_by_its_run_only(tmp_path):
+    folder = make_checkpoint(tmp_path, 3, 7)
+    assert sync.read_checkpoint(folder, 0, 1, run="abc")["step"] == 3
+    with pytest.raises(RunError, match="has run 'abc', expected 'abd': not a checkpoint of this run"):
+        sync.read_checkpoint(folder, 0, 1, run="abd")
+
+
+def test_every_file_of_a_checkpoint_truncated_flipped_or_missing_is_refused_by_name(tmp_path):
+    folder = make_checkpoint(tmp_path, 3, 7)
+    for path in [p for p in folder.rglob("*") if p.is_file()]:
+        data = path.read_bytes()
+        damaged = [data[:-1], data[: len(data) // 2], b"", None]
+        damaged += [data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :] for i in range(len(data))]
+        for content in damaged:
+            path.unlink() if content is None else path.write_bytes(content)
+            if content is not None and path.name == "checkpoint.json":
+                try:
+                    if json.loads(content) == json.loads(data):
+                        continue  # white space
+                except ValueError:
+                    pass
+            with pytest.raises(RunError, match=path.name):
+                sync.read_checkpoint(folder, 0, 1, run="abc")
+        path.write_bytes(data)
+    assert sync.read_checkpoint(folder, 0, 1)
+
+
+def test_ranks_share_the_check_of_a_checkpoints_files(tmp_path):
+    folder = make_checkpoint(tmp_path, 3, 7)
+    (folder / "config.json").write_bytes(b"")
+    refused = []
+    for rank in range(2):
+        try:
+            sync.read_checkpoint(folder, rank, 2)
+        except RunError:
+            refused.append(rank)
+    assert len(refused) == 1
+
+
+def test_an_unfinished_checkpoint_is_none_and_the_last_ones_are_kept(tmp_path):
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path, step, step)
+    (tmp_path / ".step_000004").mkdir()
+    assert [p.name for p in sync.checkpoints(tmp_path)] == ["step_000001", "step_000002", "step_000003"]
+    sync.prune_checkpoints(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+    again = make_checkpoint(tmp_path, 3, 9)  # over one that is there
+    assert (again / "config.json").read_bytes() == b"\t" * 50
+
+
+def test_after_a_crash_whole_rollouts_stay_and_torn_ones_and_claims_go(tmp_path):
+    for step, index in ((1, 0), (1, 1), (2, 0), (2, 1)):
+        folder = tmp_path / f"rl_{step:06d}"
+        assert sync.claim(folder, index)
+        sync.write_group(folder, index, TENSORS, META)
+    torn = sync.group_path(tmp_path / "rl_000002", 1)
+    torn.write_bytes(torn.read_bytes()[:-1])
+    (tmp_path / "rl_000002" / ".group_0002.safetensors.77").write_bytes(b"half")
+    assert sync.clean_queue(tmp_path, 2) == 1
+    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert left == [f"rl_{step:06d}/group_{i:04d}.safetensors" for step, i in ((1, 0), (1, 1), (2, 0))]
+
+
+def test_a_folder_is_locked_by_one_at_a_time(tmp_path):
+    first = sync.lock(tmp_path)
+    with pytest.raises(BlockingIOError):
+        sync.lock(tmp_path)
+    first.close()
+    sync.lock(tmp_path).close()
