@@ -104,9 +104,12 @@ def start_process_groups(trainers, engines, device):
     Joins torchrun's ranks (or makes a world of one) and splits them. gloo over all ranks for control; NCCL on
     CUDA, gloo on a CPU, over the trainers.
     """
-    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-    dist.init_process_group("gloo", timeout=FOREVER, **alone)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    store, rank, world = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world = next(dist.rendezvous("env://", timeout=FOREVER))
+        # torchrun's restarts share one store: without a prefix of its own a rank finds the addresses of the dead
+        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
     mesh = None
     if trainers:
         group = dist.new_group(range(trainers), backend="nccl" if device == "cuda" else "gloo", timeout=FOREVER)

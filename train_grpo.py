@@ -531,7 +531,7 @@ if __name__ == "__main__":
             (out / name).touch()
             os.truncate(out / name, length)
         if resuming:
-            torn = sync.clean_queue(queue, step)
+            torn = sync.clean_queue(queue, step) if mode != "replay" else 0
             print(f"resuming at step {step}; {torn} torn rollout files deleted", flush=True)
     sync.meet()
 

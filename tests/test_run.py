@@ -14,7 +14,8 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, command_of, digest, launch, lines, processes_of, wait_for
+from conftest import digest, wait_for
+from prove import ROOT, command_of, launch, lines, processes_of
 from safetensors import safe_open
 
 
