@@ -402,6 +402,7 @@ class RolloutEngine:
             run=job["run"], stream=job["stream"], step=job["step"], prompt=index, version=self.version,
             prompt_text=row["prompt"], answer=row["answer"], responses=texts, engine=self.index,
             time=datetime.now().isoformat(timespec="seconds"), seconds=time.monotonic() - started,
+            retractions=sum(o["meta_info"]["num_retractions"] for o in outputs),
         )  # fmt: skip
         return tensors, meta
 

@@ -578,13 +578,13 @@ class Ledger:
     def __init__(self, path, start, size=0, strict=True):
         self.path, self.strict = path, strict
         self.digest = hashlib.sha256(start.encode()).hexdigest()
-        text = path.read_bytes() if path.exists() else b""
+        path.touch()
+        text = path.read_bytes()
         for i, line in enumerate(text[:size].decode(errors="replace").splitlines(True)):
             if line != self._chained(line.rpartition(', "chain"')[0] + "}"):
                 raise RunError(f"{path}: line {i + 1} is altered or torn: its chain does not fit")
         self.before = text[size:].decode(errors="replace").splitlines(True)
-        if text:
-            os.truncate(path, size)
+        os.truncate(path, size)
 
     def _chained(self, text):
         """A line with its link, which becomes the last one."""

@@ -773,6 +773,7 @@ if __name__ == "__main__":
                 zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()), **metrics,
                 response_length_mean=float(lengths.mean()), response_length_max=int(lengths.max()),
                 truncated_fraction=float(torch.cat([t["truncated"] for t, _ in batch]).double().mean()),
+                engine_retractions=sum(m["retractions"] for _, m in batch),
                 weight_version=batch[0][1]["version"], wait_seconds=t_rollout - t_start,
                 rollout_seconds=max(m["seconds"] for _, m in batch), train_seconds=t_train - t_rollout,
                 sync_seconds=sync_seconds, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,

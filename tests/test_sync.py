@@ -167,6 +167,7 @@ def test_waiting_for_a_group_that_never_comes_ends_in_time(tmp_path):
 def test_the_digest_depends_on_every_line_and_nothing_else(tmp_path):
     def digest(name, lines):
         ledger = sync.Ledger(tmp_path / name, "start")
+        assert (tmp_path / name).read_bytes() == b""
         for line in lines:
             ledger.append(**line)
         return ledger.digest
