@@ -116,7 +116,7 @@ def check_weights(scheduler, expected):
         hashes = tensor_hashes([s.data for s in shards], shards, None)
         wrong = [name for name in expected if hashes[name] != expected[name]]
     if wrong:
-        raise ValueError(f"{wrong[0]} and {len(wrong) - 1} more")
+        raise ValueError(", ".join(wrong[:3]) + ", .." * (len(wrong) > 3))
 
 
 def allow_deterministic_backend():

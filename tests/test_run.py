@@ -53,9 +53,9 @@ def test_two_runs_one_curve_whether_in_one_process_or_two(two_ranks, one_process
         assert [x[k] for k in timeless] == [y[k] for k in timeless]
 
 
-@pytest.mark.parametrize("rollout_ranks", [1, 2])
-def test_three_ranks_make_the_same_ledger_with_two_trainers_or_two_engines(two_ranks, tmp_path, rollout_ranks):
-    folder, flags = tmp_path / "run", (f"--rollout_ranks={rollout_ranks}", "--max_steps=3", "--weight_sync=disk")
+def test_two_engines_make_the_same_ledger_and_share_the_work(two_ranks, tmp_path):
+    """With the weights by disk; test_resume.py has two trainers."""
+    folder, flags = tmp_path / "run", ("--rollout_ranks=2", "--max_steps=3", "--weight_sync=disk")
     status, output = launch(folder, *flags, ranks=3)
     assert status == 0, output[-4000:]
     assert lines(folder, "ledger.jsonl") == lines(two_ranks[0], "ledger.jsonl")[: 60 + 3]
@@ -63,7 +63,7 @@ def test_three_ranks_make_the_same_ledger_with_two_trainers_or_two_engines(two_r
     for path in folder.glob("queue/*/group_*.safetensors"):
         with safe_open(path, "pt") as f:
             claimed.add(json.loads(f.metadata()["meta"])["engine"])
-    assert claimed == set(range(rollout_ranks))
+    assert claimed == {0, 1}
 
 
 def test_another_seed_is_another_curve(two_ranks, tmp_path):
@@ -203,13 +203,14 @@ def test_an_engine_that_dies_or_goes_silent_ends_the_run_in_time(tmp_path, how):
 
 
 def test_a_torn_and_a_foreign_queue_file_end_the_run(two_ranks, tmp_path):
-    """A file that is already in the queue is not made again: it must be this run's and whole."""
-    source = two_ranks[0] / "queue" / "rl_000000" / "group_0000.safetensors"
-    folder = tmp_path / "run"
-    (folder / "queue" / "rl_000000").mkdir(parents=True)
-    shutil.copy(source, folder / "queue" / "rl_000000" / "group_0000.safetensors")
-    status, output = launch(folder, "--seed=3", "--warmup_sft_steps=0", "--eval_size=0")
-    assert status == 1 and "Traceback" not in output
-    (line,) = [x for x in output.splitlines() if x.startswith("error:")]
-    assert re.search(r"rl_000000/group_0000.safetensors: has run '.*', expected '.*'", line)
-    assert not (folder / "metrics.jsonl").exists() or not lines(folder, "metrics.jsonl", "rl")
+    queue = tmp_path / "queue"
+    shutil.copytree(two_ranks[0] / "queue" / "rl_000000", queue / "rl_000000")
+    path = queue / "rl_000000" / "group_0003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    for flags, problem in (([], "group_0003.*torn"), (["--seed=3"], "group_0000.*: has run '.*', expected '.*'")):
+        folder = tmp_path / f"run{len(flags)}"
+        status, output = launch(folder, "--mode=replay", f"--queue_dir={queue}", *flags)
+        assert status == 1 and "Traceback" not in output
+        (line,) = [x for x in output.splitlines() if x.startswith("error:")]
+        assert re.search(problem, line)
+        assert not lines(folder, "ledger.jsonl", "rl")

@@ -217,7 +217,7 @@ class Proof:
         self.say(what)
         folder = folder or self.folder / f"run{self.count}"
         status, output = launch(folder, *flags, **({"ranks": self.ranks} | options))
-        errors = [x for x in output.splitlines() if x.startswith("error: ")]
+        errors = [x[x.index("error: ") :] for x in output.splitlines() if "error: " in x]  # maybe behind a bar
         if fails:
             return errors[0] if status and errors else None
         if status:
