@@ -46,15 +46,20 @@ def require(condition, message):
         fail(message)
 
 
+def block(namespace):
+    """{key: default} of the config block in `namespace`: the lower-case names of int, float, bool, str or tuple."""
+    return {key: x for key, x in namespace.items() if key.islower() and key[0] != "_" and type(x) in WANTED}
+
+
 def configure(namespace, argv=None):
     """
     Overrides the config block in `namespace` (a script's globals()) from `argv`, in place; returns {key: value} in the
-    block's order. Keys are the lower-case names with an int, float, bool, str or tuple value: so call it before any
-    other such name is bound. In a config file, too, a name that is no key starts with an underscore.
+    block's order. Call it before any other name that `block` would take for a key is bound. In a config file, too, a
+    name that is no key starts with an underscore.
     """
     argv = sys.argv[1:] if argv is None else argv
     script = Path(namespace.get("__file__", ""))
-    defaults = {key: x for key, x in namespace.items() if key.islower() and key[0] != "_" and type(x) in WANTED}
+    defaults = block(namespace)
     if "--help" in argv or "-h" in argv:
         if os.environ.get("RANK", "0") == "0":
             print(_help(defaults, script))

@@ -159,6 +159,9 @@ def check_config(config, world):
     require(batch % c.leaves == 0, f"leaves={c.leaves}: does not divide the {batch} samples of a step ({product})")
     sft_fits = not c.warmup_sft_steps or c.sft_batch % c.leaves == 0
     require(sft_fits, f"sft_batch={c.sft_batch}: not a multiple of leaves={c.leaves}")
+    sample = c.max_prompt_tokens + c.max_new_tokens
+    holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
+    require(holds, f"engine_kv_tokens={c.engine_kv_tokens}: one sample may take {sample + 1}; use more, or 0")
     require(c.temperature > 0, f"temperature={c.temperature}: samples of a group must differ; use more than 0")
     require(c.eval_temperature >= 0, f"eval_temperature={c.eval_temperature}: below 0")
     require(c.device in ("", "cpu", "cuda"), f"device={c.device!r}: use 'cpu', 'cuda' or '' for what there is")

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import kernels
 import sync
 import train_grpo as train
+from configurator import block
 from rollout_server import RolloutEngine, murmur_hash32, sampling_seed
 
-DEFAULTS = {k: v for k, v in vars(train).items() if k.islower() and k[0] != "_" and type(v) in (int, float, bool, str)}
+DEFAULTS = block(vars(train))
 # so small a cache that the engine has to retract requests, and takes them up again later
 CONFIG = DEFAULTS | dict(
     max_prompt_tokens=150, max_new_tokens=40, prompts_per_step=8, group_size=4, engine_kv_tokens=600

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import train_grpo as train
-from configurator import configure
+from configurator import block, configure
 
 ROOT = Path(train.__file__).parent
-DEFAULTS = {k: v for k, v in vars(train).items() if k.islower() and k[0] != "_" and type(v) in (int, float, bool, str)}
+DEFAULTS = block(vars(train))
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +240,13 @@ BAD = [
     (dict(temperature=0.0), 1, "temperature=0.0"),
     (dict(device="tpu"), 1, "device='tpu'"),
     (dict(max_new_tokens=0), 1, "max_new_tokens=0"),
+    (dict(engine_kv_tokens=512), 1, "engine_kv_tokens=512: one sample may take 513"),
+    (dict(weight_sync="ipc"), 2, "weight_sync='ipc': engine and trainer must be one process"),
+    (dict(weight_sync="carrier pigeon"), 1, "weight_sync='carrier pigeon'"),
+    (dict(mode="replay", queue_dir="no/queue"), 1, "queue_dir='no/queue': mode='replay' needs"),
+    (dict(queue_dir="out/x"), 1, "queue_dir='out/x': is for mode='replay'"),
+    (dict(mode="eval"), 1, "mode='eval'"),
+    (dict(keep_checkpoints=0), 1, "keep_checkpoints=0"),
 ]
 
 
