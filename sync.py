@@ -224,11 +224,12 @@ def buckets(shapes, dtype, max_bytes=256 << 20):
     return out
 
 
-def meet():
+def meet(group=None):
     """
-    Waits until all ranks are here. By polling: a rank blocked inside a collective would not see its engine die.
+    Waits until all ranks (of the group) are here. By polling: a rank blocked inside a collective would not see its
+    engine die.
     """
-    work = dist.barrier(async_op=True)
+    work = dist.barrier(group, async_op=True)
     while not work.is_completed():
         time.sleep(0.001)
     work.wait()
@@ -317,10 +318,10 @@ class WeightSync:
     def _disk(self, version, cast):
         if self.ranks.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-        meet()
+        meet()  # the folder is there
         if cast:
             write_tensors(self.folder, "model", cast, self.shards, self.ranks.mesh)
-        meet()
+        meet()  # and so are the files
         if self.engine is not None:
             self.engine.read_weights(self.folder, version)
 
@@ -417,12 +418,11 @@ def lock(folder):
 def write_tensors(folder, prefix, tensors, shards, mesh, max_bytes=4 << 30):
     """
     Writes whole tensors, of which each rank has rows, into `folder` as <prefix>-00001-of-00003.safetensors and so on,
-    with Hugging Face's index; the trainers take turns with the files. Collective over them; returns
-    {file name: SHA-256} of the files this rank wrote.
+    with Hugging Face's index; the trainers take turns with the files. Collective over them.
     """
     plan = buckets([(s.name, s.shape) for s in shards], tensors[0].dtype, max_bytes)
     files = [f"{prefix}-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
-    rows, written = iter(zip(tensors, shards)), {}
+    rows = iter(zip(tensors, shards))
     for i, (file, bucket) in enumerate(zip(files, plan)):
         mine = i % mesh.size() == mesh.get_local_rank()
         content = {}
@@ -435,12 +435,11 @@ def write_tensors(folder, prefix, tensors, shards, mesh, max_bytes=4 << 30):
                 save_file(content, folder / file, {"format": "pt"})
             except SafetensorError as e:  # a full disk
                 raise RunError(f"{folder / file}: {e}; the checkpoints before it are whole: --init_from=resume")
-            written[file] = _file_hash(folder / file)
     if mesh.get_local_rank() == 0:
         where = {name: file for file, bucket in zip(files, plan) for name, _ in bucket}
         text = json.dumps({"metadata": {}, "weight_map": where}, indent=1)
         (folder / f"{prefix}.safetensors.index.json").write_text(text)
-    return written
+    meet(mesh.get_group())
 
 
 def _file_hash(path):
@@ -448,16 +447,15 @@ def _file_hash(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def seal_checkpoint(partial, final, hashes, **record):
+def seal_checkpoint(partial, final, **record):
     """
-    Makes the folder `partial` the checkpoint `final`: checkpoint.json in it holds `record` and a SHA-256 of every file
-    (`hashes` has those already known, by path from the folder), all is on the disk before the name appears.
+    Makes the folder `partial` the checkpoint `final`: checkpoint.json in it holds `record` and a SHA-256 of every file,
+    and all is on the disk before the name appears.
     """
-    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-        name = str(path.relative_to(partial))
-        hashes.setdefault(name, _file_hash(path))
-        _sync(path)
-    record["files"] = hashes
+    paths = sorted(p for p in partial.rglob("*") if p.is_file())
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_sync, paths))
+        record["files"] = {str(p.relative_to(partial)): h for p, h in zip(paths, pool.map(_file_hash, paths))}
     record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     write_atomic(partial / "checkpoint.json", json.dumps(record, indent=1).encode())
     shutil.rmtree(final, ignore_errors=True)

@@ -682,18 +682,14 @@ if __name__ == "__main__":
             model.config.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             GenerationConfig(eos_token_id=stop).save_pretrained(partial)
-        dist.barrier(group)
-        hashes = sync.write_tensors(partial, "model", weights, shards, ranks.mesh)
+        sync.meet(group)
+        sync.write_tensors(partial, "model", weights, shards, ranks.mesh)
         state = moments()
-        written = sync.write_tensors(partial / "optimizer", "optimizer", [s.data for s in state], state, ranks.mesh)
-        hashes |= {f"optimizer/{name}": h for name, h in written.items()}
-        everyones = [None] * ranks.trainers
-        dist.all_gather_object(everyones, hashes, group=group)
+        sync.write_tensors(partial / "optimizer", "optimizer", [s.data for s in state], state, ranks.mesh)
         if master:
             sync.seal_checkpoint(
-                partial, out / "ckpt" / f"step_{step:06d}", {k: v for part in everyones for k, v in part.items()},
-                step=step, run=run, versions=versions(), digest=ledger.digest,
-                optimizer_steps=int(optimizer.state[weights[0]]["step"]),
+                partial, out / "ckpt" / f"step_{step:06d}", step=step, run=run, versions=versions(),
+                digest=ledger.digest, optimizer_steps=int(optimizer.state[weights[0]]["step"]),
                 bytes={name: (out / name).stat().st_size for name in LOGS},
             )  # fmt: skip
             sync.prune_checkpoints(out / "ckpt", keep_checkpoints)

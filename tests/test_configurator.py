@@ -440,3 +440,51 @@ def test_fail_speaks_from_any_rank(capsys, monkeypatch):
         fail("queue/000007.safetensors: the header\nis broken", status=3)
     assert stop.value.code == 3
     assert capsys.readouterr().err == "error: queue/000007.safetensors: the header is broken\n"
+
+
+# ---- resume
+
+
+def test_a_resume_takes_the_saved_config_and_only_free_keys_from_the_command(tmp_path, capsys):
+    saved = tmp_path / "config.py"
+    saved.write_text("# a comment\nsteps = 5  # command line\nrate = 0.5\nname = 'run'\n")
+    block = dict(steps=1, rate=0.1, name="x")
+
+    def resume(*argv, free=("steps",)):
+        return configurator.resume_config(configure(dict(block), list(argv)), saved, set(free))
+
+    assert resume() == dict(steps=5, rate=0.5, name="run")
+    assert resume("--steps=9", "--rate=0.5") == dict(steps=9, rate=0.5, name="run")
+    for argv, free, line in (
+        (
+            ["--rate=0.2", "--name=y"],
+            ["steps"],
+            "rate=0.2 (the run has 0.5), name='y' (the run has 'run'): cannot change",
+        ),
+        (["--steps=9"], ["rate", "name"], "steps=9 (the run has 5): cannot change on resume; what can: name, rate"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            resume(*argv, free=free)
+        assert ended.value.code == 2 and line in capsys.readouterr().err
+    saved.write_text("steps = 5\n")
+    with pytest.raises(SystemExit):
+        resume()
+    assert "has no rate, name; it was saved by another version" in capsys.readouterr().err
+
+
+def test_a_saved_config_with_a_flipped_bit_or_cut_off_is_one_line_or_still_a_config(tmp_path):
+    saved = tmp_path / "config.py"
+    block = dict(steps=1, rate=0.1, name="x")
+    data = config_source(dict(steps=5, rate=0.5, name="run")).encode()
+    refused = 0
+    for i in range(len(data)):
+        for content in (data[:i], data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :]):
+            saved.write_bytes(content)
+            try:
+                config = configurator.resume_config(configure(dict(block), []), saved, set())
+            except SystemExit as ended:
+                assert ended.code == 2
+                refused += 1
+            else:
+                assert config.keys() == block.keys()
+    assert refused > len(data)

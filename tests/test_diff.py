@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import sync
 
@@ -63,6 +64,18 @@ def test_a_logprob_one_bit_off_is_found_with_both_values(tmp_path):
 def test_a_parameter_is_named(tmp_path):
     status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", weight="12"))
     assert status == 1 and "first difference: rl step 1, weights of b\n    11\n    12\n" in output
+
+
+def test_where_checkpoints_are_kept_the_element_is_named(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", weight="12")
+    for folder, value in ((a, -2.5), (b, -2.0)):
+        (folder / "ckpt" / "step_000002").mkdir(parents=True)
+        tensor = torch.zeros(3, 4)
+        tensor[1, 2] = value
+        save_file({"b": tensor}, folder / "ckpt" / "step_000002" / "model-00001-of-00001.safetensors")
+    status, output = diff(a, b)
+    assert status == 1
+    assert "b[1, 2], the first of 1 elements that differ:\n    -2.5  0xc0200000\n    -2  0xc0000000\n" in output
 
 
 def test_the_first_stage_in_the_order_of_a_step_is_named(tmp_path):

@@ -218,7 +218,7 @@ def make_checkpoint(folder, step, fill):
     (partial / "optimizer").mkdir(parents=True)
     for name in ("config.json", "optimizer/optimizer.safetensors"):
         (partial / name).write_bytes(bytes([fill]) * 50)
-    sync.seal_checkpoint(partial, folder / f"step_{step:06d}", {}, step=step, run="abc")
+    sync.seal_checkpoint(partial, folder / f"step_{step:06d}", step=step, run="abc")
     return folder / f"step_{step:06d}"
 
 

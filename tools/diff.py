@@ -3,14 +3,16 @@ Where two runs part: the first step, stage and item that differ.
 
     python tools/diff.py out/a out/b
 
-Reads the ledgers; where the rollout files of both runs are kept, it goes down to the prompt, sample and token, with
-both values in decimal and hex. Exit status 0: identical, 1: different, 2: not two runs.
+Reads the ledgers; where the rollout files of both runs are kept, it goes down to the prompt, sample and token, and
+where checkpoints of that step are, to the element of the parameter; with both values in decimal and hex. Exit status
+0: identical, 1: different, 2: not two runs.
 """
 
 import json
 import sys
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 STAGES = ("prompts", "tokens", "logprobs", "rewards", "advantages", "gradients", "weights", "optimizer")
@@ -68,6 +70,24 @@ def describe_rollouts(folder_a, folder_b, stage):
                 return
 
 
+def describe_parameter(folder_a, folder_b, stage, name):
+    """Lines about the first element that differs between two checkpoints, of a weight or of AdamW's moments of it."""
+    files = "model-*" if stage == "weights" else "optimizer/*"
+    names = [name] if stage == "weights" else [f"exp_avg.{name}", f"exp_avg_sq.{name}"]
+    a, b = (
+        {k: v for file in folder.glob(f"{files}.safetensors") for k, v in load_file(file).items()}
+        for folder in (folder_a, folder_b)
+    )
+    for key in (n for n in names if n in a and n in b):
+        differs = (a[key].view(torch.int32) != b[key].view(torch.int32)).nonzero()
+        if len(differs):
+            place = tuple(differs[0].tolist())
+            yield f"  {key}{list(place)}, the first of {len(differs)} elements that differ:"
+            for value in (a[key][place], b[key][place]):
+                yield f"    {value.item():.9g}  {hexadecimal(value)}"
+            return
+
+
 def main(folder_a, folder_b):
     a, b = read_ledger(folder_a), read_ledger(folder_b)
     found = first_difference(a, b)
@@ -81,6 +101,9 @@ def main(folder_a, folder_b):
         print(f"first difference: {a[i]['phase']} step {a[i]['step']}, {stage}{f' of {item}' if item else ''}")
         if item:
             print(f"    {a[i][stage][item]}\n    {b[i][stage].get(item)}")
+            kept = (Path(f) / "ckpt" / f"step_{a[i]['step'] + 1:06d}" for f in (folder_a, folder_b))
+            if a[i]["phase"] == "rl" and stage in ("weights", "optimizer"):
+                print(*describe_parameter(*kept, stage, item), sep="\n")
         elif stage in ("tokens", "logprobs", "rewards") and a[i]["phase"] == "rl":
             queues = (Path(f) / "queue" / f"rl_{a[i]['step']:06d}" for f in (folder_a, folder_b))
             print("\n".join(describe_rollouts(*queues, stage)) or "  (the rollout files are not kept)")

@@ -184,7 +184,7 @@ def forget_optimizer(folder):
     (checkpoint / "checkpoint.json").unlink()
     kept = {key: value for key, value in record.items() if key not in ("files", "sha256")}
     checkpoint.rename(partial := checkpoint.with_name(".partial"))
-    sync.seal_checkpoint(partial, checkpoint, {}, **kept)
+    sync.seal_checkpoint(partial, checkpoint, **kept)
 
 
 def flip_token(queue):
