@@ -45,7 +45,7 @@ from rollout_server import RolloutEngine
 # ------------------------------------------------------------------------------------------------------------------
 # the run
 out_dir = "out/run"  # everything the run writes
-mode = "train"  # 'replay': train again from queue_dir, no engine; 'rollout': only generate and score
+mode = "grpo"  # 'replay': train again from queue_dir, no engine; 'rollout': only generate and score
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
 max_steps = 100  # RL steps
@@ -151,7 +151,7 @@ def check_config(config, world):
     c = types.SimpleNamespace(**config)
     batch = c.prompts_per_step * c.group_size
     require(c.group_size > 1, f"group_size={c.group_size}: GRPO's baseline is the mean of the group; use at least 2")
-    require(c.mode in ("train", "replay", "rollout"), f"mode={c.mode!r}: use 'train', 'replay' or 'rollout'")
+    require(c.mode in ("grpo", "replay", "rollout"), f"mode={c.mode!r}: use 'grpo', 'replay' or 'rollout'")
     for key in ("prompts_per_step", "max_new_tokens", "max_prompt_tokens", "engine_timeout", "keep_checkpoints"):
         require(config[key] > 0, f"{key}={config[key]}: must be more than 0")
     require(c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, f"leaves={c.leaves}: not a power of two; use 1, 2, 4, ..")
@@ -167,7 +167,7 @@ def check_config(config, world):
     require(c.device in ("", "cpu", "cuda"), f"device={c.device!r}: use 'cpu', 'cuda' or '' for what there is")
     trainers, engines = roles(config, world)
     advice = "at least one must roll out and one train; or use --colocate"
-    split = c.mode != "train" or trainers > 0 < engines
+    split = c.mode != "grpo" or trainers > 0 < engines
     require(split, f"rollout_ranks={c.rollout_ranks}: of {world} ranks {advice}")
     shared = not trainers or c.leaves % trainers == 0
     require(shared, f"leaves={c.leaves}: {trainers} trainer ranks cannot share them; use 1, 2, 4, ..")
@@ -715,7 +715,7 @@ if __name__ == "__main__":
         log = out / f"engine_{ranks.engine}.log"
         engine = RolloutEngine(ranks.engine, model_path, config, place, compute_dtype, log, gpu=local_rank)
     transport = None
-    if mode == "train":
+    if mode == "grpo":
         how = weight_sync or ("ipc" if place == "cuda" and ranks.trainers == ranks.engines == world else "broadcast")
         if master:
             print(f"weights travel by {how}", flush=True)
@@ -786,7 +786,7 @@ if __name__ == "__main__":
                     t, m = batch[0]
                     f.write(f"\n## step {step - 1}\n\nprompt `{m['prompt_text']!r}`, answer `{m['answer']!r}`\n\n")
                     f.writelines(f"- {r:g}: `{text!r}`\n" for r, text in zip(t["rewards"].tolist(), m["responses"]))
-            if keep_rollouts and step > keep_rollouts and mode == "train":
+            if keep_rollouts and step > keep_rollouts and mode == "grpo":
                 shutil.rmtree(queue / f"rl_{step - 1 - keep_rollouts:06d}", ignore_errors=True)
         if eval_rows and transport and (step == max_steps or eval_every and step % eval_every == 0):
             evaluate()
