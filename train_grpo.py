@@ -8,7 +8,7 @@ GRPO, top to bottom in the order it runs. One seed gives one curve, bit for bit.
 What differs from the GRPO paper (Shao et al. 2024, arXiv:2402.03300):
   1. no KL term by default and no reference model: the policy is compared with itself, and exactly (DAPO, Yu et al.
      2025, arXiv:2503.14476, drops it too)
-  2. the loss is a mean over all loss tokens of the step, not over each sample first (DAPO, equation 8)
+  2. `loss_aggregation` is by default a mean over all loss tokens of the step, not over each sample first (DAPO)
   3. `clip_low` and `clip_high` are separate (DAPO, "clip-higher")
   4. before each first update of a batch the trainer's log-probs are compared with the engine's, as bits
 
@@ -87,9 +87,13 @@ beta1 = 0.9
 beta2 = 0.95
 weight_decay = 0.0  # of matrices
 grad_clip = 1.0  # l2 norm; 0: off
+advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++ or reinforce++_baseline
+loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo or pg (no ratio)
+loss_aggregation = "token"  # mean over all tokens; 'sequence': over each sample first; 'constant': max_new_tokens each
+updates_per_batch = 1  # optimizer steps on each batch of rollouts
 clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
-scale_rewards = True  # divide advantages by the group's standard deviation
+dual_clip = 0.0  # bound of the ratio where the advantage is negative, such as 3.0; 0: none
 # supervised warm-up on the reference answers, before RL
 warmup_sft_steps = 0
 sft_learning_rate = 1e-3  # constant, after 20 steps of warm-up
@@ -128,6 +132,12 @@ FREE_KEYS = {
     "engine_prefill_chunk", "engine_timeout", "strict", "weight_sync", "checkpoint_every", "keep_checkpoints",
     "keep_rollouts", "sample_every",
 }  # fmt: skip
+CHOICES = {
+    "mode": ("grpo", "replay", "rollout"),
+    "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"),
+    "loss": ("ppo", "gspo", "cispo", "pg"),
+    "loss_aggregation": ("token", "sequence", "constant"),
+}
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 LOGS = ("ledger.jsonl", "metrics.jsonl", "samples.md")
@@ -151,7 +161,6 @@ def check_config(config, world):
     c = types.SimpleNamespace(**config)
     batch = c.prompts_per_step * c.group_size
     require(c.group_size > 1, f"group_size={c.group_size}: GRPO's baseline is the mean of the group; use at least 2")
-    require(c.mode in ("grpo", "replay", "rollout"), f"mode={c.mode!r}: use 'grpo', 'replay' or 'rollout'")
     for key in ("prompts_per_step", "max_new_tokens", "max_prompt_tokens", "engine_timeout", "keep_checkpoints"):
         require(config[key] > 0, f"{key}={config[key]}: must be more than 0")
     require(c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, f"leaves={c.leaves}: not a power of two; use 1, 2, 4, ..")
@@ -159,6 +168,15 @@ def check_config(config, world):
     require(batch % c.leaves == 0, f"leaves={c.leaves}: does not divide the {batch} samples of a step ({product})")
     sft_fits = not c.warmup_sft_steps or c.sft_batch % c.leaves == 0
     require(sft_fits, f"sft_batch={c.sft_batch}: not a multiple of leaves={c.leaves}")
+    for key, known in CHOICES.items():
+        require(config[key] in known, f"{key}={config[key]!r}: use {', '.join(known)}")
+    per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
+    require(
+        per_sequence, f"loss='gspo': its ratio is a sequence's; --loss_aggregation=sequence, not {c.loss_aggregation}"
+    )
+    several = c.updates_per_batch == 1 or c.loss != "pg" and c.updates_per_batch > 1
+    require(several, f"updates_per_batch={c.updates_per_batch}: loss='pg' has no ratio; use 1, or --loss=ppo")
+    require(not c.dual_clip or c.dual_clip > 1, f"dual_clip={c.dual_clip}: a bound of the ratio; use more than 1, or 0")
     sample = c.max_prompt_tokens + c.max_new_tokens
     holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
     require(holds, f"engine_kv_tokens={c.engine_kv_tokens}: one sample may take {sample + 1}; use more, or 0")
@@ -184,24 +202,71 @@ def check_config(config, world):
 # ---- the algorithm: pure functions --------------------------------------------------------------------------------
 
 
-def group_advantages(rewards, scale=True, eps=1e-6):
+def advantages_of(rewards, kind, eps=1e-6):
     """
-    A_g = (r_g - mean(r)) / (std(r) + eps) within each group; rewards (P, G) -> (P, G). Shao et al. 2024, 4.1.2; std is
-    the sample's (n - 1). A group of equal rewards gets exact zeros. scale=False: no division (Liu et al. 2025).
+    Advantages (P, G) of rewards (P, G), a group of G samples per prompt; std is the sample's (n - 1).
+
+    grpo                   (r - mean) / (std + eps) in the group: Shao et al. 2024, 4.1.2
+    dr_grpo                r - mean: Liu et al. 2025 (arXiv:2503.20783)
+    rloo                   r - mean of the others in the group: Ahmadian et al. 2024 (arXiv:2402.14740)
+    reinforce++            (r - mean) / (std + eps) in the batch: Hu et al. 2025 (arXiv:2501.03262)
+    reinforce++_baseline   r - mean in the group, divided by its std + eps in the batch: the same
+
+    A group of equal rewards gets exact zeros, but for reinforce++, whose baseline is the batch's.
     """
+    if kind == "reinforce++":
+        return (rewards - rewards.mean()) / (rewards.std() + eps)
     equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # their mean may be a rounding away from them
     centred = torch.where(equal, 0.0, rewards - rewards.mean(1, keepdim=True))
-    return centred / (rewards.std(1, keepdim=True) + eps) if scale else centred
+    if kind == "dr_grpo":
+        return centred
+    if kind == "rloo":  # r - (G mean - r) / (G - 1)
+        return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
+    return centred / ((centred.std() if kind == "reinforce++_baseline" else rewards.std(1, keepdim=True)) + eps)
 
 
-def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
+def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0):
     """
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprob - old_logprob), per token, and where the
-    clip is what counts. All (M,). PPO (Schulman et al. 2017, equation 7), ends as in DAPO (equation 8).
+    Loss per token and where the clip is what counts, all (M,); `counts` is a list of the M tokens' samples' lengths.
+    With r = exp(logprob - old_logprob):
+
+    pg      -A logprob, the policy gradient
+    ppo     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): Schulman et al. 2017, equation 7, its ends as in DAPO,
+            equation 8. With dual_clip = c, for A < 0 no more than -c A: Ye et al. 2020 (arXiv:1912.09729)
+    gspo    the same with r = exp(mean over the sample of logprob - old_logprob): Zheng et al. 2025 (arXiv:2507.18071),
+            whose gradient reaches each token as in its GSPO-token
+    cispo   -clip(r) A logprob, no gradient through the clip: MiniMax-M1 (arXiv:2506.13585)
     """
-    ratio = torch.exp(logprobs - old_logprobs)
-    plain, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return -torch.minimum(plain, clipped), clipped < plain
+    if kind == "pg":
+        return -advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
+    difference = logprobs - old_logprobs
+    if kind == "gspo":
+        mean = torch.cat([part.detach().mean().expand(len(part)) for part in difference.split(counts)])
+        difference = mean + logprobs - logprobs.detach()
+    ratio = torch.exp(difference)
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if kind == "cispo":
+        return -bounded.detach() * advantages * logprobs, bounded != ratio
+    plain, clipped = ratio * advantages, bounded * advantages
+    objective = torch.minimum(plain, clipped)
+    if dual_clip:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return -objective, clipped < plain
+
+
+def aggregate(losses, counts, kind, samples, tokens, longest):
+    """
+    A leaf's part of the loss of a step with so many samples and loss tokens: the leaves' parts add up to
+
+    token      the mean over all tokens (DAPO, equation 8)
+    sequence   the mean over samples of the mean over each one's tokens (GRPO, equation 3)
+    constant   the sum over all tokens / (samples * longest) (Dr. GRPO: length has no weight)
+    """
+    if kind == "token":
+        return losses.sum() / tokens
+    if kind == "constant":
+        return losses.sum() / (samples * longest)
+    return torch.stack([part.sum() / max(1, len(part)) for part in losses.split(counts)]).sum() / samples
 
 
 def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
@@ -421,7 +486,8 @@ class Sample(NamedTuple):
 class Leaf(NamedTuple):
     ids: torch.Tensor  # (N,) samples end to end: no padding, so none can leak
     positions: torch.Tensor  # (N,)
-    lengths: torch.Tensor  # (samples,)
+    lengths: torch.Tensor  # (samples,) tokens
+    counts: torch.Tensor  # (samples,) loss tokens
     rows: torch.Tensor  # (M,) the token before each loss token: its output is the prediction
     targets: torch.Tensor  # (M,)
     logprobs: torch.Tensor  # (M,)
@@ -437,8 +503,9 @@ def pack(samples, device):
         place = s.loss_mask.nonzero()[:, 0]
         at = place + s.prompt_tokens
         parts.append(
-            (s.tokens, torch.arange(len(s.tokens)), torch.tensor([len(s.tokens)]), start + at - 1, s.tokens[at],
-             s.logprobs[place], torch.full((len(at),), s.advantage), torch.full((len(at),), i), place)
+            (s.tokens, torch.arange(len(s.tokens)), torch.tensor([len(s.tokens)]), torch.tensor([len(at)]),
+             start + at - 1, s.tokens[at], s.logprobs[place], torch.full((len(at),), s.advantage),
+             torch.full((len(at),), i), place)
         )  # fmt: skip
         start += len(s.tokens)
     return Leaf(*(torch.cat(field).to(device) for field in zip(*parts)))
@@ -592,42 +659,47 @@ if __name__ == "__main__":
         with open(out / file, "a") as f:
             f.write(json.dumps(line) + "\n")
 
-    def update(samples, phase, lr, loss_tokens):
+    def update(samples, phase, lr, check=False):
         """
         One optimizer step on B samples, leaf by leaf: (metrics, hashes). Collective over the trainers. The sums of the
-        metrics are made like the gradients': a row per leaf, the rows of all ranks, then one tree.
+        metrics are made like the gradients': a row per leaf, the rows of all ranks, then one tree. check: the samples
+        were made with these very weights, so every log-prob must be the rollout's.
         """
         size, me, n = len(samples) // leaves, ranks.rank, ranks.trainers
+        loss_tokens = sum(int(s.loss_mask.sum()) for s in samples)
         total, sums = sync.LeafSum(), torch.zeros(leaves, 5, dtype=torch.float64)
         first_mismatch = None
         for i in range(me, leaves, n):
             leaf = pack(samples[i * size : (i + 1) * size], place)
+            counts, kind = leaf.counts.tolist(), loss_aggregation if phase == "rl" else "token"
             logprobs, entropy = model.token_logprobs(leaf, temperature if phase == "rl" else 1.0)
-            if phase == "rl":
-                losses, clipped = policy_loss(logprobs, leaf.logprobs, leaf.advantages, clip_low, clip_high)
+            differs = distance = clipped = torch.zeros(1)
+            if check:
                 differs = logprobs.detach().view(torch.int32) != leaf.logprobs.view(torch.int32)
                 if differs.any() and first_mismatch is None:
                     first_mismatch = describe_mismatch(leaf, logprobs.detach(), i * size, group_size)
                 distance = (logprobs.detach() - leaf.logprobs).abs().max()
-            else:
-                losses, clipped = -logprobs, torch.zeros(1)
-                differs, distance = torch.zeros(1), torch.zeros(1)
-            loss = losses.sum() / loss_tokens
-            loss.backward()
+            losses = -logprobs
+            if phase == "rl":
+                ends = clip_low, clip_high, dual_clip
+                losses, clipped = policy_loss(loss, logprobs, leaf.logprobs, leaf.advantages, counts, *ends)
+            part = aggregate(losses, counts, kind, len(samples), loss_tokens, max_new_tokens)
+            part.backward()
             total.add([p.grad.to_local() for p in model.parameters()])
             model.zero_grad()
-            numbers = (loss.detach(), entropy.sum() / loss_tokens, clipped.sum() / loss_tokens, differs.sum(), distance)
+            numbers = (part.detach(), entropy.sum() / loss_tokens, clipped.sum() / loss_tokens, differs.sum(), distance)
             sums[i] = torch.stack([x.double().cpu().reshape(()) for x in numbers])
         sums = sums.to(place)
         dist.all_reduce(sums, group=group)
-        loss, entropy, clipped, mismatches, _ = sync.tree_sum(sums).tolist()
+        mean_loss, entropy, clipped, mismatches, _ = sync.tree_sum(sums).tolist()
         if mismatches and strict:
             found = [None] * n
             dist.all_gather_object(found, first_mismatch, group=group)
             first = next(line for line in found if line)
             line = f"step {step}, {first}; {mismatches:.0f} of {loss_tokens} log-probs differ (strict=True)"
             require(False, line)
-        require(math.isfinite(loss), f"{phase} step {step}: the loss is {loss}; the weights are as they were")
+        finite = math.isfinite(mean_loss)
+        require(finite, f"{phase} step {step}: the loss is {mean_loss}; the weights are as they were")
         grads = total.total()
         norm = sync.grad_norm(grads, shards, group)
         require(math.isfinite(norm), f"{phase} step {step}: the gradient norm is {norm}; the weights are as they were")
@@ -644,7 +716,7 @@ if __name__ == "__main__":
         first, second = (sync.tensor_hashes([optimizer.state[w][k] for w in weights], shards, group) for k in MOMENTS)
         hashes["optimizer"] = {name: first[name] + second[name] for name in first}
         metrics = dict(
-            loss=loss, grad_norm=float(norm), entropy=entropy, clip_fraction=clipped,
+            loss=mean_loss, grad_norm=float(norm), entropy=entropy, clip_fraction=clipped,
             logprob_mismatch_tokens=int(mismatches), logprob_mismatch_max=float(sums[:, 4].max()), lr=lr,
         )  # fmt: skip
         return metrics, hashes
@@ -704,7 +776,7 @@ if __name__ == "__main__":
             mask = torch.ones(len(answer), dtype=torch.bool)
             samples.append(Sample(tokens, len(row["prompt_tokens"]), mask, torch.zeros(len(answer)), 1.0))
         lr = learning_rate_at(warm, sft_learning_rate, 20, 0, 0.0)
-        metrics, hashes = update(samples, "sft", lr, sum(int(s.loss_mask.sum()) for s in samples))
+        metrics, hashes = update(samples, "sft", lr)
         if master:
             record("metrics.jsonl", phase="sft", step=warm, **metrics)
             ledger.append(phase="sft", step=warm, tokens=sync.content_hash(*(s.tokens for s in samples)), **hashes)
@@ -741,16 +813,20 @@ if __name__ == "__main__":
             rewards = torch.stack([t["rewards"] for t, _ in batch])  # (P, G), in the order of the prompts
         if ranks.is_trainer:
             # 2. advantages
-            advantages = group_advantages(rewards, scale_rewards)
+            advantages = advantages_of(rewards, advantage)
             samples = []
             for (t, _), group_advantage in zip(batch, advantages.tolist()):
                 fields = (t[k].split(t["lengths"].tolist()) for k in ("tokens", "loss_mask", "logprobs"))
-                for tokens, mask, logprobs, advantage in zip(*fields, group_advantage):
+                for tokens, mask, logprobs, its_advantage in zip(*fields, group_advantage):
                     whole = torch.cat([t["prompt_tokens"], tokens])
-                    samples.append(Sample(whole, len(t["prompt_tokens"]), mask, logprobs, advantage))
+                    samples.append(Sample(whole, len(t["prompt_tokens"]), mask, logprobs, its_advantage))
             # 3. the check, the loss, the gradient, the optimizer
             lr = learning_rate_at(step, learning_rate, warmup_steps, lr_decay_steps, min_lr)
-            metrics, hashes = update(samples, "rl", lr, sum(int(s.loss_mask.sum()) for s in samples))
+            metrics, hashes = update(samples, "rl", lr, check=True)
+            for _ in range(updates_per_batch - 1):
+                checked = {k: v for k, v in metrics.items() if k.startswith("logprob_mismatch")}
+                metrics, hashes = update(samples, "rl", lr)
+                metrics |= checked
             hashes = {"advantages": sync.content_hash(advantages)} | hashes
         step += 1
         # 4. new weights to the engines

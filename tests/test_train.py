@@ -32,38 +32,127 @@ def mesh(tmp_path_factory):
 # ---- formulas
 
 
-def test_group_advantages_are_those_of_a_loop():
-    rewards = [[1.0, 0.0, 0.5, 0.25], [0.1, 0.1, 0.1, 0.1], [0.0, 0.0, 0.0, 1.0]]
-    ours = train.group_advantages(torch.tensor(rewards))
-    for group, row in zip(rewards, ours.tolist()):
-        mean = sum(group) / 4
-        std = math.sqrt(sum((r - mean) ** 2 for r in group) / 3)
-        assert row == pytest.approx([(r - mean) / (std + 1e-6) for r in group], rel=1e-5, abs=1e-6)
-    assert ours[1].tolist() == [0.0] * 4  # not the rounding error of the mean over 1e-6
-    plain = train.group_advantages(torch.tensor(rewards), scale=False)
-    assert plain[0].tolist() == pytest.approx([r - 0.4375 for r in rewards[0]])
+REWARDS = [[1.0, 0.0, 0.5, 0.25], [0.1, 0.1, 0.1, 0.1], [0.0, 0.0, 0.0, 1.0]]
 
 
-def test_policy_loss_is_that_of_a_loop_and_of_the_worked_example():
-    rng = random.Random(0)
-    new, old, advantages = ([rng.gauss(0, 0.4) for _ in range(200)] for _ in range(3))
-    loss, clipped = train.policy_loss(*(torch.tensor(x) for x in (new, old, advantages)), 0.2, 0.28)
-    for i in range(200):
-        ratio = math.exp(new[i] - old[i])
-        kept = min(max(ratio, 0.8), 1.28)
-        assert loss[i].item() == pytest.approx(-min(ratio * advantages[i], kept * advantages[i]), rel=1e-4, abs=1e-6)
-        assert clipped[i].item() == (kept * advantages[i] < ratio * advantages[i])
-    assert 20 < clipped.sum() < 180
-    example, _ = train.policy_loss(torch.tensor([-1.5]), torch.tensor([-2.0]), torch.tensor([0.8]), 0.2, 0.2)
+def mean(x):
+    return sum(x) / len(x)
+
+
+def std(x):
+    return math.sqrt(sum((r - mean(x)) ** 2 for r in x) / (len(x) - 1))
+
+
+BATCH = sum(REWARDS, [])
+ADVANTAGES = {  # of sample i of a group of rewards x, in float64
+    "grpo": lambda x, i: (x[i] - mean(x)) / (std(x) + 1e-6),
+    "dr_grpo": lambda x, i: x[i] - mean(x),
+    "rloo": lambda x, i: x[i] - mean(x[:i] + x[i + 1 :]),
+    "reinforce++": lambda x, i: (x[i] - mean(BATCH)) / (std(BATCH) + 1e-6),
+    "reinforce++_baseline": lambda x, i: (x[i] - mean(x)) / (std([r - mean(g) for g in REWARDS for r in g]) + 1e-6),
+}
+
+
+@pytest.mark.parametrize("kind", train.CHOICES["advantage"])
+def test_advantages_are_those_of_a_loop(kind):
+    ours = train.advantages_of(torch.tensor(REWARDS), kind)
+    for group, row in zip(REWARDS, ours.tolist()):
+        assert row == pytest.approx([ADVANTAGES[kind](group, i) for i in range(4)], rel=1e-5, abs=1e-6)
+    if kind != "reinforce++":
+        assert ours[1].tolist() == [0.0] * 4  # not the rounding error of the mean over 1e-6
+
+
+def random_tokens(counts, seed=0):
+    rng = random.Random(seed)
+    return [[rng.gauss(-1, 0.4) for _ in range(sum(counts))] for _ in range(3)]
+
+
+def loop_loss(kind, new, old, advantages, counts, low, high, dual):
+    """Losses and clipped tokens of the formulas, sample by sample, token by token."""
+    out, start = [], 0
+    for n in counts:
+        at = range(start, start + n)
+        sequence = math.exp(sum(new[t] - old[t] for t in at) / n) if n else 1.0
+        for t in at:
+            r, A = sequence if kind == "gspo" else math.exp(new[t] - old[t]), advantages[t]
+            kept = min(max(r, 1 - low), 1 + high)
+            if kind == "pg":
+                out.append((-A * new[t], False))
+            elif kind == "cispo":
+                out.append((-kept * A * new[t], kept != r))
+            else:
+                objective = min(r * A, kept * A)
+                out.append((-max(objective, dual * A) if dual and A < 0 else -objective, kept * A < r * A))
+        start += n
+    return out
+
+
+@pytest.mark.parametrize("dual", [0.0, 1.5])
+@pytest.mark.parametrize("kind", train.CHOICES["loss"])
+def test_losses_are_those_of_a_loop(kind, dual):
+    counts = [7, 1, 0, 30, 12]
+    new, old, advantages = random_tokens(counts)
+    shifts = sum(([shift] * n for shift, n in zip((0.6, -0.5, 0, 0.6, -0.5), counts)), [])
+    new, advantages = [x + shift for x, shift in zip(new, shifts)], [a + 1 for a in advantages]  # of both signs
+    loss, clipped = train.policy_loss(kind, *map(torch.tensor, (new, old, advantages)), counts, 0.2, 0.28, dual)
+    expected = loop_loss(kind, new, old, advantages, counts, 0.2, 0.28, dual)
+    assert loss.tolist() == pytest.approx([x for x, _ in expected], rel=1e-4, abs=1e-6)
+    assert clipped.tolist() == [x for _, x in expected]
+    assert 5 < clipped.sum() < 45 or kind == "pg"
+    if dual and kind in ("ppo", "gspo"):
+        assert not torch.equal(
+            loss, train.policy_loss(kind, *map(torch.tensor, (new, old, advantages)), counts, 0.2, 0.28)[0]
+        )
+
+
+def test_the_clipped_loss_of_the_worked_example():
+    example, _ = train.policy_loss("ppo", *map(torch.tensor, ([-1.5], [-2.0], [0.8])), [1], 0.2, 0.2)
     assert example.item() == pytest.approx(-0.96)  # ratio 1.6487, clipped to 1.2
 
 
-def test_on_policy_the_gradient_is_that_of_the_plain_policy_gradient():
+@pytest.mark.parametrize("kind", train.CHOICES["loss"])
+def test_on_policy_every_gradient_is_the_policy_gradient(kind):
+    """Where new and old log-probs are equal; for gspo the samples' means are, and it spreads them over the tokens."""
     logprobs = torch.randn(10, requires_grad=True)
-    advantages = torch.randn(10)
-    loss, clipped = train.policy_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2)
+    advantages = torch.randn(2).repeat_interleave(5)
+    loss, clipped = train.policy_loss(kind, logprobs, logprobs.detach(), advantages, [5, 5], 0.2, 0.2)
     loss.sum().backward()
     assert torch.allclose(logprobs.grad, -advantages) and not clipped.any()
+
+
+def test_the_gradient_of_gspo_is_that_of_its_sequence_objective():
+    counts = [4, 9, 2]
+    new, old, _ = (torch.tensor(x, dtype=torch.float64) for x in random_tokens(counts))
+    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    ours, theirs = (new.clone().requires_grad_() for _ in range(2))
+    spread = advantages.repeat_interleave(torch.tensor(counts))
+    losses, _ = train.policy_loss("gspo", ours, old, spread, counts, 0.1, 0.1)
+    train.aggregate(losses, counts, "sequence", 3, 15, 9).backward()
+    terms = []
+    for part, before, A in zip(theirs.split(counts), old.split(counts), advantages):
+        s = torch.exp((part - before).mean())
+        terms.append(torch.minimum(s * A, s.clamp(0.9, 1.1) * A))
+    (-torch.stack(terms).mean()).backward()
+    assert ours.grad.abs().max() > 0.01 and torch.allclose(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("cut", [[5], [2, 3], [1, 1, 1, 1, 1]])
+def test_aggregated_leaves_add_up_to_the_mean_over_the_step(cut):
+    counts = [7, 1, 0, 30, 12]
+    losses = torch.randn(50, dtype=torch.float64)
+    samples = losses.split(counts)
+    expected = dict(
+        token=losses.sum() / 50,
+        sequence=sum(x.mean() for x in samples if len(x)) / 5,
+        constant=losses.sum() / (5 * 32),
+    )
+    for kind in train.CHOICES["loss_aggregation"]:
+        total, first = 0.0, 0
+        for n in cut:
+            mine = counts[first : first + n]
+            total += train.aggregate(torch.cat(samples[first : first + n]), mine, kind, 5, 50, 32)
+            first += n
+        assert torch.allclose(total, expected[kind])
 
 
 def test_learning_rate_warms_up_then_falls_to_its_minimum():
@@ -245,7 +334,12 @@ BAD = [
     (dict(weight_sync="carrier pigeon"), 1, "weight_sync='carrier pigeon'"),
     (dict(mode="replay", queue_dir="no/queue"), 1, "queue_dir='no/queue': mode='replay' needs"),
     (dict(queue_dir="out/x"), 1, "queue_dir='out/x': is for mode='replay'"),
-    (dict(mode="eval"), 1, "mode='eval'"),
+    (dict(mode="eval"), 1, "mode='eval': use grpo, replay, rollout"),
+    (dict(loss="gspo"), 1, "loss='gspo': its ratio is a sequence's; --loss_aggregation=sequence"),
+    (dict(loss="pg", updates_per_batch=2), 1, "updates_per_batch=2: loss='pg' has no ratio"),
+    (dict(updates_per_batch=0), 1, "updates_per_batch=0"),
+    (dict(advantage="gae"), 1, "advantage='gae': use grpo, dr_grpo"),
+    (dict(dual_clip=0.5), 1, "dual_clip=0.5"),
     (dict(keep_checkpoints=0), 1, "keep_checkpoints=0"),
 ]
 
