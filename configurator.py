@@ -11,10 +11,14 @@ is a config file itself. A mistake ends in one line and status 2, never in a tra
 """
 
 import os
+import platform
+import shlex
+import subprocess
 import sys
 import time
 from ast import literal_eval
 from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from traceback import walk_tb
 
@@ -106,6 +110,23 @@ def config_source(config, origins=ORIGINS):
     """`config` as the source of a config file that reruns the run; behind each override stands its origin."""
     comments = {key: f"  # {origin}" for key, origin in origins.items()}
     return "".join(f"{key} = {value!r}{comments.get(key, '')}\n" for key, value in config.items())
+
+
+def versions():
+    """{name: version} of the libraries whose change may change bits."""
+    return {name: version(name) for name in ("torch", "sglang", "transformers", "triton")}
+
+
+def provenance(gpu):
+    """Comment lines for a saved config: the command, the code's commit, the versions and the machine (gpu: or '')."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    git = subprocess.run(command, capture_output=True, text=True)
+    libraries = ", ".join(f"{name} {number}" for name, number in versions().items())
+    chip = gpu or f"{platform.processor() or platform.machine()} CPU"
+    return (
+        f"# {shlex.join(sys.argv)}\n# commit {git.stdout.strip() or 'unknown'}\n"
+        f"# python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores\n"
+    )
 
 
 def _typed(value, kind, is_text):

@@ -232,8 +232,8 @@ def packed_attention(module, q, k, v, mask, scaling, plan, **_):
 class TokenLogprobs(torch.autograd.Function):
     """
     logprob_i = z_i[target_i] - log sum_v exp(z_i[v]), z = hidden weight^T / temperature, and the entropy of z_i's
-    distribution. Row by row what a sampler computes from the engine's logits. The backward pass makes the logits
-    again: d logprob_i / dz_i = onehot(target_i) - softmax(z_i).
+    distribution, H_i. Row by row what a sampler computes from the engine's logits. The backward pass makes the logits
+    again, with p = softmax(z_i): d logprob_i / dz_i = onehot(target_i) - p, d H_i / dz_i = -p (log p + H_i).
     """
 
     @staticmethod
@@ -246,18 +246,23 @@ class TokenLogprobs(torch.autograd.Function):
             logprobs.append(logp.gather(1, target[:, None])[:, 0])
             entropy.append(-(logp.exp() * logp).sum(-1))
         ctx.save_for_backward(hidden, weight, targets, t)
-        entropy = torch.cat(entropy)
-        ctx.mark_non_differentiable(entropy)
-        return torch.cat(logprobs), entropy
+        ctx.set_materialize_grads(False)
+        return torch.cat(logprobs), torch.cat(entropy)
 
     @staticmethod
-    def backward(ctx, grad, _):
+    def backward(ctx, grad, entropy_grad):
         hidden, weight, targets, t = ctx.saved_tensors
         d_hidden, d_weight = [], torch.zeros_like(weight)
-        for h, target, g in zip(hidden.split(CHUNK), targets.split(CHUNK), grad.split(CHUNK)):
-            dz = -torch.softmax((h @ weight.t()).float() / t, -1)
+        for i, (h, target, g) in enumerate(zip(hidden.split(CHUNK), targets.split(CHUNK), grad.split(CHUNK))):
+            z = (h @ weight.t()).float() / t
+            dz = -torch.softmax(z, -1)
             dz[torch.arange(len(h), device=h.device), target] += 1
-            dz = (dz * (g[:, None] / t)).to(weight.dtype)
+            dz = dz * (g[:, None] / t)
+            if entropy_grad is not None:
+                logp = torch.log_softmax(z, -1)
+                surprise = logp - (logp.exp() * logp).sum(-1, keepdim=True)
+                dz -= logp.exp() * surprise * (entropy_grad.split(CHUNK)[i][:, None] / t)
+            dz = dz.to(weight.dtype)
             d_hidden.append(dz @ weight)
             d_weight += dz.t() @ h
         return torch.cat(d_hidden), d_weight, None, None
@@ -267,7 +272,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0):
     """
     Log-probs of `targets` (N,) under softmax(hidden @ weight^T / temperature), and the entropies, both (N,) float32.
 
-    hidden (N, H), weight (V, H). Gradients flow to hidden and weight through the log-probs, not the entropies.
+    hidden (N, H), weight (V, H). Gradients flow to hidden and weight; the log-probs must have one.
     """
     return TokenLogprobs.apply(hidden, weight, targets, temperature)
 

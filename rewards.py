@@ -1,5 +1,5 @@
 """
-Tasks and scores. A reward is a pure function
+Tasks: scores, and the rows of a data set with their prompts. A reward is a pure function
 
     reward(prompt: str, response: str, answer: str) -> float
 
@@ -13,12 +13,19 @@ Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), 
 
 import importlib.util
 import math
+import os
 import re
 import sys
 from difflib import get_close_matches
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from traceback import walk_tb
+
+import torch
+
+from configurator import require
+from sync import content_hash
 
 
 class RewardError(RuntimeError):
@@ -186,10 +193,74 @@ def _describe(error):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# a data set for machines without a network
+# data
 
 
 def arithmetic(size_max=100, size_min=0):
     """Rows {"prompt": "17+25=", "answer": "42"} of all sums of two numbers in [size_min, size_max), in their order."""
     numbers = range(size_min, size_max)
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
+
+
+@lru_cache(maxsize=2)
+def permutation(n, *key):
+    """Of 0 .. n-1, from a hash of the key."""
+    source = torch.Generator().manual_seed(int(content_hash(list(key)), 16) % 2**63)
+    return torch.randperm(n, generator=source).tolist()
+
+
+def load_rows(config):
+    """(training rows, held-out rows), dicts with prompt and answer (str)."""
+    name, size = config["dataset"], config["eval_size"]
+    if name == "arithmetic":
+        data, held_out = arithmetic(config["arithmetic_size"], config["arithmetic_min"]), None
+    else:
+        import datasets
+
+        datasets.disable_progress_bars()
+        kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
+        require(not kind or Path(name).is_file(), f"dataset={name!r}: no such file")
+
+        def load(split):
+            try:
+                if kind:
+                    return datasets.load_dataset(kind, data_files=name, split="train")
+                return datasets.load_dataset(name, config["dataset_config"] or None, split=split)
+            except Exception as e:
+                reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+                require(False, f"dataset={name!r}: cannot load split {split!r}: {reason}")
+
+        data = load(config["split"])
+        held_out = load(config["eval_split"]) if config["eval_split"] else None
+    columns = sorted(data[0]) if len(data) else []
+    for key in ("prompt_column", "answer_column"):
+        require(config[key] in columns, f"{key}={config[key]!r}: the data set has the columns {', '.join(columns)}")
+
+    def row(example):
+        try:
+            prompt = (config["prompt_template"] or "{" + config["prompt_column"] + "}").format(**example)
+        except (KeyError, IndexError, ValueError) as e:
+            problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(columns)}"
+            require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
+        return {"prompt": prompt, "answer": str(example[config["answer_column"]])}
+
+    if held_out is None:
+        require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all")
+        order = permutation(len(data), "held out")  # the same for every seed
+        data, held_out = [data[i] for i in order[size:]], [data[i] for i in order[:size]]
+    return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
+
+
+def encode_prompts(rows, tokenizer, config, what):
+    """Adds prompt_tokens to each row and drops those with too many, in one line that counts them."""
+    for row in rows:
+        if config["chat_template"]:
+            messages = [{"role": "user", "content": row["prompt"]}]
+            row["prompt"] = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        row["prompt_tokens"] = tokenizer(row["prompt"], add_special_tokens=not config["chat_template"])["input_ids"]
+    limit = config["max_prompt_tokens"]
+    kept = [row for row in rows if 0 < len(row["prompt_tokens"]) <= limit]
+    require(kept or not rows, f"max_prompt_tokens={limit}: all {len(rows)} {what} prompts are longer (or empty)")
+    if len(kept) < len(rows) and os.environ.get("RANK", "0") == "0":
+        print(f"dropped {len(rows) - len(kept)} of {len(rows)} {what} prompts: over max_prompt_tokens={limit}")
+    return kept

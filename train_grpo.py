@@ -19,16 +19,11 @@ tokens of it, V vocabulary. A leaf is a fixed micro-batch of B / leaves samples.
 import json
 import math
 import os
-import platform
-import shlex
 import shutil
-import subprocess
 import sys
 import threading
 import time
 import types
-from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,8 +33,8 @@ from tqdm import tqdm
 
 import kernels
 import sync
-from configurator import ORIGINS, config_source, configure, fail, require, resume_config
-from rewards import arithmetic, load_reward
+from configurator import ORIGINS, config_source, configure, fail, provenance, require, resume_config, versions
+from rewards import encode_prompts, load_reward, load_rows, permutation
 from rollout_server import RolloutEngine
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -93,6 +88,10 @@ loss_aggregation = "token"  # mean over all tokens; 'sequence': over each sample
 updates_per_batch = 1  # optimizer steps on each batch of rollouts
 clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
+entropy_coef = 0.0  # of the entropy bonus
+kl_coef = 0.0  # of the KL to the frozen reference, in the loss
+kl_estimator = "k3"  # k1, k2 or k3
+reference = ""  # model folder or hub name; '': that of init_from
 dual_clip = 0.0  # bound of the ratio where the advantage is negative, such as 3.0; 0: none
 # supervised warm-up on the reference answers, before RL
 warmup_sft_steps = 0
@@ -137,6 +136,7 @@ CHOICES = {
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"),
     "loss": ("ppo", "gspo", "cispo", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
+    "kl_estimator": ("k1", "k2", "k3"),
 }
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
@@ -176,6 +176,9 @@ def check_config(config, world):
     )
     several = c.updates_per_batch == 1 or c.loss != "pg" and c.updates_per_batch > 1
     require(several, f"updates_per_batch={c.updates_per_batch}: loss='pg' has no ratio; use 1, or --loss=ppo")
+    refers = not c.kl_coef or c.reference or c.init_from != "scratch"
+    require(refers, f"kl_coef={c.kl_coef}: to what? a scratch model is random; --reference=model folder")
+    require(c.kl_coef or not c.reference, f"reference={c.reference!r}: is for kl_coef, which is 0")
     require(not c.dual_clip or c.dual_clip > 1, f"dual_clip={c.dual_clip}: a bound of the ratio; use more than 1, or 0")
     sample = c.max_prompt_tokens + c.max_new_tokens
     holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
@@ -254,6 +257,15 @@ def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip
     return -objective, clipped < plain
 
 
+def kl(logprobs, reference_logprobs, kind):
+    """
+    Estimates of KL(policy || reference) from samples of the policy, per token (M,), with d = logprob - reference's:
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020, "Approximating KL divergence"; k3 is GRPO's equation 4).
+    """
+    d = logprobs - reference_logprobs
+    return d if kind == "k1" else d * d / 2 if kind == "k2" else torch.exp(-d) - 1 + d
+
+
 def aggregate(losses, counts, kind, samples, tokens, longest):
     """
     A leaf's part of the loss of a step with so many samples and loss tokens: the leaves' parts add up to
@@ -282,93 +294,10 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
 # ---- the data: what step s reads is a function of (seed, s), so there is no iterator to save -----------------------
 
 
-@lru_cache(maxsize=2)
-def permutation(n, *key):
-    """Of 0 .. n-1, from a hash of the key."""
-    source = torch.Generator().manual_seed(int(sync.content_hash(list(key)), 16) % 2**63)
-    return torch.randperm(n, generator=source).tolist()
-
-
 def rows_of_step(n, per_step, step, *key):
     """Indices of the rows of a step: the data in a new order every epoch, epochs end to end."""
     places = (divmod(step * per_step + i, n) for i in range(per_step))
     return [permutation(n, *key, epoch)[place] for epoch, place in places]
-
-
-def load_rows(config):
-    """(training rows, held-out rows), dicts with prompt and answer (str)."""
-    name, size = config["dataset"], config["eval_size"]
-    if name == "arithmetic":
-        data, held_out = arithmetic(config["arithmetic_size"], config["arithmetic_min"]), None
-    else:
-        import datasets
-
-        datasets.disable_progress_bars()
-        kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
-        require(not kind or Path(name).is_file(), f"dataset={name!r}: no such file")
-
-        def load(split):
-            try:
-                if kind:
-                    return datasets.load_dataset(kind, data_files=name, split="train")
-                return datasets.load_dataset(name, config["dataset_config"] or None, split=split)
-            except Exception as e:
-                reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-                require(False, f"dataset={name!r}: cannot load split {split!r}: {reason}")
-
-        data = load(config["split"])
-        held_out = load(config["eval_split"]) if config["eval_split"] else None
-    columns = sorted(data[0]) if len(data) else []
-    for key in ("prompt_column", "answer_column"):
-        require(config[key] in columns, f"{key}={config[key]!r}: the data set has the columns {', '.join(columns)}")
-
-    def row(example):
-        try:
-            prompt = (config["prompt_template"] or "{" + config["prompt_column"] + "}").format(**example)
-        except (KeyError, IndexError, ValueError) as e:
-            problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(columns)}"
-            require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
-        return {"prompt": prompt, "answer": str(example[config["answer_column"]])}
-
-    if held_out is None:
-        require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all")
-        order = permutation(len(data), "held out")  # the same for every seed
-        data, held_out = [data[i] for i in order[size:]], [data[i] for i in order[:size]]
-    return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
-
-
-def encode_prompts(rows, tokenizer, config, what):
-    """Adds prompt_tokens to each row and drops those with too many, in one line that counts them."""
-    for row in rows:
-        if config["chat_template"]:
-            messages = [{"role": "user", "content": row["prompt"]}]
-            row["prompt"] = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        row["prompt_tokens"] = tokenizer(row["prompt"], add_special_tokens=not config["chat_template"])["input_ids"]
-    limit = config["max_prompt_tokens"]
-    kept = [row for row in rows if 0 < len(row["prompt_tokens"]) <= limit]
-    require(kept or not rows, f"max_prompt_tokens={limit}: all {len(rows)} {what} prompts are longer (or empty)")
-    if len(kept) < len(rows) and os.environ.get("RANK", "0") == "0":
-        print(f"dropped {len(rows) - len(kept)} of {len(rows)} {what} prompts: over max_prompt_tokens={limit}")
-    return kept
-
-
-# ---- what it takes to redo the run ---------------------------------------------------------------------------------
-
-
-def versions():
-    return {name: version(name) for name in ("torch", "sglang", "transformers", "triton")}
-
-
-def provenance(device):
-    """Comment lines for the saved config: the command, the code's commit, the versions and the machine."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    git = subprocess.run(command, capture_output=True, text=True)
-    libraries = ", ".join(f"{name} {number}" for name, number in versions().items())
-    chip = torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()} CPU"
-    return (
-        f"# {shlex.join(sys.argv)}\n# commit {git.stdout.strip() or 'unknown'}\n"
-        f"# python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores\n"
-    )
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------
@@ -457,11 +386,14 @@ def build_model(hf, mesh, device, batch_invariant):
 
 def load_weights(shards, folder, tied):
     """Each rank reads its own rows of each parameter from the folder's safetensors files."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     files = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
-        file = safe_open(path, "pt")
+        try:
+            file = safe_open(path, "pt")
+        except (SafetensorError, OSError) as e:
+            require(False, f"init_from={str(folder)!r}: {path.name}: {e}")
         files |= dict.fromkeys(file.keys(), file)
     for s in shards:
         name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
@@ -575,7 +507,8 @@ if __name__ == "__main__":
             fail(f"out_dir={out_dir!r}: holds a run already; choose another, or go on with --init_from=resume")
         print(config_source(config), flush=True)
         earlier = (out / "config.py").read_text().splitlines(True) if resuming else []
-        source = "".join(x for x in earlier if x[0] == "#") + provenance(place) + config_source(config)
+        chip = torch.cuda.get_device_name() if place == "cuda" else ""
+        source = "".join(x for x in earlier if x[0] == "#") + provenance(chip) + config_source(config)
         sync.write_atomic(out / "config.py", source.encode())
         if init_from == "scratch":
             make_scratch_model(out / "model", config)
@@ -646,6 +579,12 @@ if __name__ == "__main__":
             [dict(params=decay, weight_decay=weight_decay), dict(params=no_decay, weight_decay=0.0)],
             betas=(beta1, beta2),
         )
+        if kl_coef:
+            folder = fetch_model(reference or init_from)
+            its = check_model(folder, config)
+            require(its.vocab_size == hf.vocab_size, f"reference={reference!r}: of another vocabulary than the model")
+            reference_model = build_model(its, ranks.mesh, place, batch_invariant)
+            load_weights(sync.shards(reference_model, ranks.mesh), folder, its.tie_word_embeddings)
         for w in weights:  # what AdamW would make at its first step
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
             optimizer.state[w] = dict(step=torch.tensor(float(saved["optimizer_steps"] if saved else 0)), **zeros)
@@ -667,13 +606,13 @@ if __name__ == "__main__":
         """
         size, me, n = len(samples) // leaves, ranks.rank, ranks.trainers
         loss_tokens = sum(int(s.loss_mask.sum()) for s in samples)
-        total, sums = sync.LeafSum(), torch.zeros(leaves, 5, dtype=torch.float64)
+        total, sums = sync.LeafSum(), torch.zeros(leaves, 6, dtype=torch.float64)
         first_mismatch = None
         for i in range(me, leaves, n):
             leaf = pack(samples[i * size : (i + 1) * size], place)
             counts, kind = leaf.counts.tolist(), loss_aggregation if phase == "rl" else "token"
             logprobs, entropy = model.token_logprobs(leaf, temperature if phase == "rl" else 1.0)
-            differs = distance = clipped = torch.zeros(1)
+            differs = distance = clipped = divergence = torch.zeros(1)
             if check:
                 differs = logprobs.detach().view(torch.int32) != leaf.logprobs.view(torch.int32)
                 if differs.any() and first_mismatch is None:
@@ -683,15 +622,24 @@ if __name__ == "__main__":
             if phase == "rl":
                 ends = clip_low, clip_high, dual_clip
                 losses, clipped = policy_loss(loss, logprobs, leaf.logprobs, leaf.advantages, counts, *ends)
+                if entropy_coef:  # Schulman et al. 2017, equation 9
+                    losses = losses - entropy_coef * entropy
+                if kl_coef:
+                    with torch.no_grad():
+                        theirs, _ = reference_model.token_logprobs(leaf, temperature)
+                    reference_model.reshard()  # FSDP2 would after a backward pass, which does not come
+                    divergence = kl(logprobs, theirs, kl_estimator)
+                    losses = losses + kl_coef * divergence
             part = aggregate(losses, counts, kind, len(samples), loss_tokens, max_new_tokens)
             part.backward()
             total.add([p.grad.to_local() for p in model.parameters()])
             model.zero_grad()
-            numbers = (part.detach(), entropy.sum() / loss_tokens, clipped.sum() / loss_tokens, differs.sum(), distance)
+            means = [x.detach().sum() / loss_tokens for x in (entropy, clipped, divergence)]
+            numbers = (part.detach(), *means, differs.sum(), distance)
             sums[i] = torch.stack([x.double().cpu().reshape(()) for x in numbers])
         sums = sums.to(place)
         dist.all_reduce(sums, group=group)
-        mean_loss, entropy, clipped, mismatches, _ = sync.tree_sum(sums).tolist()
+        mean_loss, entropy, clipped, divergence, mismatches, _ = sync.tree_sum(sums).tolist()
         if mismatches and strict:
             found = [None] * n
             dist.all_gather_object(found, first_mismatch, group=group)
@@ -717,8 +665,10 @@ if __name__ == "__main__":
         hashes["optimizer"] = {name: first[name] + second[name] for name in first}
         metrics = dict(
             loss=mean_loss, grad_norm=float(norm), entropy=entropy, clip_fraction=clipped,
-            logprob_mismatch_tokens=int(mismatches), logprob_mismatch_max=float(sums[:, 4].max()), lr=lr,
+            logprob_mismatch_tokens=int(mismatches), logprob_mismatch_max=float(sums[:, 5].max()), lr=lr,
         )  # fmt: skip
+        if kl_coef:
+            metrics["kl_reference"] = divergence
         return metrics, hashes
 
     def rollouts(stream, step, rows, samples, temperature):

@@ -194,10 +194,14 @@ def test_token_logprobs_are_those_of_a_sampler_and_their_gradient_is_right():
     logp = torch.log_softmax(z, -1)
     assert torch.allclose(logprobs.double(), logp.gather(1, targets[:, None])[:, 0], atol=1e-4)
     assert torch.allclose(entropy.double(), -(logp.exp() * logp).sum(-1), atol=1e-4)
-    ours = torch.autograd.grad((logprobs * grad).sum(), (hidden, weight))
-    theirs = torch.autograd.grad((logp.gather(1, targets[:, None])[:, 0] * grad).sum(), (hidden, weight))
-    for a, b in zip(ours, theirs):
-        assert torch.allclose(a, b, atol=1e-3)
+    expected, bonus = logp.gather(1, targets[:, None])[:, 0], torch.randn(2500)
+    for ours, theirs in (
+        ((logprobs * grad).sum(), (expected * grad).sum()),
+        ((logprobs * grad + entropy * bonus).sum(), (expected * grad - (logp.exp() * logp).sum(-1) * bonus).sum()),
+    ):
+        ours, theirs = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (ours, theirs))
+        for a, b in zip(ours, theirs):
+            assert torch.allclose(a, b, atol=1e-3)
     kernels.enable_batch_invariant()
     whole, _ = kernels.token_logprobs(hidden, weight, targets, 0.7)
     one, _ = kernels.token_logprobs(hidden[1700:1701], weight, targets[1700:1701], 0.7)

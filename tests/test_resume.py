@@ -52,7 +52,8 @@ def test_a_resume_on_other_ranks_ends_in_the_ledger_of_the_undisturbed_run(two_r
 def test_a_resume_that_lost_the_optimizer_is_caught(two_ranks, tmp_path):
     folder = interrupt(two_ranks[0], tmp_path / "run")
     forget_optimizer(folder)
-    status, output = launch(folder, "--init_from=resume")
+    replay = ("--mode=replay", f"--queue_dir={two_ranks[0] / 'queue'}")  # an engine would find the same, later
+    status, output = launch(folder, "--init_from=resume", *replay)
     assert status == 1 and "rl step 16 came out otherwise than before the interruption" in error_line(output)
 
 

@@ -67,15 +67,20 @@ def test_two_engines_make_the_same_ledger_and_share_the_work(two_ranks, tmp_path
 
 def test_another_algorithm_learns_something_else_and_is_replayed_on_two_trainers(two_ranks, tmp_path):
     flags = "--advantage=rloo --loss=gspo --loss_aggregation=sequence --clip_low=0.01 --clip_high=0.01 --dual_clip=3"
-    flags = [*flags.split(), "--updates_per_batch=2", "--max_steps=4", "--eval_size=0"]
+    reference = f"--reference={two_ranks[0] / 'ckpt' / 'step_000016'}"
+    flags = [*flags.split(), "--updates_per_batch=2", "--entropy_coef=0.01", "--kl_coef=0.1", reference]
+    flags += ["--max_steps=4", "--eval_size=0"]
     status, output = launch(tmp_path / "run", *flags)
     assert status == 0, output[-4000:]
     steps = lines(tmp_path / "run", "metrics.jsonl", "rl")
     assert all(s["logprob_mismatch_tokens"] == 0 for s in steps) and any(s["clip_fraction"] > 0 for s in steps)
+    assert all(s["kl_reference"] > 0 for s in steps)
     replay = ("--mode=replay", f"--queue_dir={tmp_path / 'run' / 'queue'}")
     status, output = launch(tmp_path / "again", *flags, *replay, ranks=2)
     assert status == 0, output[-4000:]
-    ours, again, default = (lines(x, "ledger.jsonl", "rl") for x in (tmp_path / "run", tmp_path / "again", two_ranks[0]))
+    ours, again, default = (
+        lines(x, "ledger.jsonl", "rl") for x in (tmp_path / "run", tmp_path / "again", two_ranks[0])
+    )
     assert ours == again and len(ours) == 4
     assert ours[0]["tokens"] != default[0]["tokens"] or ours[0]["weights"] != default[0]["weights"]
 
@@ -88,7 +93,7 @@ def test_another_seed_is_another_curve(two_ranks, tmp_path):
 
 
 def test_without_our_operators_the_check_stops_the_run(tmp_path):
-    status, output = launch(tmp_path / "run", "--batch_invariant=False", "--max_steps=3", "--eval_size=0")
+    status, output = launch(tmp_path / "run", "--batch_invariant=False", "--max_steps=1", "--eval_size=0")
     assert status == 2 and "Traceback" not in output
     (line,) = [x for x in output.splitlines() if x.startswith("error:")]
     where = r"step 0, prompt \d+, sample \d, token \d+"

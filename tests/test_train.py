@@ -136,6 +136,18 @@ def test_the_gradient_of_gspo_is_that_of_its_sequence_objective():
     assert ours.grad.abs().max() > 0.01 and torch.allclose(ours.grad, theirs.grad)
 
 
+def test_kl_estimates_are_those_of_a_loop_and_average_to_the_kl():
+    new, reference, _ = random_tokens([50])
+    expected = dict(k1=lambda d: d, k2=lambda d: d * d / 2, k3=lambda d: math.exp(-d) - 1 + d)
+    for kind in train.CHOICES["kl_estimator"]:
+        ours = train.kl(torch.tensor(new), torch.tensor(reference), kind).tolist()
+        assert ours == pytest.approx([expected[kind](a - b) for a, b in zip(new, reference)], rel=1e-3, abs=1e-6)
+    p, q = (torch.log_softmax(torch.randn(5, dtype=torch.float64), 0) for _ in range(2))
+    exact = (p.exp() * (p - q)).sum()
+    for kind in ("k1", "k3"):  # without bias; k2 has some
+        assert torch.allclose((p.exp() * train.kl(p, q, kind)).sum(), exact)
+
+
 @pytest.mark.parametrize("cut", [[5], [2, 3], [1, 1, 1, 1, 1]])
 def test_aggregated_leaves_add_up_to_the_mean_over_the_step(cut):
     counts = [7, 1, 0, 30, 12]
@@ -340,6 +352,8 @@ BAD = [
     (dict(updates_per_batch=0), 1, "updates_per_batch=0"),
     (dict(advantage="gae"), 1, "advantage='gae': use grpo, dr_grpo"),
     (dict(dual_clip=0.5), 1, "dual_clip=0.5"),
+    (dict(kl_coef=0.1), 1, "kl_coef=0.1: to what? a scratch model is random"),
+    (dict(reference="x"), 1, "reference='x': is for kl_coef"),
     (dict(keep_checkpoints=0), 1, "keep_checkpoints=0"),
 ]
 
