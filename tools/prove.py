@@ -133,6 +133,9 @@ def run_with_kills(folder, kills, rng, *flags, say=lambda _: None, **options):
     with open(folder.parent / f"{folder.name}.output", "w+") as output:
         run = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
 
+        def schedulers():
+            return [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
+
         def sleep_until(condition, seconds):
             end = time.monotonic() + seconds
             while run.poll() is None and not condition() and time.monotonic() < end:
@@ -143,14 +146,13 @@ def run_with_kills(folder, kills, rng, *flags, say=lambda _: None, **options):
                 if rng.random() < 0.5:
                     sleep_until(lambda: False, rng.uniform(0, 20))
                 else:
-                    before = done.stat().st_mtime_ns if done.exists() else 0
-                    sleep_until(lambda: done.exists() and done.stat().st_mtime_ns > before, 120)
+                    sleep_until(lambda: schedulers() and time.time() - done.stat().st_mtime < 0.3, 120)
                     sleep_until(lambda: False, rng.uniform(0, 3))
-                ours = processes_of(folder).items()
-                ranks, schedulers = [p for p, c in ours if is_rank(c)], [p for p, c in ours if "sglang::scheduler" in c]
-                if ranks and run.poll() is None:
-                    kind, which = rng.choice([("rank", ranks), ("scheduler", schedulers)][: 1 + bool(schedulers)])
-                    os.kill(rng.choice(which), signal.SIGKILL)
+                ranks = [pid for pid, command in processes_of(folder).items() if is_rank(command)]
+                kinds = {k: pids for k, pids in (("rank", ranks), ("scheduler", schedulers())) if pids}
+                if kinds and run.poll() is None:
+                    kind = rng.choice(sorted(kinds))
+                    os.kill(rng.choice(kinds[kind]), signal.SIGKILL)
                     victims.append(kind)
                     say(f"killed a {kind}")
             run.wait(timeout=300)
