@@ -22,18 +22,19 @@ def digest(output):
     return last
 
 
-@pytest.fixture(scope="session")
-def in_shared_memory():
-    return set(os.listdir("/dev/shm"))
-
-
-@pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory, in_shared_memory):
-    """One trainer and one engine under torchrun."""
-    folder = tmp_path_factory.mktemp("runs") / "two_ranks"
-    status, output = launch(folder, ranks=2)
+def finish(folder, *flags, **options):
+    """A run that has to succeed and to leave nothing in shared memory: (folder, output)."""
+    before = set(os.listdir("/dev/shm"))
+    status, output = launch(folder, *flags, **options)
     assert status == 0, output[-4000:]
+    assert set(os.listdir("/dev/shm")) <= before
     return folder, output
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory):
+    """One trainer and one engine under torchrun."""
+    return finish(tmp_path_factory.mktemp("runs") / "two_ranks", ranks=2)
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +43,7 @@ def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "one_process"
     free = "--threads=1 --radix_cache=False --engine_max_running=17 --engine_prefill_chunk=32 --gradient_checkpointing"
     free += " --weight_sync=ipc --checkpoint_every=0"
-    status, output = launch(folder, *free.split())
-    assert status == 0, output[-4000:]
-    return folder, output
+    return finish(folder, *free.split())
 
 
 def wait_for(condition, seconds):
