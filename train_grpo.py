@@ -132,7 +132,9 @@ FREE_KEYS = {
     "keep_rollouts", "sample_every",
 }  # fmt: skip
 CHOICES = {
+    "device": ("", "cpu", "cuda"),
     "mode": ("grpo", "replay", "rollout"),
+    "weight_sync": ("", "broadcast", "ipc", "disk"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"),
     "loss": ("ppo", "gspo", "cispo", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
@@ -149,11 +151,9 @@ def roles(config, world):
         return world, 0
     if config["mode"] == "rollout":
         return 0, world
-    return (
-        (world, world)
-        if world == 1 or config["colocate"]
-        else (world - config["rollout_ranks"], config["rollout_ranks"])
-    )
+    if world == 1 or config["colocate"]:
+        return world, world
+    return world - config["rollout_ranks"], config["rollout_ranks"]
 
 
 def check_config(config, world):
@@ -169,7 +169,7 @@ def check_config(config, world):
     sft_fits = not c.warmup_sft_steps or c.sft_batch % c.leaves == 0
     require(sft_fits, f"sft_batch={c.sft_batch}: not a multiple of leaves={c.leaves}")
     for key, known in CHOICES.items():
-        require(config[key] in known, f"{key}={config[key]!r}: use {', '.join(known)}")
+        require(config[key] in known, f"{key}={config[key]!r}: use {', '.join(filter(None, known))}")
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     require(
         per_sequence, f"loss='gspo': its ratio is a sequence's; --loss_aggregation=sequence, not {c.loss_aggregation}"
@@ -185,7 +185,6 @@ def check_config(config, world):
     require(holds, f"engine_kv_tokens={c.engine_kv_tokens}: one sample may take {sample + 1}; use more, or 0")
     require(c.temperature > 0, f"temperature={c.temperature}: samples of a group must differ; use more than 0")
     require(c.eval_temperature >= 0, f"eval_temperature={c.eval_temperature}: below 0")
-    require(c.device in ("", "cpu", "cuda"), f"device={c.device!r}: use 'cpu', 'cuda' or '' for what there is")
     trainers, engines = roles(config, world)
     advice = "at least one must roll out and one train; or use --colocate"
     split = c.mode != "grpo" or trainers > 0 < engines
@@ -195,9 +194,6 @@ def check_config(config, world):
     replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
     require(replays, f"queue_dir={c.queue_dir!r}: mode='replay' needs the queue of a run, such as 'out/tiny/queue'")
     require(c.mode == "replay" or not c.queue_dir, f"queue_dir={c.queue_dir!r}: is for mode='replay'")
-    require(
-        c.weight_sync in ("", "broadcast", "ipc", "disk"), f"weight_sync={c.weight_sync!r}: use broadcast, ipc, disk"
-    )
     same = c.weight_sync != "ipc" or trainers == engines == world
     require(same, "weight_sync='ipc': engine and trainer must be one process; use --colocate or another transport")
 
@@ -774,9 +770,8 @@ if __name__ == "__main__":
             lr = learning_rate_at(step, learning_rate, warmup_steps, lr_decay_steps, min_lr)
             metrics, hashes = update(samples, "rl", lr, check=True)
             for _ in range(updates_per_batch - 1):
-                checked = {k: v for k, v in metrics.items() if k.startswith("logprob_mismatch")}
-                metrics, hashes = update(samples, "rl", lr)
-                metrics |= checked
+                later, hashes = update(samples, "rl", lr)
+                metrics |= {k: v for k, v in later.items() if not k.startswith("logprob_mismatch")}
             hashes = {"advantages": sync.content_hash(advantages)} | hashes
         step += 1
         # 4. new weights to the engines
