@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import kernels
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from prove import launch  # noqa: E402
+
+kernels.enable_batch_invariant()  # here, since MKL reads its switch only once, at the first matmul of any test
+kernels.disable_batch_invariant()
 
 
 def digest(output):
