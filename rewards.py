@@ -258,9 +258,19 @@ def encode_prompts(rows, tokenizer, config, what):
             messages = [{"role": "user", "content": row["prompt"]}]
             row["prompt"] = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         row["prompt_tokens"] = tokenizer(row["prompt"], add_special_tokens=not config["chat_template"])["input_ids"]
-    limit = config["max_prompt_tokens"]
-    kept = [row for row in rows if 0 < len(row["prompt_tokens"]) <= limit]
-    require(kept or not rows, f"max_prompt_tokens={limit}: all {len(rows)} {what} prompts are longer (or empty)")
+    return _short_enough(rows, "prompt_tokens", "max_prompt_tokens", f"{what} prompts", config)
+
+
+def encode_answers(rows, tokenizer, stop_tokens, config):
+    """The rows with answer_tokens, which end with an EOS; without those of more tokens than a sample may have."""
+    for row in rows:
+        row["answer_tokens"] = tokenizer(row["answer"], add_special_tokens=False)["input_ids"] + stop_tokens[:1]
+    return _short_enough(rows, "answer_tokens", "max_new_tokens", "answers", config)
+
+
+def _short_enough(rows, field, key, what, config):
+    kept = [row for row in rows if 0 < len(row[field]) <= config[key]]
+    require(kept or not rows, f"{key}={config[key]}: all {len(rows)} {what} are longer (or empty)")
     if len(kept) < len(rows) and os.environ.get("RANK", "0") == "0":
-        print(f"dropped {len(rows) - len(kept)} of {len(rows)} {what} prompts: over max_prompt_tokens={limit}")
+        print(f"dropped {len(rows) - len(kept)} of {len(rows)} {what}: over {key}={config[key]}")
     return kept

@@ -331,7 +331,7 @@ class RolloutEngine:
         """
         Does prompts of this job until none is left unclaimed: writes their group files into `folder`.
 
-        job: stream ('rl' or 'eval'), step, rows (each with prompt, answer, prompt_tokens), samples per row,
+        job: stream ('rl' or 'eval'), step, rows {index: (prompt, answer, prompt_tokens)}, samples per row,
         temperature, reward (a function), decode (tokens -> text), stop_tokens, engines, run (the run's id).
         """
         try:
@@ -340,7 +340,7 @@ class RolloutEngine:
             fail(str(e))
 
     async def _rollout(self, folder, job):
-        unclaimed = iter(range(len(job["rows"])))
+        unclaimed = iter(job["rows"])
         one_at_a_time = asyncio.Lock()
 
         async def worker():

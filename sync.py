@@ -3,6 +3,7 @@ How things travel, and the proof that they arrived the same.
 
     ranks        who trains, who hosts an engine, and the process groups between them
     gradients    added over micro-batches ("leaves") by one fixed binary tree, whatever the number of ranks
+    models       made from scratch, fetched, checked, read
     weights      from the trainers to the engines, by broadcast into SGLang's own weight-update group
     rollouts     from the engines to the trainers, through a folder of safetensors files
     checkpoints  folders that appear whole or not at all, in Hugging Face's format, for any number of trainers
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,7 +36,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
 
-from configurator import close_bars
+from configurator import close_bars, require
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 
@@ -205,6 +207,87 @@ def grad_norm(grads, shards, group):
         start += s.shape[0]
     dist.all_reduce(rows, group=group)
     return tree_sum(rows).sqrt()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# models: a folder in Hugging Face's format, from which every weight starts its way
+
+MODEL_TYPES = ("qwen3", "qwen2", "llama")
+
+
+def make_scratch_model(folder, config):
+    """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    # pad and eos are two tokens: where they are one, masking the padding masks the end of every answer
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(config["seed"])
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(characters), hidden_size=config["scratch_hidden"], intermediate_size=config["scratch_mlp"],
+            num_hidden_layers=config["scratch_layers"], num_attention_heads=config["scratch_heads"],
+            num_key_value_heads=config["scratch_kv_heads"], head_dim=config["scratch_head_dim"],
+            max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def fetch_model(name, key="init_from"):
+    """The local folder of a model folder or hub name; `key` is whose value it is."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except Exception as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        require(False, f"{key}={name!r}: neither a model folder nor to be had from the hub: {reason}")
+
+
+def check_model(folder, config, key="init_from"):
+    """The Hugging Face config of a model we can train and serve alike."""
+    from transformers import AutoConfig
+
+    try:
+        hf = AutoConfig.from_pretrained(folder)
+    except Exception as e:
+        require(False, f"{key}={str(folder)!r}: no usable config.json: {str(e).splitlines()[0]}")
+    name = f"{key}={str(folder)!r}"
+    require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
+    sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
+    require(not sliding, f"{name}: sliding-window attention is not supported")
+    tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
+    fits = f"max_new_tokens={config['max_new_tokens']}: {tokens} tokens with the prompt, and 8 to spare"
+    require(tokens + 8 <= most, f"{fits}; the model has {most} positions")
+    return hf
+
+
+def load_weights(shards, folder, tied):
+    """Each rank reads its own rows of each parameter from the folder's safetensors files."""
+    from safetensors import SafetensorError, safe_open
+
+    files = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            file = safe_open(path, "pt")
+        except (SafetensorError, OSError) as e:
+            require(False, f"init_from={str(folder)!r}: {path.name}: {e}")
+        files |= dict.fromkeys(file.keys(), file)
+    for s in shards:
+        name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
+        require(name in files, f"init_from={str(folder)!r}: no {name} in its safetensors files")
+        rows = files[name].get_slice(name)
+        shape = tuple(rows.get_shape())
+        require(shape == s.shape, f"init_from={str(folder)!r}: {name} is {shape}, config.json says {s.shape}")
+        s.data.copy_(rows[s.first : s.first + len(s.data)])
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -33,17 +33,19 @@ from tqdm import tqdm
 
 import kernels
 import sync
-from configurator import ORIGINS, config_source, configure, fail, provenance, require, resume_config, versions
-from rewards import encode_prompts, load_reward, load_rows, permutation
+from configurator import ORIGINS, block, config_source, configure, fail, provenance, require, resume_config, versions
+from rewards import encode_answers, encode_prompts, load_reward, load_rows, permutation
 from rollout_server import RolloutEngine
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
 out_dir = "out/run"  # everything the run writes
-mode = "grpo"  # 'replay': train again from queue_dir, no engine; 'rollout': only generate and score
+# grpo; replay: train again from queue_dir; sft: train on the data's answers (neither has an engine);
+# rollout: only generate and score; reject: and write the best samples as data; eval: only the held-out prompts
+mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
-max_steps = 100  # RL steps
+max_steps = 100  # RL steps; with mode='sft' supervised ones
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly. Changes no bit
 # who does what
@@ -63,7 +65,10 @@ max_prompt_tokens = 256  # longer prompts are dropped
 eval_split = ""  # of a hub data set; '': the last eval_size rows of a fixed shuffle are held out
 eval_size = 256  # held-out prompts; 0: no evaluation
 eval_every = 0  # steps; 0: before the first and after the last
+eval_samples = 1  # per held-out prompt
 eval_temperature = 1.0  # 0: greedy
+pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, for easy and hard groups, for 'reject'
+reject_best = 1  # mode='reject' writes so many of a group's right samples
 # the rollout
 prompts_per_step = 8  # P
 group_size = 8  # G
@@ -71,6 +76,9 @@ max_new_tokens = 256
 temperature = 1.0
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
 reward = "numeric"  # numeric, exact, format, 'my_file.py:my_function', or a weighted sum: 'numeric+0.2*format'
+overlong_cache = 0  # the reward falls by up to 1 over the last so many tokens before max_new_tokens; 0: it does not
+overlong_filter = False  # samples cut off at max_new_tokens are not trained on
+dynamic_sampling = 0  # groups of equal rewards are replaced, in at most so many more rounds; 0: they are kept
 # the update
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
 leaves = 8  # fixed micro-batches of a step, a power of two; they, not the ranks, set the order of sums
@@ -82,17 +90,26 @@ beta1 = 0.9
 beta2 = 0.95
 weight_decay = 0.0  # of matrices
 grad_clip = 1.0  # l2 norm; 0: off
-advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++ or reinforce++_baseline
+advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic) or distill (a teacher)
+gamma = 1.0  # of gae: discount per token
+gae_lambda = 0.95
+value_coef = 0.5  # of gae: weight of the critic's loss; its head is on the policy's trunk
+value_clip = 0.2  # of gae: bound of a value's change in one batch; 0: none
+teacher = ""  # of distill: model folder or hub name
 loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo or pg (no ratio)
 loss_aggregation = "token"  # mean over all tokens; 'sequence': over each sample first; 'constant': max_new_tokens each
 updates_per_batch = 1  # optimizer steps on each batch of rollouts
 clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
+dual_clip = 0.0  # bound of the ratio where the advantage is negative, such as 3.0; 0: none
+importance = ""  # weigh tokens by trainer / engine probability, 'truncate' or 'mask'; exactly 1 where both agree
+importance_floor = 0.0  # 'truncate' moves the weight to floor .. cap, 'mask' makes it 0 outside
+importance_cap = 2.0
 entropy_coef = 0.0  # of the entropy bonus
-kl_coef = 0.0  # of the KL to the frozen reference, in the loss
+kl_coef = 0.0  # of the KL to the frozen reference
+kl_in_reward = False  # of a sample, or with gae of each token; False: in the loss
 kl_estimator = "k3"  # k1, k2 or k3
 reference = ""  # model folder or hub name; '': that of init_from
-dual_clip = 0.0  # bound of the ratio where the advantage is negative, such as 3.0; 0: none
 # supervised warm-up on the reference answers, before RL
 warmup_sft_steps = 0
 sft_learning_rate = 1e-3  # constant, after 20 steps of warm-up
@@ -124,32 +141,38 @@ scratch_head_dim = 32
 scratch_mlp = 384
 # ------------------------------------------------------------------------------------------------------------------
 
+DEFAULTS = block(globals())
 # keys that say where and how fast, not what is computed: they may differ between two runs with one digest
 FREE_KEYS = {
     "out_dir", "mode", "queue_dir", "max_steps", "device", "threads", "rollout_ranks", "colocate", "eval_every",
     "gradient_checkpointing", "radix_cache", "cuda_graphs", "engine_memory", "engine_kv_tokens", "engine_max_running",
     "engine_prefill_chunk", "engine_timeout", "strict", "weight_sync", "checkpoint_every", "keep_checkpoints",
-    "keep_rollouts", "sample_every",
+    "keep_rollouts", "sample_every", "eval_samples", "pass_reward", "reject_best",
 }  # fmt: skip
 CHOICES = {
     "device": ("", "cpu", "cuda"),
-    "mode": ("grpo", "replay", "rollout"),
+    "mode": ("grpo", "replay", "sft", "rollout", "reject", "eval"),
     "weight_sync": ("", "broadcast", "ipc", "disk"),
-    "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"),
+    "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
     "loss": ("ppo", "gspo", "cispo", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
+    "importance": ("", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
-MODEL_TYPES = ("qwen3", "qwen2", "llama")
+ONLY_WITH = {  # keys that say nothing without another
+    "gamma": ("advantage", "gae"), "gae_lambda": ("advantage", "gae"), "value_coef": ("advantage", "gae"),
+    "value_clip": ("advantage", "gae"), "teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay"),
+}  # fmt: skip
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+FIGURES = ("rewards", "lengths", "truncated")  # (G,) each, of a group
 LOGS = ("ledger.jsonl", "metrics.jsonl", "samples.md")
 
 
 def roles(config, world):
     """(trainers, engines) of `world` ranks; the engines' are the last ones, both may be one rank."""
-    if config["mode"] == "replay":
+    if config["mode"] in ("replay", "sft"):
         return world, 0
-    if config["mode"] == "rollout":
+    if config["mode"] in ("rollout", "reject", "eval"):
         return 0, world
     if world == 1 or config["colocate"]:
         return world, world
@@ -160,16 +183,30 @@ def check_config(config, world):
     """Refuses values that make no sense together, before anything is started. world: number of ranks."""
     c = types.SimpleNamespace(**config)
     batch = c.prompts_per_step * c.group_size
-    require(c.group_size > 1, f"group_size={c.group_size}: GRPO's baseline is the mean of the group; use at least 2")
-    for key in ("prompts_per_step", "max_new_tokens", "max_prompt_tokens", "engine_timeout", "keep_checkpoints"):
+    grouped = c.advantage not in ("reinforce++", "gae", "distill")
+    alone = f"group_size={c.group_size}: the baseline of advantage={c.advantage!r} is"
+    require(c.group_size > 1 or not grouped, f"{alone} the mean of the group; use at least 2")
+    for key in (
+        "prompts_per_step",
+        "group_size",
+        "eval_samples",
+        "reject_best",
+        "max_new_tokens",
+        "max_prompt_tokens",
+        "engine_timeout",
+        "keep_checkpoints",
+    ):
         require(config[key] > 0, f"{key}={config[key]}: must be more than 0")
     require(c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, f"leaves={c.leaves}: not a power of two; use 1, 2, 4, ..")
     product = "prompts_per_step * group_size"
     require(batch % c.leaves == 0, f"leaves={c.leaves}: does not divide the {batch} samples of a step ({product})")
-    sft_fits = not c.warmup_sft_steps or c.sft_batch % c.leaves == 0
+    sft_fits = c.mode != "sft" and not c.warmup_sft_steps or c.sft_batch % c.leaves == 0
     require(sft_fits, f"sft_batch={c.sft_batch}: not a multiple of leaves={c.leaves}")
     for key, known in CHOICES.items():
         require(config[key] in known, f"{key}={config[key]!r}: use {', '.join(filter(None, known))}")
+    for key, (other, value) in ONLY_WITH.items():
+        only = f"{key}={config[key]!r}: is for --{other}={value}"
+        require(config[key] == DEFAULTS[key] or config[other] == value, only)
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     require(
         per_sequence, f"loss='gspo': its ratio is a sequence's; --loss_aggregation=sequence, not {c.loss_aggregation}"
@@ -178,7 +215,17 @@ def check_config(config, world):
     require(several, f"updates_per_batch={c.updates_per_batch}: loss='pg' has no ratio; use 1, or --loss=ppo")
     refers = not c.kl_coef or c.reference or c.init_from != "scratch"
     require(refers, f"kl_coef={c.kl_coef}: to what? a scratch model is random; --reference=model folder")
-    require(c.kl_coef or not c.reference, f"reference={c.reference!r}: is for kl_coef, which is 0")
+    for key in ("reference", "kl_in_reward"):
+        require(c.kl_coef or not config[key], f"{key}={config[key]!r}: is for kl_coef, which is 0")
+    distills = c.advantage == "distill"
+    require(c.teacher or not distills, "advantage='distill': from whom? --teacher=model folder")
+    require(not c.kl_coef or not distills, f"kl_coef={c.kl_coef}: advantage='distill' is the KL to the teacher; use 0")
+    drops = f"dynamic_sampling={c.dynamic_sampling}: advantage={c.advantage!r} learns from groups of equal rewards, too"
+    require(grouped or not c.dynamic_sampling, f"{drops}; use 0")
+    window = f"importance_floor={c.importance_floor}, importance_cap={c.importance_cap}: the weight of equal log-probs"
+    require(c.importance_floor < 1 < c.importance_cap, f"{window}, 1, must lie between")
+    tail = f"overlong_cache={c.overlong_cache}: not within max_new_tokens={c.max_new_tokens}"
+    require(0 <= c.overlong_cache < c.max_new_tokens, tail)
     require(not c.dual_clip or c.dual_clip > 1, f"dual_clip={c.dual_clip}: a bound of the ratio; use more than 1, or 0")
     sample = c.max_prompt_tokens + c.max_new_tokens
     holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
@@ -193,7 +240,6 @@ def check_config(config, world):
     require(shared, f"leaves={c.leaves}: {trainers} trainer ranks cannot share them; use 1, 2, 4, ..")
     replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
     require(replays, f"queue_dir={c.queue_dir!r}: mode='replay' needs the queue of a run, such as 'out/tiny/queue'")
-    require(c.mode == "replay" or not c.queue_dir, f"queue_dir={c.queue_dir!r}: is for mode='replay'")
     same = c.weight_sync != "ipc" or trainers == engines == world
     require(same, "weight_sync='ipc': engine and trainer must be one process; use --colocate or another transport")
 
@@ -222,6 +268,47 @@ def advantages_of(rewards, kind, eps=1e-6):
     if kind == "rloo":  # r - (G mean - r) / (G - 1)
         return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
     return centred / ((centred.std() if kind == "reinforce++_baseline" else rewards.std(1, keepdim=True)) + eps)
+
+
+def gae(rewards, values, gamma, lam):
+    """
+    Generalised advantages (.., T) of rewards (.., T) and values (.., T + 1) of the states before each token and after
+    the last: 0 there if the episode is over, the critic's estimate if it was only cut off.
+    A_t = sum_k (gamma lam)^k delta_t+k, delta_t = r_t + gamma V_t+1 - V_t: Schulman et al. 2015 (arXiv:1506.02438), 16.
+    """
+    deltas = rewards + gamma * values[..., 1:] - values[..., :-1]
+    out, later = [], torch.zeros(())
+    for delta in reversed(deltas.unbind(-1)):
+        later = delta + gamma * lam * later
+        out.append(later)
+    return torch.stack(out[::-1], -1)
+
+
+def value_loss(values, old_values, returns, clip):
+    """
+    (V - R)^2 / 2 per token (M,); with a clip, of V or of V kept within old V +- clip, what is larger: PPO's own
+    code (github.com/openai/baselines, ppo2), which Huang et al. 2022 describe ("The 37 implementation details", 9).
+    """
+    plain = (values - returns).square()
+    if clip:
+        bounded = old_values + (values - old_values).clamp(-clip, clip)
+        plain = torch.maximum(plain, (bounded - returns).square())
+    return plain / 2
+
+
+def overlong_penalty(lengths, longest, cache):
+    """0 up to longest - cache tokens, then linear down to -1 at the longest: DAPO, equation 13."""
+    return ((longest - cache - lengths) / cache).clamp(-1, 0) if cache else torch.zeros(lengths.shape)
+
+
+def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
+    """
+    Trainer's over engine's probability of each sampled token (M,), the trainer's with the weights the engine had.
+    truncate: moved to floor .. cap (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"). mask: 0 outside of it, no gradient from such a token (Ling team 2025, arXiv:2510.18855).
+    """
+    w = torch.exp(old_logprobs - rollout_logprobs)
+    return w.clamp(floor, cap) if kind == "truncate" else torch.where((w >= floor) & (w <= cap), w, 0.0)
 
 
 def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0):
@@ -277,6 +364,11 @@ def aggregate(losses, counts, kind, samples, tokens, longest):
     return torch.stack([part.sum() / max(1, len(part)) for part in losses.split(counts)]).sum() / samples
 
 
+def pass_at_k(n, right, k):
+    """Chance that one of k samples is right, from n of which `right` are, unbiased: Chen et al. 2021, equation 1."""
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
 def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
     """Linear from 0 over warmup_steps, then cosine to min_lr at decay_steps (constant if 0). Steps from 0."""
     if step < warmup_steps:
@@ -299,65 +391,10 @@ def rows_of_step(n, per_step, step, *key):
 # ---- the model ----------------------------------------------------------------------------------------------------
 
 
-def make_scratch_model(folder, config):
-    """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    # pad and eos are two tokens: where they are one, masking the padding masks the end of every answer
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    torch.manual_seed(config["seed"])
-    Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(characters), hidden_size=config["scratch_hidden"], intermediate_size=config["scratch_mlp"],
-            num_hidden_layers=config["scratch_layers"], num_attention_heads=config["scratch_heads"],
-            num_key_value_heads=config["scratch_kv_heads"], head_dim=config["scratch_head_dim"],
-            max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-        )
-    ).save_pretrained(folder)  # fmt: skip
-
-
-def fetch_model(name):
-    """The local folder of a model folder or hub name."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
-    except Exception as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        require(False, f"init_from={name!r}: neither a model folder nor to be had from the hub: {reason}")
-
-
-def check_model(folder, config):
-    """The Hugging Face config of a model we can train and serve alike."""
-    from transformers import AutoConfig
-
-    try:
-        hf = AutoConfig.from_pretrained(folder)
-    except Exception as e:
-        require(False, f"init_from={str(folder)!r}: no usable config.json: {str(e).splitlines()[0]}")
-    name = f"init_from={str(folder)!r}"
-    require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
-    sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
-    require(not sliding, f"{name}: sliding-window attention is not supported")
-    tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
-    fits = f"max_new_tokens={config['max_new_tokens']}: {tokens} tokens with the prompt, and 8 to spare"
-    require(tokens + 8 <= most, f"{fits}; the model has {most} positions")
-    return hf
-
-
-def build_model(hf, mesh, device, batch_invariant):
+def build_model(hf, mesh, device, batch_invariant, critic=False):
     """
     The Hugging Face model, sharded by FSDP2, its weights still unset. fp32 master weights; on CUDA computed with in
-    bfloat16. `model.token_logprobs` is its forward pass for training.
+    bfloat16. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,).
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     from transformers import AutoModelForCausalLM
@@ -367,37 +404,18 @@ def build_model(hf, mesh, device, batch_invariant):
     attention = "batch_invariant" if batch_invariant else "sdpa"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation=attention)
+        model.value_head = torch.nn.Parameter(torch.empty(hf.hidden_size)) if critic else None
     # cast_forward_inputs would round RoPE's float32 cos and sin to bfloat16, which the engine does not do
     bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options = dict(mesh=mesh, mp_policy=bf16 if device == "cuda" else MixedPrecisionPolicy())
-    for block in (*model.model.layers, model):
-        fully_shard(block, **options)
-        block.set_custom_reduce_scatter(sync.TreeReduceScatter())
+    for part in (*model.model.layers, model):
+        fully_shard(part, **options)
+        part.set_custom_reduce_scatter(sync.TreeReduceScatter())
     model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
     model.token_logprobs = types.MethodType(token_logprobs, model)
     register_fsdp_forward_method(model, "token_logprobs")
     return model
-
-
-def load_weights(shards, folder, tied):
-    """Each rank reads its own rows of each parameter from the folder's safetensors files."""
-    from safetensors import SafetensorError, safe_open
-
-    files = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            file = safe_open(path, "pt")
-        except (SafetensorError, OSError) as e:
-            require(False, f"init_from={str(folder)!r}: {path.name}: {e}")
-        files |= dict.fromkeys(file.keys(), file)
-    for s in shards:
-        name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
-        require(name in files, f"init_from={str(folder)!r}: no {name} in its safetensors files")
-        rows = files[name].get_slice(name)
-        shape = tuple(rows.get_shape())
-        require(shape == s.shape, f"init_from={str(folder)!r}: {name} is {shape}, config.json says {s.shape}")
-        s.data.copy_(rows[s.first : s.first + len(s.data)])
 
 
 # ---- a leaf, and the forward pass over it --------------------------------------------------------------------------
@@ -406,9 +424,15 @@ def load_weights(shards, folder, tied):
 class Sample(NamedTuple):
     tokens: torch.Tensor  # (T,) prompt and response
     prompt_tokens: int
-    loss_mask: torch.Tensor  # (response tokens,) bool
-    logprobs: torch.Tensor  # (response tokens,) of the rollout; zeros in supervised warm-up
-    advantage: float
+    truncated: bool  # cut off at max_new_tokens
+    loss_mask: torch.Tensor  # (R,) bool; R response tokens, here and below
+    logprobs: torch.Tensor  # (R,) of the engine
+    old_logprobs: torch.Tensor  # (R,) of the trainer before the first update; the engine's, if `importance` is off
+    advantages: torch.Tensor  # (R,)
+    reference: torch.Tensor  # (R,) log-probs of the reference or the teacher
+    values: torch.Tensor  # (R,) of the critic before the first update
+    returns: torch.Tensor  # (R,) what the critic learns
+    end: float = 0.0  # the critic's value after the last token, if the sample was cut off
 
 
 class Leaf(NamedTuple):
@@ -416,35 +440,75 @@ class Leaf(NamedTuple):
     positions: torch.Tensor  # (N,)
     lengths: torch.Tensor  # (samples,) tokens
     counts: torch.Tensor  # (samples,) loss tokens
-    rows: torch.Tensor  # (M,) the token before each loss token: its output is the prediction
-    targets: torch.Tensor  # (M,)
-    logprobs: torch.Tensor  # (M,)
-    advantages: torch.Tensor  # (M,)
-    sample: torch.Tensor  # (M,) index of the token's sample in the leaf
+    sample: torch.Tensor  # (M,) index of each loss token's sample in the leaf
     place: torch.Tensor  # (M,) index of the token in its response
+    rows: torch.Tensor  # (M,) the token before it: that one's output is the prediction
+    targets: torch.Tensor  # (M,)
+    logprobs: torch.Tensor  # (M,), and so on as in Sample
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    reference: torch.Tensor
+    values: torch.Tensor
+    returns: torch.Tensor
+
+
+def make_sample(prompt, response, loss_mask, logprobs, truncated=False):
+    """What is not known yet is 0. prompt (tokens,), the others (R,)."""
+    zeros = [torch.zeros(len(response))] * 4
+    return Sample(torch.cat([prompt, response]), len(prompt), truncated, loss_mask, logprobs, logprobs, *zeros)
 
 
 def pack(samples, device):
     """Samples end to end, with the loss tokens picked out."""
     parts, start = [], 0
     for i, s in enumerate(samples):
-        place = s.loss_mask.nonzero()[:, 0]
+        place, n = s.loss_mask.nonzero()[:, 0], len(s.tokens)
         at = place + s.prompt_tokens
-        parts.append(
-            (s.tokens, torch.arange(len(s.tokens)), torch.tensor([len(s.tokens)]), torch.tensor([len(at)]),
-             start + at - 1, s.tokens[at], s.logprobs[place], torch.full((len(at),), s.advantage),
-             torch.full((len(at),), i), place)
-        )  # fmt: skip
-        start += len(s.tokens)
+        sizes = torch.tensor([n]), torch.tensor([len(at)])
+        token = torch.full((len(at),), i), place, start + at - 1, s.tokens[at]
+        parts.append((s.tokens, torch.arange(n), *sizes, *token, *(field[place] for field in s[4:-1])))
+        start += n
     return Leaf(*(torch.cat(field).to(device) for field in zip(*parts)))
 
 
+def critic_advantages(samples, rewards, costs, gamma, lam):
+    """
+    The samples with the advantages of `gae`, normalised over the batch (Huang et al. 2022, detail 7), and returns.
+    rewards (B,) come with each one's last loss token; costs, (loss tokens,) per sample, come token by token.
+    """
+    states, gains = [], []
+    for s, reward, cost in zip(samples, rewards.tolist(), costs):
+        gains.append(torch.cat([-cost[:-1], reward - cost[-1:]]))
+        states.append(torch.cat([s.values[s.loss_mask], torch.tensor([s.end])]))
+    at_the_end = dict(batch_first=True, padding_side="left")  # where the recursion starts, so padding comes after all
+    padded = (torch.nn.utils.rnn.pad_sequence(x, **at_the_end) for x in (gains, states))
+    advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
+    mean, std = torch.cat(advantages).mean(), torch.cat(advantages).std()
+    out = []
+    for s, a, v in zip(samples, advantages, states):
+        advantage, target = (scatter(s.loss_mask, x) for x in ((a - mean) / (std + 1e-6), a + v[:-1]))
+        out.append(s._replace(advantages=advantage, returns=target))
+    return out
+
+
+def scatter(mask, x):
+    """(R,) zeros with x where the mask (R,) is set."""
+    return torch.zeros(len(mask)).masked_scatter(mask, x)
+
+
 def token_logprobs(model, leaf, temperature):
-    """Log-probs of the leaf's targets and the entropies there, (M,) each."""
+    """
+    Log-probs of the leaf's targets and the entropies there, (M,) each; with a critic also its values there (M,) and
+    after each sample's last token (samples,), else None.
+    """
     plan = kernels.packed_plan(leaf.lengths)
     ids, positions = leaf.ids[None], leaf.positions[None]
     hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).last_hidden_state[0]
-    return kernels.token_logprobs(hidden[leaf.rows], model.lm_head.weight, leaf.targets, temperature)
+    logprobs, entropy = kernels.token_logprobs(hidden[leaf.rows], model.lm_head.weight, leaf.targets, temperature)
+    if model.value_head is None:
+        return logprobs, entropy, None, None
+    values = (hidden @ model.value_head[:, None])[:, 0].float()
+    return logprobs, entropy, values[leaf.rows], values[leaf.lengths.cumsum(0) - 1]
 
 
 def describe_mismatch(leaf, logprobs, first_sample, group_size):
@@ -507,12 +571,12 @@ if __name__ == "__main__":
         source = "".join(x for x in earlier if x[0] == "#") + provenance(chip) + config_source(config)
         sync.write_atomic(out / "config.py", source.encode())
         if init_from == "scratch":
-            make_scratch_model(out / "model", config)
+            sync.make_scratch_model(out / "model", config)
         else:
-            fetch_model(init_from)
+            sync.fetch_model(init_from)
     sync.meet()
-    model_path = out / "model" if init_from == "scratch" else fetch_model(init_from)
-    hf = check_model(model_path, config)
+    model_path = out / "model" if init_from == "scratch" else sync.fetch_model(init_from)
+    hf = sync.check_model(model_path, config)
 
     # ---- the state of the loop, and where an interrupted run takes it up again
     step = 0  # RL steps done; also the version of the weights
@@ -520,6 +584,8 @@ if __name__ == "__main__":
     if resuming and (found := sync.checkpoints(out / "ckpt")):
         saved = sync.read_checkpoint(found[-1], ranks.rank, world, run=run, versions=versions())
         step = saved["step"]
+    if master and mode == "reject":
+        (out / "best.jsonl").unlink(missing_ok=True)  # it is made again from the start
     sync.meet()
     if master:
         size = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
@@ -552,21 +618,23 @@ if __name__ == "__main__":
     # ---- what a rank has: a trainer, an engine, or both
     model = engine = optimizer = None
 
-    def moments():
-        """AdamW's state, named and cut like the parameters."""
+    def optimizer_state():
+        """AdamW's moments, named and cut like the parameters; and the critic's head, which no engine knows."""
         pairs = [(s, optimizer.state[w]) for s, w in zip(shards, weights)]
-        return [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
+        moments = [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
+        return moments + [s for s in shards if s.name == "value_head"]
 
     if batch_invariant and place == "cpu":
         kernels.enable_batch_invariant()
     if ranks.is_trainer:
-        model = build_model(hf, ranks.mesh, place, batch_invariant)
+        model = build_model(hf, ranks.mesh, place, batch_invariant, critic=advantage == "gae")
         if gradient_checkpointing:
             model.gradient_checkpointing_enable()
         model.train()
         group = ranks.mesh.get_group()
         shards = sync.shards(model, ranks.mesh)
-        load_weights(shards, found[-1] if saved else model_path, hf.tie_word_embeddings)
+        policy = [s for s in shards if s.name != "value_head"]  # what engines and Hugging Face's folders know
+        sync.load_weights(policy, found[-1] if saved else model_path, hf.tie_word_embeddings)
         # plain tensors that share the shards' storage: elementwise arithmetic needs no DTensor
         weights = [torch.nn.Parameter(s.data) for s in shards]
         decay = [w for w, s in zip(weights, shards) if len(s.shape) > 1]
@@ -575,17 +643,20 @@ if __name__ == "__main__":
             [dict(params=decay, weight_decay=weight_decay), dict(params=no_decay, weight_decay=0.0)],
             betas=(beta1, beta2),
         )
-        if kl_coef:
-            folder = fetch_model(reference or init_from)
-            its = check_model(folder, config)
-            require(its.vocab_size == hf.vocab_size, f"reference={reference!r}: of another vocabulary than the model")
-            reference_model = build_model(its, ranks.mesh, place, batch_invariant)
-            load_weights(sync.shards(reference_model, ranks.mesh), folder, its.tie_word_embeddings)
+        if model.value_head is not None:
+            model.value_head.to_local().detach().zero_()
+        if frozen := teacher or kl_coef and (reference or init_from):
+            key = "teacher" if teacher else "reference"
+            folder = sync.fetch_model(frozen, key)
+            its = sync.check_model(folder, config, key)
+            require(its.vocab_size == hf.vocab_size, f"{key}={frozen!r}: of another vocabulary than the model")
+            frozen_model = build_model(its, ranks.mesh, place, batch_invariant)
+            sync.load_weights(sync.shards(frozen_model, ranks.mesh), folder, its.tie_word_embeddings)
         for w in weights:  # what AdamW would make at its first step
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
             optimizer.state[w] = dict(step=torch.tensor(float(saved["optimizer_steps"] if saved else 0)), **zeros)
         if saved:
-            load_weights(moments(), found[-1] / "optimizer", tied=False)
+            sync.load_weights(optimizer_state(), found[-1] / "optimizer", tied=False)
         if master:
             count = sum(math.prod(s.shape) for s in shards)
             print(f"model: {count:,} parameters, {len(train_rows)} prompts", flush=True)
@@ -594,48 +665,96 @@ if __name__ == "__main__":
         with open(out / file, "a") as f:
             f.write(json.dumps(line) + "\n")
 
+    def look(samples):
+        """
+        One pass over a batch without gradients: the samples with the trainer's own log-probs, the frozen model's and
+        the critic's values filled in. Collective over the trainers.
+        """
+        size, mine = len(samples) // leaves, {}
+        for i in range(ranks.rank, leaves, ranks.trainers):
+            leaf = pack(samples[i * size : (i + 1) * size], place)
+            with torch.no_grad():
+                ours, _, values, ends = model.token_logprobs(leaf, temperature)
+                model.reshard()  # FSDP2 would after a backward pass, which does not come
+                theirs = ours
+                if frozen:
+                    theirs = frozen_model.token_logprobs(leaf, temperature)[0]
+                    frozen_model.reshard()
+            columns = (ours, theirs, leaf.values if values is None else values)
+            columns = (x.cpu().split(leaf.counts.tolist()) for x in columns)
+            mine[i] = [*zip(*columns, [0.0] * size if ends is None else ends.tolist())]
+        found = [None] * ranks.trainers
+        dist.all_gather_object(found, mine, group=group)
+        out = []
+        for s, (*columns, end) in zip(samples, sum((found[i % ranks.trainers][i] for i in range(leaves)), [])):
+            ours, theirs, values = (scatter(s.loss_mask, x) for x in columns)
+            ours = ours if importance else s.logprobs
+            out.append(s._replace(old_logprobs=ours, reference=theirs, values=values, end=end if s.truncated else 0.0))
+        return out
+
+    def with_advantages(samples, rewards):
+        """The samples with advantages, and a critic's returns, of rewards (P, G)."""
+        if advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
+            return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
+        costs = [torch.zeros(int(s.loss_mask.sum())) for s in samples]
+        if kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
+            costs = [kl_coef * kl(s.logprobs, s.reference, kl_estimator)[s.loss_mask] for s in samples]
+        if advantage == "gae":
+            return critic_advantages(samples, rewards.flatten(), costs, gamma, gae_lambda)
+        net = rewards - torch.stack([c.sum() for c in costs]).view(rewards.shape)
+        each = zip(samples, advantages_of(net, advantage).flatten().tolist())
+        return [s._replace(advantages=torch.full(s.logprobs.shape, a)) for s, a in each]
+
     def update(samples, phase, lr, check=False):
         """
         One optimizer step on B samples, leaf by leaf: (metrics, hashes). Collective over the trainers. The sums of the
         metrics are made like the gradients': a row per leaf, the rows of all ranks, then one tree. check: the samples
         were made with these very weights, so every log-prob must be the rollout's.
         """
-        size, me, n = len(samples) // leaves, ranks.rank, ranks.trainers
-        loss_tokens = sum(int(s.loss_mask.sum()) for s in samples)
-        total, sums = sync.LeafSum(), torch.zeros(leaves, 6, dtype=torch.float64)
-        first_mismatch = None
-        for i in range(me, leaves, n):
+        size, n = len(samples) // leaves, ranks.trainers
+        loss_tokens = max(1, sum(int(s.loss_mask.sum()) for s in samples))
+        total, rows, first_mismatch = sync.LeafSum(), {}, None
+        for i in range(ranks.rank, leaves, n):
             leaf = pack(samples[i * size : (i + 1) * size], place)
             counts, kind = leaf.counts.tolist(), loss_aggregation if phase == "rl" else "token"
-            logprobs, entropy = model.token_logprobs(leaf, temperature if phase == "rl" else 1.0)
-            differs = distance = clipped = divergence = torch.zeros(1)
+            logprobs, entropy, values, _ = model.token_logprobs(leaf, temperature if phase == "rl" else 1.0)
+            losses, sums = -logprobs, {"entropy": entropy}
             if check:
-                differs = logprobs.detach().view(torch.int32) != leaf.logprobs.view(torch.int32)
-                if differs.any() and first_mismatch is None:
+                sums["logprob_mismatch_tokens"] = logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)
+                if sums["logprob_mismatch_tokens"].any() and first_mismatch is None:
                     first_mismatch = describe_mismatch(leaf, logprobs.detach(), i * size, group_size)
-                distance = (logprobs.detach() - leaf.logprobs).abs().max()
-            losses = -logprobs
             if phase == "rl":
                 ends = clip_low, clip_high, dual_clip
-                losses, clipped = policy_loss(loss, logprobs, leaf.logprobs, leaf.advantages, counts, *ends)
+                old = leaf.old_logprobs
+                losses, sums["clip_fraction"] = policy_loss(loss, logprobs, old, leaf.advantages, counts, *ends)
+                if importance:
+                    ends = importance_floor, importance_cap
+                    w = importance_weights(old, leaf.logprobs, importance, *ends)
+                    losses, sums["importance_mean"], sums["importance_not_one"] = losses * w, w, w != 1
                 if entropy_coef:  # Schulman et al. 2017, equation 9
                     losses = losses - entropy_coef * entropy
                 if kl_coef:
-                    with torch.no_grad():
-                        theirs, _ = reference_model.token_logprobs(leaf, temperature)
-                    reference_model.reshard()  # FSDP2 would after a backward pass, which does not come
-                    divergence = kl(logprobs, theirs, kl_estimator)
-                    losses = losses + kl_coef * divergence
+                    sums["kl_reference"] = kl(logprobs, leaf.reference, kl_estimator)
+                    losses = losses if kl_in_reward else losses + kl_coef * sums["kl_reference"]
+                if values is not None:
+                    sums["value_loss"] = value_loss(values, leaf.values, leaf.returns, value_clip)
+                    losses = losses + value_coef * sums["value_loss"]
             part = aggregate(losses, counts, kind, len(samples), loss_tokens, max_new_tokens)
             part.backward()
-            total.add([p.grad.to_local() for p in model.parameters()])
+            # FSDP2 gives no gradient to what took no part, as the critic in the warm-up
+            pairs = [(p.to_local(), p.grad) for p in model.parameters()]
+            total.add([torch.zeros_like(x) if g is None else g.to_local() for x, g in pairs])
             model.zero_grad()
-            means = [x.detach().sum() / loss_tokens for x in (entropy, clipped, divergence)]
-            numbers = (part.detach(), *means, differs.sum(), distance)
-            sums[i] = torch.stack([x.double().cpu().reshape(()) for x in numbers])
-        sums = sums.to(place)
-        dist.all_reduce(sums, group=group)
-        mean_loss, entropy, clipped, divergence, mismatches, _ = sync.tree_sum(sums).tolist()
+            sums["loss"] = part
+            if check:
+                sums["logprob_mismatch_max"] = (logprobs - leaf.logprobs).abs().max()[None]
+            rows[i] = torch.stack([x.detach().double().sum() for x in sums.values()])
+        table = torch.zeros(leaves, len(sums), dtype=torch.float64, device=place)
+        for i, row in rows.items():
+            table[i] = row
+        dist.all_reduce(table, group=group)
+        totals = dict(zip(sums, sync.tree_sum(table).tolist()))
+        mean_loss, mismatches = totals.pop("loss"), totals.pop("logprob_mismatch_tokens", 0)
         if mismatches and strict:
             found = [None] * n
             dist.all_gather_object(found, first_mismatch, group=group)
@@ -659,16 +778,18 @@ if __name__ == "__main__":
         hashes["weights"] = sync.tensor_hashes(weights, shards, group)
         first, second = (sync.tensor_hashes([optimizer.state[w][k] for w in weights], shards, group) for k in MOMENTS)
         hashes["optimizer"] = {name: first[name] + second[name] for name in first}
-        metrics = dict(
-            loss=mean_loss, grad_norm=float(norm), entropy=entropy, clip_fraction=clipped,
-            logprob_mismatch_tokens=int(mismatches), logprob_mismatch_max=float(sums[:, 5].max()), lr=lr,
-        )  # fmt: skip
-        if kl_coef:
-            metrics["kl_reference"] = divergence
-        return metrics, hashes
+        metrics = dict(loss=mean_loss, grad_norm=float(norm), lr=lr)
+        if check:
+            totals.pop("logprob_mismatch_max")
+            largest = float(table[:, -1].max())
+            metrics |= dict(logprob_mismatch_tokens=int(mismatches), logprob_mismatch_max=largest)
+        return metrics | {name: x / loss_tokens for name, x in totals.items()}, hashes
 
     def rollouts(stream, step, rows, samples, temperature):
-        """Has the engines do these prompts; on a trainer: the groups [(tensors, meta)] in the order of the prompts."""
+        """
+        Has the engines do the prompts {index: row}, the groups of all smaller indices being there; the groups
+        [(tensors, meta)] in their order, on every rank: the next round's prompts depend on them.
+        """
         folder = queue / f"{stream}_{step:06d}"
         if engine is not None:
             job = dict(
@@ -677,19 +798,45 @@ if __name__ == "__main__":
                 engines=ranks.engines, run=run,
             )  # fmt: skip
             engine.rollout(folder, job)
-        if ranks.is_trainer or master:
-            sync.wait_for_groups(folder, len(rows), engine_timeout + 15 if ranks.engines else 0)
-            expected = dict(run=run, stream=stream, step=step, version=step if ranks.trainers else 0)
-            return [sync.read_group(folder, i, expected | {"prompt": i}) for i in range(len(rows))]
+        sync.wait_for_groups(folder, max(rows) + 1, engine_timeout + 15 if ranks.engines else 0)
+        expected = dict(run=run, stream=stream, step=step, version=step if ranks.trainers else 0)
+        return [sync.read_group(folder, i, expected | {"prompt": i}) for i in rows]
+
+    def collect():
+        """
+        The step's P groups, and all that were made for it. With dynamic sampling (DAPO, equation 11) groups of equal
+        rewards are replaced by the next round's, and fill up what is missing after the last one; all in the order of
+        the prompts. Each round has its own prompts, so what one step needs moves no other step's.
+        """
+        kept, dropped, rounds = [], [], 1 + dynamic_sampling
+        for k in range(rounds):
+            chosen = rows_of_step(len(train_rows), prompts_per_step, step * rounds + k, seed, "rl")
+            rows = {k * prompts_per_step + i: train_rows[row] for i, row in enumerate(chosen)}
+            for t, m in rollouts("rl", step, rows, group_size, temperature):
+                equal = dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()
+                (dropped if equal else kept).append((t, m))
+            if len(kept) >= prompts_per_step:
+                break
+        return (kept + dropped)[:prompts_per_step], kept + dropped
 
     def evaluate():
-        """Mean reward of one sample for each held-out prompt, under the weights the engines hold."""
-        groups = rollouts("eval", step, eval_rows, 1, eval_temperature)
-        if master:
-            score = sum(float(t["rewards"].double().mean()) for t, _ in groups) / len(groups)
-            record("metrics.jsonl", phase="eval", step=step, eval_reward_mean=score)
-            what = f"reward {reward!r}, {len(groups)} prompts, temperature {eval_temperature}"
-            tqdm.write(f"held-out accuracy {score:.4f} after {step} RL steps ({what})")
+        """pass@k and the mean reward on the held-out prompts, under the weights the engines hold."""
+        groups = rollouts("eval", step, dict(enumerate(eval_rows)), eval_samples, eval_temperature)
+        if not master:
+            return
+        rewards = torch.stack([t["rewards"] for t, _ in groups]).double()
+        scores = dict(eval_reward_mean=float(rewards.mean()))
+        right = (rewards >= pass_reward).sum(1).tolist()
+        line = []
+        for k in (2**i for i in range(eval_samples.bit_length())):
+            chances = torch.tensor([pass_at_k(eval_samples, n, k) for n in right], dtype=torch.float64)
+            # 95 % of the normal distribution of a mean over prompts: Miller 2024 (arXiv:2411.00640), section 2
+            mean, half = float(chances.mean()), 1.96 * float(chances.std()) / math.sqrt(len(right))
+            scores |= {f"pass@{k}": mean, f"pass@{k}_ci95": half}
+            line.append(f"pass@{k} {mean:.4f} +- {half:.4f}")
+        record("metrics.jsonl", phase="eval", step=step, **scores)
+        what = f"{len(right)} prompts, {eval_samples} samples each, reward {reward!r}, temperature {eval_temperature}"
+        tqdm.write(f"held out after {step} RL steps: {', '.join(line)} ({what})")
 
     def checkpoint():
         """What is needed to go on from here on any number of ranks. Collective over the trainers."""
@@ -701,8 +848,8 @@ if __name__ == "__main__":
             tokenizer.save_pretrained(partial)
             GenerationConfig(eos_token_id=stop).save_pretrained(partial)
         sync.meet(group)
-        sync.write_tensors(partial, "model", weights, shards, ranks.mesh)
-        state = moments()
+        sync.write_tensors(partial, "model", [s.data for s in policy], policy, ranks.mesh)
+        state = optimizer_state()
         sync.write_tensors(partial / "optimizer", "optimizer", [s.data for s in state], state, ranks.mesh)
         if master:
             sync.seal_checkpoint(
@@ -712,22 +859,29 @@ if __name__ == "__main__":
             )  # fmt: skip
             sync.prune_checkpoints(out / "ckpt", keep_checkpoints)
 
-    # ---- supervised warm-up; ranks with an engine only start it meanwhile
-    for warm in range(warmup_sft_steps if ranks.is_trainer and not saved else 0):
-        chosen = [train_rows[i] for i in rows_of_step(len(train_rows), sft_batch, warm, seed, "sft")]
-        samples = []
-        for row in chosen:
-            answer = torch.tensor(tokenizer(row["answer"], add_special_tokens=False)["input_ids"] + stop_tokens[:1])
-            tokens = torch.cat([torch.tensor(row["prompt_tokens"]), answer])
-            mask = torch.ones(len(answer), dtype=torch.bool)
-            samples.append(Sample(tokens, len(row["prompt_tokens"]), mask, torch.zeros(len(answer)), 1.0))
+    # ---- supervised learning: the warm-up, for which ranks with an engine do not wait, or all of mode='sft'
+    sft_steps = max_steps if mode == "sft" else warmup_sft_steps if ranks.is_trainer and not saved else 0
+    if sft_steps:
+        answered = encode_answers(train_rows, tokenizer, stop_tokens, config)
+    if mode == "sft" and checkpoint_every and not saved:
+        checkpoint()
+    for warm in range(step if mode == "sft" else 0, sft_steps):
+        chosen = (answered[i] for i in rows_of_step(len(answered), sft_batch, warm, seed, "sft"))
+        pairs = ((torch.tensor(row["prompt_tokens"]), torch.tensor(row["answer_tokens"])) for row in chosen)
+        samples = [make_sample(p, a, torch.ones(len(a), dtype=torch.bool), torch.zeros(len(a))) for p, a in pairs]
         lr = learning_rate_at(warm, sft_learning_rate, 20, 0, 0.0)
+        if mode == "sft":
+            lr = learning_rate_at(warm, learning_rate, warmup_steps, lr_decay_steps, min_lr)
         metrics, hashes = update(samples, "sft", lr)
         if master:
             record("metrics.jsonl", phase="sft", step=warm, **metrics)
             ledger.append(phase="sft", step=warm, tokens=sync.content_hash(*(s.tokens for s in samples)), **hashes)
             if (warm + 1) % 50 == 0:
-                tqdm.write(f"warm-up step {warm + 1}: loss {metrics['loss']:.4f}")
+                tqdm.write(f"supervised step {warm + 1}: loss {metrics['loss']:.4f}")
+        if mode == "sft":
+            step += 1
+            if checkpoint_every and (step == max_steps or step % checkpoint_every == 0):
+                checkpoint()
 
     if ranks.engine is not None:
         log = out / f"engine_{ranks.engine}.log"
@@ -737,42 +891,43 @@ if __name__ == "__main__":
         how = weight_sync or ("ipc" if place == "cuda" and ranks.trainers == ranks.engines == world else "broadcast")
         if master:
             print(f"weights travel by {how}", flush=True)
-        mine = shards if ranks.is_trainer else None
+        mine = policy if ranks.is_trainer else None
         transport = sync.WeightSync(how, ranks, mine, engine, place, compute_dtype, out / "weights")
         transport.publish(step)
 
     bar = tqdm(total=max_steps, initial=step, disable=not master, unit="step", dynamic_ncols=True, mininterval=0.5)
-    if not saved:
-        if eval_rows and transport:
-            evaluate()
-        if checkpoint_every and ranks.is_trainer:
-            checkpoint()
+    if mode == "eval" or eval_rows and transport and not saved:
+        evaluate()
+    if checkpoint_every and ranks.is_trainer and not saved and mode != "sft":
+        checkpoint()
 
-    while step < max_steps:
+    while step < max_steps and mode != "eval":
         t_start = time.monotonic()
         # 1. prompts and rollouts
-        rows = [train_rows[i] for i in rows_of_step(len(train_rows), prompts_per_step, step, seed, "rl")]
-        batch = rollouts("rl", step, rows, group_size, temperature)
+        batch, made = collect()
         t_rollout = time.monotonic()
         metrics, hashes = {}, {}
-        if batch:
-            rewards = torch.stack([t["rewards"] for t, _ in batch])  # (P, G), in the order of the prompts
+        rewards, lengths, truncated = (
+            torch.stack([t[k] for t, _ in batch]) for k in ("rewards", "lengths", "truncated")
+        )
         if ranks.is_trainer:
             # 2. advantages
-            advantages = advantages_of(rewards, advantage)
             samples = []
-            for (t, _), group_advantage in zip(batch, advantages.tolist()):
+            for t, _ in batch:
                 fields = (t[k].split(t["lengths"].tolist()) for k in ("tokens", "loss_mask", "logprobs"))
-                for tokens, mask, logprobs, its_advantage in zip(*fields, group_advantage):
-                    whole = torch.cat([t["prompt_tokens"], tokens])
-                    samples.append(Sample(whole, len(t["prompt_tokens"]), mask, logprobs, its_advantage))
+                for tokens, mask, logprobs, cut in zip(*fields, t["truncated"].tolist()):
+                    mask = mask & (not (cut and overlong_filter))
+                    samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, cut))
+            if frozen or importance or advantage == "gae":
+                samples = look(samples)
+            samples = with_advantages(samples, rewards + overlong_penalty(lengths, max_new_tokens, overlong_cache))
             # 3. the check, the loss, the gradient, the optimizer
             lr = learning_rate_at(step, learning_rate, warmup_steps, lr_decay_steps, min_lr)
             metrics, hashes = update(samples, "rl", lr, check=True)
             for _ in range(updates_per_batch - 1):
                 later, hashes = update(samples, "rl", lr)
-                metrics |= {k: v for k, v in later.items() if not k.startswith("logprob_mismatch")}
-            hashes = {"advantages": sync.content_hash(advantages)} | hashes
+                metrics |= later  # but for the mismatch, which is the first update's
+            hashes = {"advantages": sync.content_hash(*(s.advantages for s in samples))} | hashes
         step += 1
         # 4. new weights to the engines
         t_train = time.monotonic()
@@ -785,23 +940,30 @@ if __name__ == "__main__":
             texts = [m["prompt_text"] for _, m in batch]
             prompts = sync.content_hash(texts, *(t["prompt_tokens"] for t, _ in batch))
             ledger.append(phase="rl", step=step - 1, prompts=prompts, **stages, **hashes)
-            lengths = torch.cat([t["lengths"] for t, _ in batch]).double()
             seconds, sync_seconds = time.monotonic() - t_start, t_sync - t_train
+            right = torch.stack([t["rewards"] >= pass_reward for t, _ in made])
             metrics = dict(
                 phase="rl", step=step - 1, reward_mean=float(rewards.double().mean()),
                 reward_std=float(rewards.double().std()),
-                zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()), **metrics,
-                response_length_mean=float(lengths.mean()), response_length_max=int(lengths.max()),
-                truncated_fraction=float(torch.cat([t["truncated"] for t, _ in batch]).double().mean()),
-                engine_retractions=sum(m["retractions"] for _, m in batch),
+                zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
+                groups=len(made), easy_groups=int(right.all(1).sum()), hard_groups=int((~right).all(1).sum()),
+                **metrics,
+                response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
+                truncated_fraction=float(truncated.double().mean()),
+                engine_retractions=sum(m["retractions"] for _, m in made),
                 weight_version=batch[0][1]["version"], wait_seconds=t_rollout - t_start,
-                rollout_seconds=max(m["seconds"] for _, m in batch), train_seconds=t_train - t_rollout,
+                rollout_seconds=max(m["seconds"] for _, m in made), train_seconds=t_train - t_rollout,
                 sync_seconds=sync_seconds, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
                 sync_gb_per_second=transport.bytes / 1e9 / sync_seconds if transport else 0.0,
             )  # fmt: skip
             record("metrics.jsonl", **metrics)
             bar.set_postfix(reward=f"{metrics['reward_mean']:.3f}", mismatch=metrics.get("logprob_mismatch_tokens"))
             bar.update()
+            if mode == "reject":
+                for t, m in batch:
+                    best = sorted(range(group_size), key=lambda g: (-t["rewards"][g], g))[:reject_best]
+                    for g in (g for g in best if t["rewards"][g] >= pass_reward):
+                        record("best.jsonl", prompt=m["prompt_text"], answer=m["responses"][g])
             if sample_every and (step - 1) % sample_every == 0:
                 with open(out / "samples.md", "a") as f:
                     t, m = batch[0]

@@ -49,10 +49,10 @@ def pair(request, tmp_path_factory):
     make_model(request.param, folder)
     ranks = sync.start_process_groups(1, 1, "cpu")
     kernels.enable_batch_invariant()
-    hf = train.check_model(folder, CONFIG)
+    hf = train.sync.check_model(folder, CONFIG)
     model = train.build_model(hf, ranks.mesh, "cpu", True)
     shards = sync.shards(model, ranks.mesh)
-    train.load_weights(shards, folder, hf.tie_word_embeddings)
+    train.sync.load_weights(shards, folder, hf.tie_word_embeddings)
     engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
     transports = {
         how: sync.WeightSync(how, ranks, shards, engine, "cpu", torch.float32, folder / "sent")
@@ -79,8 +79,9 @@ def prompts(n, seed, shared=0):
 
 def roll_out(engine, folder, rows, temperature):
     job = dict(
-        stream="rl", step=0, rows=[dict(prompt="", answer="", prompt_tokens=p) for p in rows], samples=4, run="test",
-        temperature=temperature, reward=lambda *_: 1.0, decode=str, stop_tokens=[1], engines=1,
+        stream="rl", step=0, samples=4, run="test", engines=1, stop_tokens=[1],
+        rows={i: dict(prompt="", answer="", prompt_tokens=p) for i, p in enumerate(rows)},
+        temperature=temperature, reward=lambda *_: 1.0, decode=str,
     )  # fmt: skip
     engine.rollout(folder, job)
     return [sync.read_group(folder, i, {})[0] for i in range(len(rows))]
@@ -91,12 +92,11 @@ def differing(model, groups, temperature):
     samples = []
     for t in groups:
         for tokens, logprobs in zip(*(t[k].split(t["lengths"].tolist()) for k in ("tokens", "logprobs"))):
-            whole = torch.cat([t["prompt_tokens"], tokens])
             mask = torch.ones(len(tokens), dtype=torch.bool)
-            samples.append(train.Sample(whole, len(t["prompt_tokens"]), mask, logprobs, 0.0))
+            samples.append(train.make_sample(t["prompt_tokens"], tokens, mask, logprobs))
     leaf = train.pack(samples, "cpu")
     with torch.no_grad():
-        logprobs, _ = model.token_logprobs(leaf, temperature)
+        logprobs, *_ = model.token_logprobs(leaf, temperature)
     model.reshard()  # FSDP2 would after a backward pass, which does not come
     return int((logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)).sum()), len(logprobs)
 

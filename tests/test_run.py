@@ -135,7 +135,7 @@ def test_the_run_folder_has_what_a_reader_needs(two_ranks):
     assert [e["step"] for e in lines(folder, "metrics.jsonl", "eval")] == [0, 24]
     assert "max_steps = 24" in (folder / "config.py").read_text()
     assert "## step 20" in (folder / "samples.md").read_text()
-    assert output.count("held-out accuracy") == 2 and output.count("starting SGLang") == 1
+    assert output.count("held out after") == 2 and output.count("starting SGLang") == 1
 
 
 def test_a_run_leaves_no_process(two_ranks, one_process):

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import train_grpo as train
-from configurator import block, configure
+from configurator import configure
 
 ROOT = Path(train.__file__).parent
-DEFAULTS = block(vars(train))
+DEFAULTS = train.DEFAULTS
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ ADVANTAGES = {  # of sample i of a group of rewards x, in float64
 }
 
 
-@pytest.mark.parametrize("kind", train.CHOICES["advantage"])
+@pytest.mark.parametrize("kind", ADVANTAGES)
 def test_advantages_are_those_of_a_loop(kind):
     ours = train.advantages_of(torch.tensor(REWARDS), kind)
     for group, row in zip(REWARDS, ours.tolist()):
@@ -222,7 +222,7 @@ def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    train.make_scratch_model(folder, DEFAULTS)
+    train.sync.make_scratch_model(folder, DEFAULTS)
     return folder
 
 
@@ -244,7 +244,7 @@ def make_samples():
         tokens = torch.tensor([rng.randrange(98) for _ in range(prompt + response)])
         mask = torch.ones(response, dtype=torch.bool)
         mask[: response // 3] = False
-        out.append(train.Sample(tokens, prompt, mask, torch.randn(response), rng.random()))
+        out.append(train.make_sample(tokens[:prompt], tokens[prompt:], mask, torch.randn(response)))
     return out
 
 
@@ -268,15 +268,15 @@ def test_trainer_logprobs_and_gradients_are_those_of_plain_transformers(scratch,
     """Right, and not only equal to the engine: against float64, through FSDP2, packing and our operators."""
     from transformers import AutoModelForCausalLM
 
-    model = train.build_model(train.check_model(scratch, DEFAULTS), mesh, "cpu", batch_invariant)
+    model = train.build_model(train.sync.check_model(scratch, DEFAULTS), mesh, "cpu", batch_invariant)
     shards = train.sync.shards(model, mesh)
-    train.load_weights(shards, scratch, tied=True)
+    train.sync.load_weights(shards, scratch, tied=True)
     samples = make_samples()
     leaf = train.pack(samples, "cpu")
     if batch_invariant:
         train.kernels.enable_batch_invariant()
     try:
-        logprobs, _ = model.token_logprobs(leaf, 0.7)
+        logprobs, *_ = model.token_logprobs(leaf, 0.7)
         logprobs.sum().backward()
     finally:
         train.kernels.disable_batch_invariant()
@@ -312,7 +312,7 @@ def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, paramete
         tie_word_embeddings=name == "qwen3_0p6b", **SIZES[name],
     )  # fmt: skip
     hf.save_pretrained(tmp_path)
-    hf = train.check_model(tmp_path, config)
+    hf = train.sync.check_model(tmp_path, config)
     model = train.build_model(hf, mesh, "meta", True)
     shapes = [(s.name, s.shape) for s in train.sync.shards(model, mesh)]
     assert sum(math.prod(s) for _, s in shapes) == pytest.approx(parameters, rel=0.01)
@@ -345,12 +345,22 @@ BAD = [
     (dict(weight_sync="ipc"), 2, "weight_sync='ipc': engine and trainer must be one process"),
     (dict(weight_sync="carrier pigeon"), 1, "weight_sync='carrier pigeon'"),
     (dict(mode="replay", queue_dir="no/queue"), 1, "queue_dir='no/queue': mode='replay' needs"),
-    (dict(queue_dir="out/x"), 1, "queue_dir='out/x': is for mode='replay'"),
-    (dict(mode="eval"), 1, "mode='eval': use grpo, replay, rollout"),
+    (dict(queue_dir="out/x"), 1, "queue_dir='out/x': is for --mode=replay"),
+    (dict(mode="serve"), 1, "mode='serve': use grpo, replay, sft"),
     (dict(loss="gspo"), 1, "loss='gspo': its ratio is a sequence's; --loss_aggregation=sequence"),
     (dict(loss="pg", updates_per_batch=2), 1, "updates_per_batch=2: loss='pg' has no ratio"),
     (dict(updates_per_batch=0), 1, "updates_per_batch=0"),
-    (dict(advantage="gae"), 1, "advantage='gae': use grpo, dr_grpo"),
+    (dict(advantage="ppo"), 1, "advantage='ppo': use grpo, dr_grpo"),
+    (dict(advantage="distill"), 1, "advantage='distill': from whom?"),
+    (dict(advantage="distill", teacher="x", kl_coef=0.1, reference="x"), 1, "kl_coef=0.1: advantage='distill' is"),
+    (dict(advantage="gae", dynamic_sampling=2), 1, "dynamic_sampling=2: advantage='gae' learns from"),
+    (dict(value_clip=0.0), 1, "value_clip=0.0: is for --advantage=gae"),
+    (dict(teacher="x"), 1, "teacher='x': is for --advantage=distill"),
+    (dict(kl_in_reward=True), 1, "kl_in_reward=True: is for kl_coef"),
+    (dict(importance="mask", importance_floor=1.5), 1, "importance_floor=1.5, importance_cap=2.0"),
+    (dict(overlong_cache=256), 1, "overlong_cache=256: not within max_new_tokens=256"),
+    (dict(eval_samples=0), 1, "eval_samples=0"),
+    (dict(mode="sft", sft_batch=60), 1, "sft_batch=60"),
     (dict(dual_clip=0.5), 1, "dual_clip=0.5"),
     (dict(kl_coef=0.1), 1, "kl_coef=0.1: to what? a scratch model is random"),
     (dict(reference="x"), 1, "reference='x': is for kl_coef"),
@@ -392,7 +402,7 @@ def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, capsys, mo
     def refusal(hf, **change):
         hf.save_pretrained(tmp_path)
         with pytest.raises(SystemExit) as e:
-            train.check_model(tmp_path, DEFAULTS | change)
+            train.sync.check_model(tmp_path, DEFAULTS | change)
         assert e.value.code == 2
         return capsys.readouterr().err
 
