@@ -7,6 +7,7 @@ The formulas against loops in float64, the data order, packing, and the presets 
 import json
 import math
 import random
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,75 @@ def test_kl_estimates_are_those_of_a_loop_and_average_to_the_kl():
     exact = (p.exp() * (p - q)).sum()
     for kind in ("k1", "k3"):  # without bias; k2 has some
         assert torch.allclose((p.exp() * train.kl(p, q, kind)).sum(), exact)
+
+
+def loop_gae(rewards, values, gamma, lam):
+    """Equation 16 as it stands: a sum over all later deltas."""
+    deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
+    return [sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+def test_gae_of_the_worked_example_and_of_a_loop():
+    ours = train.gae(torch.tensor([0.0, 0, 0, 1]), torch.tensor([0.5, 0.6, 0.7, 0.8, 0.0]), 0.99, 0.95)
+    assert ours.tolist() == pytest.approx([0.4292, 0.3564, 0.2801, 0.2000], abs=5e-5)
+    rewards, values = torch.randn(3, 9, dtype=torch.float64), torch.randn(3, 10, dtype=torch.float64)
+    for r, v, row in zip(rewards.tolist(), values.tolist(), train.gae(rewards, values, 0.97, 0.8).tolist()):
+        assert row == pytest.approx(loop_gae(r, v, 0.97, 0.8))
+
+
+def test_a_critics_advantages_are_those_of_a_loop_over_samples_of_any_length():
+    """Rewards come with the last loss token, costs with each; a sample cut off is worth what the critic says."""
+    rng, samples, expected = random.Random(1), [], []
+    rewards = [1.0, 0.0, 0.5]
+    costs = [[rng.gauss(0, 0.1) for _ in range(n)] for n in (4, 1, 7)]
+    for r, cost, end in zip(rewards, costs, (0.0, 0.7, 0.0)):
+        n = len(cost)
+        mask, values = torch.tensor([False, *[True] * n, False]), torch.randn(n + 2)
+        sample = train.make_sample(torch.zeros(3), torch.zeros(n + 2), mask, torch.zeros(n + 2), bool(end))
+        samples.append(sample._replace(values=values, end=end))
+        gains = [-c for c in cost]
+        gains[-1] += r
+        expected.append(loop_gae(gains, values[1:-1].tolist() + [end], 0.9, 0.8))
+    whole = sum(expected, [])
+    done = train.critic_advantages(samples, torch.tensor(rewards), [torch.tensor(c) for c in costs], 0.9, 0.8)
+    for s, before, raw in zip(done, samples, expected):
+        normal = [0.0, *((a - mean(whole)) / (std(whole) + 1e-6) for a in raw), 0.0]
+        assert s.advantages.tolist() == pytest.approx(normal, abs=1e-5)
+        returns = [a + v for a, v in zip(raw, before.values[1:-1].tolist())]
+        assert s.returns.tolist() == pytest.approx([0.0, *returns, 0.0], abs=1e-5)
+
+
+def test_value_loss_overlong_penalty_and_importance_weights_are_those_of_loops():
+    new, old, returns = random_tokens([40])
+    for clip in (0.0, 0.2):
+        expected = []
+        for v, o, r in zip(new, old, returns):
+            kept = o + min(max(v - o, -clip), clip) if clip else v
+            expected.append(max((v - r) ** 2, (kept - r) ** 2) / 2)
+        ours = train.value_loss(*map(torch.tensor, (new, old, returns)), clip)
+        assert ours.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert clip == 0 or expected != [(v - r) ** 2 / 2 for v, r in zip(new, returns)]
+    lengths = torch.arange(1, 101).view(4, 25)
+    penalty = [0.0 if n + 20 <= 90 else max((90 - 20 - n) / 20, -1.0) for n in range(1, 101)]
+    assert train.overlong_penalty(lengths, 90, 20).flatten().tolist() == pytest.approx(penalty)
+    assert not train.overlong_penalty(lengths, 90, 0).any()
+    ratios = [math.exp(a - b) for a, b in zip(new, old)]
+    expected = dict(
+        truncate=[min(max(w, 0.6), 1.5) for w in ratios],
+        mask=[w if 0.6 <= w <= 1.5 else 0.0 for w in ratios],
+    )
+    for kind, weights in expected.items():
+        ours = train.importance_weights(torch.tensor(new), torch.tensor(old), kind, 0.6, 1.5)
+        assert ours.tolist() == pytest.approx(weights, rel=1e-5) and weights != ratios
+        exact = train.importance_weights(torch.tensor(new), torch.tensor(new), kind, 0.6, 1.5)
+        assert exact.tolist() == [1.0] * 40  # equal bits in, exactly 1 out
+
+
+def test_pass_at_k_is_the_chance_of_drawing_a_right_sample():
+    for n, right in ((1, 0), (1, 1), (5, 2), (6, 0), (6, 6), (7, 3)):
+        for k in range(1, n + 1):
+            draws = list(combinations([True] * right + [False] * (n - right), k))
+            assert train.pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 @pytest.mark.parametrize("cut", [[5], [2, 3], [1, 1, 1, 1, 1]])
@@ -291,6 +361,41 @@ def test_trainer_logprobs_and_gradients_are_those_of_plain_transformers(scratch,
     grads = {n: p.grad for n, p in plain.named_parameters()}
     for s, p in zip(shards, model.parameters()):
         assert torch.allclose(p.grad.to_local().double(), grads[s.name], atol=1e-4), s.name
+
+
+def test_a_sample_does_not_see_what_it_is_packed_with_nor_the_gradient_the_cut_into_leaves(scratch, mesh):
+    """Log-probs bit for bit; the gradient up to the order of its sums, which the cut is there to set."""
+    samples = [
+        s._replace(advantages=torch.full((len(s.loss_mask),), i - 2.5)) for i, s in enumerate(make_samples() * 2)
+    ]
+    model = train.build_model(train.sync.check_model(scratch, DEFAULTS), mesh, "cpu", True)
+    train.sync.load_weights(train.sync.shards(model, mesh), scratch, tied=True)
+    tokens = sum(int(s.loss_mask.sum()) for s in samples)
+
+    def run(size, kind):
+        parts = []
+        for leaf in (train.pack(samples[i : i + size], "cpu") for i in range(0, len(samples), size)):
+            logprobs, *_ = model.token_logprobs(leaf, 1.0)
+            counts = leaf.counts.tolist()
+            losses, _ = train.policy_loss("ppo", logprobs, leaf.logprobs, leaf.advantages, counts, 0.2, 0.2)
+            train.aggregate(losses, counts, kind, len(samples), tokens, 9).backward()
+            parts.append(logprobs.detach())
+        grads = [p.grad.to_local().clone() for p in model.parameters()]
+        model.zero_grad()
+        return torch.cat(parts), grads
+
+    train.kernels.enable_batch_invariant()
+    try:
+        for kind in train.CHOICES["loss_aggregation"]:
+            logprobs, grads = run(1, kind)
+            assert max(g.abs().max() for g in grads) > 1e-3
+            for size in (2, 3, 6):
+                same, close = run(size, kind)
+                assert torch.equal(same.view(torch.int32), logprobs.view(torch.int32))
+                assert all(torch.allclose(a, b, atol=1e-5, rtol=1e-3) for a, b in zip(close, grads))
+        assert not all(torch.allclose(a, b, atol=1e-5, rtol=1e-3) for a, b in zip(run(1, "token")[1], grads))
+    finally:
+        train.kernels.disable_batch_invariant()
 
 
 # ---- presets
