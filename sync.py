@@ -6,6 +6,7 @@ How things travel, and the proof that they arrived the same.
     models       made from scratch, fetched, checked, read
     weights      from the trainers to the engines, by broadcast into SGLang's own weight-update group
     rollouts     from the engines to the trainers, through a folder of safetensors files
+    run folder   opened by one process, with the logs that grow line by line
     checkpoints  folders that appear whole or not at all, in Hugging Face's format, for any number of trainers
     ledger       one line of hashes per step, each chained to the line before
 """
@@ -36,7 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
 
-from configurator import close_bars, require
+from configurator import close_bars, config_source, fail, provenance, require
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 
@@ -290,6 +291,29 @@ def load_weights(shards, folder, tied):
         s.data.copy_(rows[s.first : s.first + len(s.data)])
 
 
+def load_tokenizer(folder):
+    """(the tokenizer, its model's stop tokens) of a model folder."""
+    from transformers import AutoTokenizer, GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        stop = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:  # a folder without generation_config.json
+        stop = tokenizer.eos_token_id
+    stop = stop if isinstance(stop, list) else [stop]
+    require(stop != [None], f"init_from={str(folder)!r}: neither generation config nor tokenizer has an EOS token")
+    return tokenizer, stop
+
+
+def save_tokenizer(folder, tokenizer, stop_tokens):
+    from transformers import GenerationConfig
+
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=stop_tokens).save_pretrained(folder)
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # weights
 
@@ -487,15 +511,48 @@ def wait_for_groups(folder, count, timeout):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# checkpoints: ckpt/step_000100/ is a Hugging Face model folder; optimizer/ and checkpoint.json in it are ours
+# the run folder
+
+LOGS = ("ledger.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to
 
 
-def lock(folder):
-    """Makes the folder this process's own until it ends, however it ends. BlockingIOError if it is another's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "a")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def open_run(out, config, resuming, gpu):
+    """
+    Makes the folder this process's own until it ends, however it ends, and prints and saves the config. Ends with one
+    line if the folder is another's, or holds a run that is not resumed. Keep what it returns: the lock's file.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / "lock", "a")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"out_dir={str(out)!r}: another run is writing there; choose another")
+    except OSError as e:
+        fail(f"out_dir={str(out)!r}: {e.strerror}; choose another")
+    path = out / "config.py"
+    if path.exists() and not resuming:
+        fail(f"out_dir={str(out)!r}: holds a run already; choose another, or go on with --init_from=resume")
+    print(config_source(config), flush=True)
+    earlier = "".join(x for x in path.read_text().splitlines(True) if x[0] == "#") if resuming else ""
+    write_atomic(path, (earlier + provenance(gpu) + config_source(config)).encode())
     return file
+
+
+def open_record(out, saved, strict):
+    """The Ledger, it and the other logs cut back to where the checkpoint `saved` (or None, the start) had them."""
+    sizes = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
+    ledger = Ledger(out / LOGS[0], "onecurve 1", sizes[LOGS[0]], strict)
+    if saved and ledger.digest != saved["digest"]:
+        raise RunError(f"{ledger.path}: does not lead to the checkpoint of step {saved['step']}; was it edited?")
+    for name in LOGS[1:]:
+        (out / name).touch()
+        os.truncate(out / name, sizes[name])
+    (out / "best.jsonl").unlink(missing_ok=True)  # of mode='reject', which has no checkpoints: it starts again
+    return ledger
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# checkpoints: ckpt/step_000100/ is a Hugging Face model folder; optimizer/ and checkpoint.json in it are ours
 
 
 def write_tensors(folder, prefix, tensors, shards, mesh, max_bytes=4 << 30):

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 import kernels
 import sync
-from configurator import ORIGINS, block, config_source, configure, fail, provenance, require, resume_config, versions
+from configurator import ORIGINS, block, configure, require, resume_config, versions
 from rewards import encode_answers, encode_prompts, load_reward, load_rows, permutation
 from rollout_server import RolloutEngine
 
@@ -165,7 +165,6 @@ ONLY_WITH = {  # keys that say nothing without another
 }  # fmt: skip
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 FIGURES = ("rewards", "lengths", "truncated")  # (G,) each, of a group
-LOGS = ("ledger.jsonl", "metrics.jsonl", "samples.md")
 
 
 def roles(config, world):
@@ -557,19 +556,7 @@ if __name__ == "__main__":
         torch.cuda.set_device(local_rank)
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     if master:
-        try:
-            lock = sync.lock(out)  # until this process ends
-        except BlockingIOError:
-            fail(f"out_dir={out_dir!r}: another run is writing there; choose another")
-        except OSError as e:
-            fail(f"out_dir={out_dir!r}: {e.strerror}; choose another")
-        if (out / "config.py").exists() and not resuming:
-            fail(f"out_dir={out_dir!r}: holds a run already; choose another, or go on with --init_from=resume")
-        print(config_source(config), flush=True)
-        earlier = (out / "config.py").read_text().splitlines(True) if resuming else []
-        chip = torch.cuda.get_device_name() if place == "cuda" else ""
-        source = "".join(x for x in earlier if x[0] == "#") + provenance(chip) + config_source(config)
-        sync.write_atomic(out / "config.py", source.encode())
+        lock = sync.open_run(out, config, resuming, torch.cuda.get_device_name() if place == "cuda" else "")
         if init_from == "scratch":
             sync.make_scratch_model(out / "model", config)
         else:
@@ -584,33 +571,14 @@ if __name__ == "__main__":
     if resuming and (found := sync.checkpoints(out / "ckpt")):
         saved = sync.read_checkpoint(found[-1], ranks.rank, world, run=run, versions=versions())
         step = saved["step"]
-    if master and mode == "reject":
-        (out / "best.jsonl").unlink(missing_ok=True)  # it is made again from the start
     sync.meet()
     if master:
-        size = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
-        ledger = sync.Ledger(out / "ledger.jsonl", "onecurve 1", size.pop("ledger.jsonl"), strict)
-        if saved and ledger.digest != saved["digest"]:
-            raise sync.RunError(f"{ledger.path}: does not lead to {found[-1]}; was it edited?")
-        for name, length in size.items():
-            (out / name).touch()
-            os.truncate(out / name, length)
+        ledger = sync.open_record(out, saved, strict)
         if resuming:
             torn = sync.clean_queue(queue, step) if mode != "replay" else 0
             print(f"resuming at step {step}; {torn} torn rollout files deleted", flush=True)
     sync.meet()
-
-    from transformers import AutoTokenizer, GenerationConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    try:
-        stop = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # a folder without generation_config.json
-        stop = tokenizer.eos_token_id
-    stop_tokens = stop if isinstance(stop, list) else [stop]
-    require(stop_tokens != [None], f"init_from={init_from!r}: neither generation config nor tokenizer has an EOS token")
+    tokenizer, stop_tokens = sync.load_tokenizer(model_path)
     train_rows, eval_rows = load_rows(config)
     train_rows = encode_prompts(train_rows, tokenizer, config, "training")
     eval_rows = encode_prompts(eval_rows, tokenizer, config, "held-out")
@@ -845,8 +813,7 @@ if __name__ == "__main__":
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "optimizer").mkdir(parents=True)
             model.config.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            GenerationConfig(eos_token_id=stop).save_pretrained(partial)
+            sync.save_tokenizer(partial, tokenizer, stop_tokens)
         sync.meet(group)
         sync.write_tensors(partial, "model", [s.data for s in policy], policy, ranks.mesh)
         state = optimizer_state()
@@ -855,7 +822,7 @@ if __name__ == "__main__":
             sync.seal_checkpoint(
                 partial, out / "ckpt" / f"step_{step:06d}", step=step, run=run, versions=versions(),
                 digest=ledger.digest, optimizer_steps=int(optimizer.state[weights[0]]["step"]),
-                bytes={name: (out / name).stat().st_size for name in LOGS},
+                bytes={name: (out / name).stat().st_size for name in sync.LOGS},
             )  # fmt: skip
             sync.prune_checkpoints(out / "ckpt", keep_checkpoints)
 
