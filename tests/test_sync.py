@@ -285,7 +285,7 @@ def test_after_a_crash_whole_rollouts_stay_and_torn_ones_and_claims_go(tmp_path)
     assert left == [f"rl_{step:06d}/group_{i:04d}.safetensors" for step, i in ((1, 0), (1, 1), (2, 0))]
 
 
-def test_a_folder_is_one_process_at_a_time_and_of_one_run(tmp_path, capsys):
+def test_a_folder_belongs_to_one_process_and_one_run(tmp_path, capsys):
     def refused(resuming):
         with pytest.raises(SystemExit) as e:
             sync.open_run(tmp_path, {"seed": 1}, resuming, "")
@@ -295,6 +295,6 @@ def test_a_folder_is_one_process_at_a_time_and_of_one_run(tmp_path, capsys):
     first = sync.open_run(tmp_path, {"seed": 1}, False, "")
     assert "another run is writing there" in refused(True)
     first.close()
-    assert "holds a run already" in refused(False)
     sync.open_run(tmp_path, {"seed": 1}, True, "").close()
+    assert "holds a run already" in refused(False)
     assert (tmp_path / "config.py").read_text().count("seed = 1") == 1
