@@ -52,39 +52,6 @@ def test_two_runs_one_curve_whether_in_one_process_or_two(two_ranks, one_process
         assert [x[k] for k in timeless] == [y[k] for k in timeless]
 
 
-def test_two_engines_make_the_same_ledger_and_share_the_work(two_ranks, tmp_path):
-    """With the weights by disk; test_resume.py has two trainers."""
-    folder, flags = tmp_path / "run", ("--rollout_ranks=2", "--max_steps=3", "--weight_sync=disk")
-    status, output = launch(folder, *flags, ranks=3)
-    assert status == 0, output[-4000:]
-    assert lines(folder, "ledger.jsonl") == lines(two_ranks[0], "ledger.jsonl")[: 60 + 3]
-    claimed = set()
-    for path in folder.glob("queue/*/group_*.safetensors"):
-        with safe_open(path, "pt") as f:
-            claimed.add(json.loads(f.metadata()["meta"])["engine"])
-    assert claimed == {0, 1}
-
-
-def test_another_algorithm_learns_something_else_and_is_replayed_on_two_trainers(two_ranks, tmp_path):
-    flags = "--advantage=rloo --loss=gspo --loss_aggregation=sequence --clip_low=0.01 --clip_high=0.01 --dual_clip=3"
-    reference = f"--reference={two_ranks[0] / 'ckpt' / 'step_000016'}"
-    flags = [*flags.split(), "--updates_per_batch=2", "--entropy_coef=0.01", "--kl_coef=0.1", reference]
-    flags += ["--max_steps=4", "--eval_size=0"]
-    status, output = launch(tmp_path / "run", *flags)
-    assert status == 0, output[-4000:]
-    steps = lines(tmp_path / "run", "metrics.jsonl", "rl")
-    assert all(s["logprob_mismatch_tokens"] == 0 for s in steps) and any(s["clip_fraction"] > 0 for s in steps)
-    assert all(s["kl_reference"] > 0 for s in steps)
-    replay = ("--mode=replay", f"--queue_dir={tmp_path / 'run' / 'queue'}")
-    status, output = launch(tmp_path / "again", *flags, *replay, ranks=2)
-    assert status == 0, output[-4000:]
-    ours, again, default = (
-        lines(x, "ledger.jsonl", "rl") for x in (tmp_path / "run", tmp_path / "again", two_ranks[0])
-    )
-    assert ours == again and len(ours) == 4
-    assert ours[0]["tokens"] != default[0]["tokens"] or ours[0]["weights"] != default[0]["weights"]
-
-
 def test_another_seed_is_another_curve(two_ranks, tmp_path):
     status, output = launch(tmp_path / "run", "--seed=2", "--max_steps=1", "--eval_size=0")
     assert status == 0
@@ -143,14 +110,11 @@ def test_a_run_leaves_no_process(two_ranks, one_process):
     assert not processes_of(two_ranks[0]) and not processes_of(one_process[0])
 
 
-# ---- what is refused before anything starts
+# ---- what is refused before anything starts; test_train.py has more
 
 BAD = [
     (["--learing_rate=1"], "error: --learing_rate: no such key; did you mean learning_rate?"),
-    (["--group_size=1"], "error: group_size=1"),
     (["--init_from=no/such/folder"], "error: init_from='no/such/folder': neither a model folder"),
-    (["--dataset=none.jsonl"], "error: dataset='none.jsonl': no such file"),
-    (["--answer_column=label"], "error: answer_column='label': the data set has the columns answer, prompt"),
     (["--max_prompt_tokens=2"], "error: max_prompt_tokens=2: all 80 training prompts are longer"),
     (["--reward=numerc"], "error: reward='numerc': no such reward"),
 ]

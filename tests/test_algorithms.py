@@ -1,0 +1,136 @@
+"""
+Algorithms and modes in whole runs with the real engine: each learns something of its own, with no log-prob differing,
+and is the same on one trainer and two, and with one engine and two.
+
+    pytest tests/test_algorithms.py
+
+test_train.py has the formulas; tools/algorithms.py runs every algorithm over seeds.
+"""
+
+import json
+
+import pytest
+import torch
+from conftest import digest
+from prove import launch, lines
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+
+def run(folder, *flags, **options):
+    status, output = launch(folder, *flags, **options)
+    assert status == 0, output[-4000:]
+    return folder, output
+
+
+def replay(folder, flags, tmp_path, **options):
+    """The ledger of the same on recorded rollouts."""
+    flags = (*flags, "--mode=replay", f"--queue_dir={folder / 'queue'}")
+    return lines(run(tmp_path, *flags, **options)[0], "ledger.jsonl")
+
+
+def test_several_updates_of_a_sequence_ratio_with_kl_and_entropy(two_ranks, tmp_path):
+    flags = "--advantage=rloo --loss=gspo --loss_aggregation=sequence --clip_low=0.01 --clip_high=0.01 --dual_clip=3"
+    reference = f"--reference={two_ranks[0] / 'ckpt' / 'step_000016'}"
+    flags = [*flags.split(), "--updates_per_batch=2", "--entropy_coef=0.01", "--kl_coef=0.1", reference]
+    flags += ["--max_steps=4", "--eval_size=0"]
+    folder, _ = run(tmp_path / "run", *flags)
+    steps = lines(folder, "metrics.jsonl", "rl")
+    assert all(s["logprob_mismatch_tokens"] == 0 for s in steps) and any(s["clip_fraction"] > 0 for s in steps)
+    assert all(s["kl_reference"] > 0 for s in steps)
+    ours, default = (lines(x, "ledger.jsonl", "rl") for x in (folder, two_ranks[0]))
+    assert ours == replay(folder, flags, tmp_path / "again", ranks=2)[60:] and len(ours) == 4
+    assert ours[0]["tokens"] != default[0]["tokens"] or ours[0]["weights"] != default[0]["weights"]
+
+
+def test_a_critic_learns_and_is_resumed_and_replayed_on_two_trainers(two_ranks, tmp_path):
+    """With the KL in the rewards, and importance weights that are exactly 1."""
+    start = two_ranks[0] / "ckpt" / "step_000016"
+    flags = f"--advantage=gae --kl_coef=0.05 --kl_in_reward --importance=truncate --init_from={start}".split()
+    flags += ["--warmup_sft_steps=0", "--learning_rate=1e-3", "--max_steps=10", "--eval_size=0"]
+    folder, _ = run(tmp_path / "run", *flags, "--checkpoint_every=5")
+    steps = lines(folder, "metrics.jsonl", "rl")
+    assert all(s["logprob_mismatch_tokens"] == s["importance_not_one"] == 0 for s in steps)
+    assert sum(s["value_loss"] for s in steps[-3:]) < 0.7 * sum(s["value_loss"] for s in steps[:3])
+    head = load_file(next((folder / "ckpt" / "step_000010" / "optimizer").glob("*.safetensors")))["value_head"]
+    assert head.abs().max() > 1e-3
+    again = replay(folder, flags, tmp_path / "again", ranks=2)
+    assert again == lines(folder, "ledger.jsonl")
+    half = (*flags, "--checkpoint_every=5")
+    replay(folder, [*half, "--max_steps=5"], tmp_path / "half")
+    assert replay(folder, [*half, "--init_from=resume"], tmp_path / "half") == again
+
+
+def test_dynamic_sampling_takes_the_same_groups_whoever_made_them(two_ranks, tmp_path):
+    """One engine in one process, and two that share the work, with weights by disk; then again from the files."""
+    flags = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=3 --eval_size=0"
+    one, output = run(tmp_path / "one", *flags.split())
+    two, other = run(tmp_path / "two", *flags.split(), "--rollout_ranks=2", "--weight_sync=disk", ranks=3)
+    assert digest(output) == digest(other)
+    assert lines(one, "ledger.jsonl") == replay(one, flags.split(), tmp_path / "again", ranks=2)
+    claimed, rounds = set(), set()
+    for path in two.glob("queue/*/group_*.safetensors"):
+        with safe_open(path, "pt") as f:
+            meta = json.loads(f.metadata()["meta"])
+        claimed.add(meta["engine"])
+        rounds.add(meta["prompt"] // 8)
+    assert claimed == {0, 1} and len(rounds) > 1
+    for s, plain in zip(lines(one, "metrics.jsonl", "rl"), lines(two_ranks[0], "metrics.jsonl", "rl")):
+        assert s["groups"] % 8 == 0 and s["groups"] > 8 and s["zero_std_groups"] < plain["zero_std_groups"]
+        assert 0 < s["hard_groups"] < s["groups"] and s["logprob_mismatch_tokens"] == 0
+
+
+def test_distillation_moves_the_student_towards_its_teacher(two_ranks, tmp_path):
+    teacher = f"--teacher={two_ranks[0] / 'ckpt' / 'step_000024'}"
+    flags = ["--advantage=distill", "--loss=pg", teacher, "--max_steps=8", "--warmup_sft_steps=20", "--eval_size=0"]
+    folder, _ = run(tmp_path / "run", *flags, "--learning_rate=1e-3")
+    steps = lines(folder, "metrics.jsonl", "rl")
+    assert all(s["logprob_mismatch_tokens"] == 0 for s in steps)
+    distances = [s["loss"] for s in steps]
+    assert min(distances) == distances[-1]
+
+
+# ---- modes
+
+
+def test_supervised_learning_from_a_file_on_one_rank_and_two_and_resumed(tmp_path):
+    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(10) for b in range(10)]
+    rows.append({"q": "1+1=", "a": "a long answer"})
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    flags = f"--mode=sft --dataset={tmp_path}/sums.jsonl --prompt_column=q --answer_column=a --eval_size=0".split()
+    flags += ["--learning_rate=2e-3", "--max_steps=24"]
+    one, output = run(tmp_path / "one", *flags)
+    assert "dropped 1 of 101 answers: over max_new_tokens=6" in output and "SGLang" not in output
+    losses = [s["loss"] for s in lines(one, "metrics.jsonl", "sft")]
+    assert len(losses) == 24 and losses[-1] < 0.7 * losses[0]
+    run(tmp_path / "two", *flags, "--max_steps=16", ranks=2)
+    _, output_of_two = run(tmp_path / "two", *flags, "--init_from=resume")
+    assert digest(output) == digest(output_of_two)
+
+
+def test_the_best_samples_become_data_for_supervised_learning(two_ranks, tmp_path):
+    start = f"--init_from={two_ranks[0] / 'ckpt' / 'step_000024'}"
+    folder, _ = run(tmp_path / "best", "--mode=reject", start, "--max_steps=4", "--reject_best=2")
+    rows = [json.loads(line) for line in (folder / "best.jsonl").read_text().splitlines()]
+    assert 4 < len(rows) <= 2 * 32
+    assert all(eval(row["prompt"][:-1]) == int(row["answer"]) for row in rows)  # they are right
+    data = (f"--dataset={folder / 'best.jsonl'}", "--eval_size=0", start, "--learning_rate=1e-3", "--max_steps=8")
+    tuned, _ = run(tmp_path / "tuned", "--mode=sft", *data)
+    losses = [s["loss"] for s in lines(tuned, "metrics.jsonl", "sft")]
+    assert losses[-1] < losses[0]
+
+
+def test_eval_alone_gives_pass_at_k_with_intervals_and_is_the_same_twice(two_ranks, tmp_path):
+    """The held-out prompts at the weights of a run's end: the first of four samples each is that run's own."""
+    start = f"--init_from={two_ranks[0] / 'ckpt' / 'step_000024'}"
+    folder, output = run(tmp_path / "eval", "--mode=eval", start, "--eval_samples=4")
+    (scores,) = lines(folder, "metrics.jsonl")
+    assert scores["pass@1"] < scores["pass@2"] < scores["pass@4"] and "pass@8" not in scores
+    assert f"pass@4 {scores['pass@4']:.4f} +- {scores['pass@4_ci95']:.4f}" in output
+    right = []
+    for path in sorted((folder / "queue" / "eval_000000").glob("group_*.safetensors")):
+        with safe_open(path, "pt") as f:
+            right.append((f.get_tensor("rewards") >= 1).double())
+    right = torch.stack(right)
+    assert right.shape == (20, 4) and scores["pass@1"] == pytest.approx(float(right.mean()))
+    assert scores["pass@4"] == pytest.approx(float(right.any(1).double().mean()))
