@@ -127,13 +127,13 @@ def addmm(bias, a, b, *, beta=1, alpha=1):
 
 
 # matmul on Triton: c[m, n] = sum_k a[m, k] b[k, n].
-# One accumulator takes the k16 steps of its element in the order of K, whatever tile the element is in: rows and columns
-# outside the tile never enter it, and the zeros that fill the last step of K add nothing. Reference: torch.mm in float64.
+# One accumulator takes the k16 steps of its element in the order of K, whatever tile the element is in; other rows and
+# columns never enter it, and the zeros that fill the last step of K add nothing. Reference: torch.mm in float64.
 
 
 @triton.jit
 def _tile_at(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of an output tile; GROUP rows of tiles go together, so that the L2 cache serves b to all of them."""
+    """Row and column of an output tile; GROUP rows of tiles go together, so that L2 serves b to all of them."""
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tile // (GROUP * across) * GROUP
     height = min(down - first, GROUP)
@@ -199,7 +199,7 @@ def _matmul_tma(
 
 
 def _matmul_config(M, N, dtype):
-    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) for a tall or square product, N <= M or N > 64: never seen in the bits."""
+    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages): follows the shape for speed, and is never seen in the bits."""
     if dtype == torch.float32:
         return 64, 64, 16, 4, 2
     if N <= 64:  # decode after the swap: the weights' bytes are the whole cost, so many of them under way
@@ -319,7 +319,7 @@ def row_sums(x):
     """
     The sums of x (R, C) along its rows -> (R,), float32, or float64 where x is. For the gradient norm.
 
-    y_r = sum_c x_rc. CPU: the row's two halves, padded to a power of two, are added until one number is left. GPU: LANES
+    y_r = sum_c x_rc. CPU: the row's two halves, padded to a power of two, are added until one is left. GPU: LANES
     partial sums, each in order, then their sum. Both orders follow from C.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -391,7 +391,7 @@ def _row_config(C):
 
 
 def _rows(x):
-    """x (..., C) as (M, C) rows without a copy where a kernel can walk them: (x, stride of x[i], x[:, i], len(x[i]))."""
+    """x (..., C) as (M, C) rows without a copy where a kernel can walk it: (x, strides of x[i], x[:, i], len(x[i]))."""
     if x.dim() == 3 and x.stride(2) == 1 and not any(n % 16 for n in (x.data_ptr(), *x.stride()[:2], x.shape[2])):
         return x, x.stride(0), x.stride(1), x.shape[1]
     if x.dim() == 2 and x.stride(1) == 1 and not any(n % 16 for n in (x.data_ptr(), x.stride(0), x.shape[1])):
@@ -402,7 +402,7 @@ def _rows(x):
 class RMSNorm(torch.autograd.Function):
     """
     y_i = w_i x_i r, r = (mean_j x_j^2 + eps)^-1/2 (Zhang and Sennrich 2019, eq. 4). With n = x r, h = g w:
-    dx = r (h - n mean(h n)), dw = sum over rows of g n. A row's sum is its program's own; dw is added in blocks of rows.
+    dx = r (h - n mean(h n)), dw = sum over rows of g n. A row's sum is its program's own; dw goes by blocks of rows.
     """
 
     @staticmethod
@@ -567,7 +567,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate, up):
-    """silu(gate) * up, (..., C) each, in float32, rounded once; rows may be views of one wider tensor. Differentiable."""
+    """silu(gate) * up, (..., C) each, in float32, rounded once; the rows may be strided. Differentiable."""
     if gate.shape != up.shape:
         raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
     C = gate.shape[-1]
@@ -719,18 +719,17 @@ class Attention(torch.autograd.Function):
 # attention on Triton: the same function, its softmax online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1).
 # Per split of SPLIT keys, over its tiles of KEYS keys in order, with s = q k^T:
 #     m' = max(m, max s), a = 2^((m - m') c), p = 2^(s c - m' c), l' = a l + p 1, o' = a o + p v, c = scale / ln 2,
-# and over the splits in order the same with (m, l, o) of a split in the place of a tile's: `_merge`. Tiles and splits lie
-# at absolute positions, a hidden key or a tile of them changes no bit (m' = m, a = 1, p = 0), and a row meets other rows
-# in no operation: so packed training, any chunk of a prefill and decode add a row alike. Reference: Attention above.
+# and over the splits in order the same with a split's (m, l, o) in the place of a tile's: `_merge`. Tiles and splits lie
+# at absolute positions, a hidden key or a tile of them changes no bit (m' = m, a = 1, p = 0), and no operation mixes
+# rows: so packed training, any chunk of a prefill and decode add a row alike. Reference: Attention above.
 
 
 class TilePlan:
     """
-    What `Plan` is to the CPU. The kernels read every number from the device, at the launch: no step waits for the GPU.
+    What `Plan` is to the CPU. The kernels read every number from the device: no step waits for it.
 
-    q_ends, tile_ends, key_ends (B,) are running sums over the sequences of the queries, of tiles of `rows` (query, head)
-    pairs, and of tiles of KEYS keys. A captured CUDA graph replays with what kv_lens, page_table and requests then hold,
-    while q_lens must stay; keep the plan as long as the graph.
+    A captured CUDA graph replays with what kv_lens, page_table and requests then hold; q_lens, of which the plan keeps
+    running sums (B,), must stay. Keep the plan as long as the graph.
     """
 
     def __init__(self, q_lens, kv_lens, page_table=None, requests=None):
@@ -821,7 +820,7 @@ def _attention(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, PAGED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows, (query, head of the group) pairs. PARTS: `out` takes each split's own sums, for `_merge_parts`."""
+    """One tile of rows, (query, head of the group) pairs. PARTS: out takes each split's sums, for `_merge_parts`."""
     tile, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = _find(tile_ends, B, tile)
     if b == B:
@@ -971,15 +970,15 @@ def _attention_dkv(
 LOG2_E = 1.4426950408889634
 
 
-def _attention_config(dtype, rows):
-    """Rows per tile, warps and stages; float32 has no tensor core, so its tiles must fit registers."""
+def _attention_config(dtype, rows, warps, stages):
+    """Rows per tile, warps and stages. float32 has no tensor core here: small tiles, and at D = 128 registers spill."""
     if dtype == torch.float32:
-        return dict(ROWS=16, num_warps=4, num_stages=1, **EXACT)
-    return dict(ROWS=rows, num_warps=rows // 16, num_stages=3, **EXACT)
+        rows, warps, stages = 16, 8, 1
+    return dict(ROWS=rows, num_warps=warps, num_stages=stages, **EXACT)
 
 
 class TileAttention(torch.autograd.Function):
-    """`attention` over a TilePlan. Backward (Dao 2023, algorithm 2): p = 2^(s c - lse), ds = p (do v^T - rowsum(do o))."""
+    """`attention` over a TilePlan. Backward as above (Dao 2023, algorithm 2), with p = 2^(s c - lse)."""
 
     @staticmethod
     def forward(ctx, q, k, v, plan, scale):
@@ -987,11 +986,12 @@ class TileAttention(torch.autograd.Function):
         (N, H, D), heads = q.shape, k.shape[1]
         groups, c, paged = H // heads, scale * LOG2_E, plan.page_table is not None
         out, lse = q.new_empty(N, H, D), q.new_empty(N, H, dtype=torch.float32)
-        config = _attention_config(q.dtype, DECODE_ROWS if paged and N <= plan.B else 128)
+        decode = paged and N <= plan.B  # few rows, so many programs to a row
+        config = _attention_config(q.dtype, *((DECODE_ROWS, 4, 3) if decode else (128, 8, 3)))
         tile_ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + plan.B
         pages, requests = (plan.page_table, plan.requests) if paged else (plan.q_ends, plan.q_ends)
         splits = lanes = 1
-        if paged and N <= plan.B:  # decode: few rows, so many programs to a row
+        if decode:
             splits = triton.cdiv(pages.shape[1], SPLIT)
             lanes = min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
         parts = lanes > 1
@@ -1019,18 +1019,15 @@ class TileAttention(torch.autograd.Function):
             _attention_delta, (triton.cdiv(N * H, 16),), grad, out, delta, N * H, D=D, ROWS=16, num_warps=4, **EXACT
         )
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        flags = dict(HEADS=heads, GROUPS=groups, D=D, **_attention_config(q.dtype, 64))
-        keys = 16 if q.dtype == torch.float32 else KEYS
-        rows, c = flags["ROWS"], scale * LOG2_E
-        tile_ends, key_ends = plan.ends(groups, rows), plan.ends(1, keys)
-        args = q, k, v, grad, lse, delta
-        tail = c, scale, plan.B, *strides
-        grid = (N * groups // rows + plan.B, heads)
-        _launch(_attention_dq, grid, *args, dq, plan.q_ends, tile_ends, *tail, KEYS=keys, **flags)
-        _launch(
-            _attention_dkv, (N // keys + plan.B, heads), *args, dk, dv, plan.q_ends, key_ends, *tail, KEYS=keys, **flags
-        )
+        dq_config, dkv_config = _attention_config(q.dtype, 64, 4, 3), _attention_config(q.dtype, 64, 8, 2)
+        rows, keys = dq_config["ROWS"], 16 if q.dtype == torch.float32 else KEYS
+        args, c = (q, k, v, grad, lse, delta), scale * LOG2_E
+        tail = c, scale, plan.B, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+        flags = dict(HEADS=heads, GROUPS=groups, D=D, KEYS=keys)
+        grid, ends = (N * groups // rows + plan.B, heads), plan.ends(groups, rows)
+        _launch(_attention_dq, grid, *args, dq, plan.q_ends, ends, *tail, **flags, **dq_config)
+        grid, ends = (N // keys + plan.B, heads), plan.ends(1, keys)
+        _launch(_attention_dkv, grid, *args, dk, dv, plan.q_ends, ends, *tail, **flags, **dkv_config)
         return dq, dk, dv, None, None
 
 
@@ -1063,8 +1060,8 @@ def packed_attention(module, q, k, v, mask, scaling, plan, **_):
 # the head: log-probs of chosen tokens, without keeping (N, V) numbers
 
 
-# The head on Triton: log p_v = (z_v - m) - log sum_u exp(z_u - m), m = max z. `_softmax_stats` alone adds along a row, lane
-# by lane and then over the LANES lanes, an order that follows from V; log_softmax and token_logprobs both start from it.
+# The head on Triton: log p_v = (z_v - m) - log sum_u exp(z_u - m), m = max z. `_softmax_stats` alone makes that sum, lane
+# by lane and then over the lanes, an order that follows from V; log_softmax and token_logprobs both start from it.
 
 
 @triton.jit
