@@ -61,7 +61,7 @@ LANES = 4096  # partial sums of a long row
 
 # not part of it
 DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.sync instead of wgmma
-DECODE_PROGRAMS = 528  # a decode step with fewer (token, head) pairs works on the splits in parallel; 4 per SM
+DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
 SMS = 132  # of an H100 or H200
 EXACT = {"enable_fp_fusion": False}
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # tests: CPU tensors take the Triton path too
@@ -719,8 +719,8 @@ class Attention(torch.autograd.Function):
 # attention on Triton: the same function, its softmax online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1).
 # Per split of SPLIT keys, over its tiles of KEYS keys in order, with s = q k^T:
 #     m' = max(m, max s), a = 2^((m - m') c), p = 2^(s c - m' c), l' = a l + p 1, o' = a o + p v, c = scale / ln 2,
-# and over the splits in order the same with a split's (m, l, o) in the place of a tile's: `_merge`. Tiles and splits lie
-# at absolute positions, a hidden key or a tile of them changes no bit (m' = m, a = 1, p = 0), and no operation mixes
+# and over the splits in order the same with a split's (m, l, o) in the place of a tile's: `_merge`. Tiles and splits
+# lie at absolute positions, a hidden key or a tile of them changes no bit (m' = m, a = 1, p = 0), and no operation mixes
 # rows: so packed training, any chunk of a prefill and decode add a row alike. Reference: Attention above.
 
 
@@ -986,22 +986,20 @@ class TileAttention(torch.autograd.Function):
         (N, H, D), heads = q.shape, k.shape[1]
         groups, c, paged = H // heads, scale * LOG2_E, plan.page_table is not None
         out, lse = q.new_empty(N, H, D), q.new_empty(N, H, dtype=torch.float32)
-        decode = paged and N <= plan.B  # few rows, so many programs to a row
+        # decode has few rows, so a row's splits go to several programs, and a second kernel merges them
+        decode = paged and N <= plan.B
         config = _attention_config(q.dtype, *((DECODE_ROWS, 4, 3) if decode else (128, 8, 3)))
-        tile_ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + plan.B
+        ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + plan.B
         pages, requests = (plan.page_table, plan.requests) if paged else (plan.q_ends, plan.q_ends)
-        splits = lanes = 1
-        if decode:
-            splits = triton.cdiv(pages.shape[1], SPLIT)
-            lanes = min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
-        parts = lanes > 1
-        part_o = q.new_empty(N, H, splits, D, dtype=torch.float32) if parts else out
-        part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32) if parts else (lse, lse)
-        args = q, k, v, part_o, lse, part_m, part_l, plan.q_ends, tile_ends, plan.kv_lens, pages, requests
+        splits = triton.cdiv(pages.shape[1], SPLIT) if decode else 1
+        lanes = min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
+        part_o = q.new_empty(N, H, splits, D, dtype=torch.float32) if decode else out
+        part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32) if decode else (lse, lse)
+        args = q, k, v, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
         args += pages.stride(0), c, plan.B, splits, lanes, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        flags = dict(HEADS=heads, GROUPS=groups, D=D, KEYS=KEYS, SPLIT=SPLIT, PAGED=paged, PARTS=parts)
+        flags = dict(HEADS=heads, GROUPS=groups, D=D, KEYS=KEYS, SPLIT=SPLIT, PAGED=paged, PARTS=decode)
         _launch(_attention, (tiles, heads, lanes), *args, **flags, **config)
-        if parts:
+        if decode:
             args = part_o, part_m, part_l, out, plan.q_ends, plan.kv_lens, c, plan.B, splits
             _launch(_merge_parts, (N * H,), *args, H=H, D=D, SPLIT=SPLIT, num_warps=1, **EXACT)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -1060,8 +1058,8 @@ def packed_attention(module, q, k, v, mask, scaling, plan, **_):
 # the head: log-probs of chosen tokens, without keeping (N, V) numbers
 
 
-# The head on Triton: log p_v = (z_v - m) - log sum_u exp(z_u - m), m = max z. `_softmax_stats` alone makes that sum, lane
-# by lane and then over the lanes, an order that follows from V; log_softmax and token_logprobs both start from it.
+# The head on Triton: log p_v = (z_v - m) - log sum_u exp(z_u - m), m = max z. `_softmax_stats` alone makes that sum,
+# lane by lane and then over the lanes, an order that follows from V; log_softmax and token_logprobs start from it.
 
 
 @triton.jit
