@@ -203,7 +203,8 @@ def _matmul_config(M, N, dtype):
     if dtype == torch.float32:
         return 64, 64, 16, 4, 2
     if N <= 64:  # decode after the swap: the weights' bytes are the whole cost, so many of them under way
-        return 64, max(16, triton.next_power_of_2(N)), 128, 4, 4 if N <= 32 else 3
+        stages = 4 if N <= 32 else 3
+        return 64, max(16, triton.next_power_of_2(N)), 128, 4, stages if M > 64 * SMS else 2 * stages
     for block_m, block_n, block_k, warps, stages in ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4)):
         if triton.cdiv(M, block_m) * triton.cdiv(N, block_n) >= SMS:
             return block_m, block_n, block_k, warps, stages
@@ -214,13 +215,8 @@ def _descriptor(x, block, block_k):
     """(TMA descriptor, whether K is x's contiguous dim) of x (rows, K), or None where the copy engine cannot read x."""
     contiguous_k = x.stride(1) == 1
     y = x if contiguous_k else x.t()
-    if (
-        x.dtype != torch.bfloat16
-        or y.stride(1) != 1
-        or y.data_ptr() % 16
-        or y.stride(0) % 8
-        or y.stride(0) < y.shape[1]
-    ):
+    row = y.stride(0)
+    if y.stride(1) != 1 or y.data_ptr() % 16 or row * y.element_size() % 16 or row < y.shape[1]:
         return None
     return TensorDescriptor.from_tensor(y, [block, block_k] if contiguous_k else [block_k, block]), contiguous_k
 
@@ -632,6 +628,8 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
     differ in these numbers only. On a GPU nothing is read back: see TilePlan for what a captured graph may change.
     """
     if page_table.is_cuda or INTERPRET:
+        if any(x.device != page_table.device for x in (q_lens, kv_lens, requests)) or page_table.stride(1) != 1:
+            raise ValueError("paged_plan: all four on one device, and the entries of a page_table's row side by side")
         return TilePlan(q_lens, kv_lens, page_table, requests)
     Tq, L = int(q_lens.max()), -(-int(kv_lens.max()) // TILE_KV) * TILE_KV
     at = torch.arange(max(Tq, L), device=q_lens.device)
@@ -719,8 +717,8 @@ class Attention(torch.autograd.Function):
 # attention on Triton: the same function, its softmax online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1).
 # Per split of SPLIT keys, over its tiles of KEYS keys in order, with s = q k^T:
 #     m' = max(m, max s), a = 2^((m - m') c), p = 2^(s c - m' c), l' = a l + p 1, o' = a o + p v, c = scale / ln 2,
-# and over the splits in order the same with a split's (m, l, o) in the place of a tile's: `_merge`. Tiles and splits
-# lie at absolute positions, a hidden key or a tile of them changes no bit (m' = m, a = 1, p = 0), and no operation mixes
+# and over the splits in order the same with a split's (m, l, o) in a tile's place: `_merge`. Tiles and splits
+# lie at absolute positions, a hidden key or tile of them changes no bit (m' = m, a = 1, p = 0), and no operation mixes
 # rows: so packed training, any chunk of a prefill and decode add a row alike. Reference: Attention above.
 
 
@@ -821,7 +819,8 @@ def _attention(
     ROWS: tl.constexpr, PAGED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, (query, head of the group) pairs. PARTS: out takes each split's sums, for `_merge_parts`."""
-    tile, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # the last tiles see the most keys: first come the long ones
+    tile, head, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = _find(tile_ends, B, tile)
     if b == B:
         return
@@ -894,7 +893,7 @@ def _attention_dq(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq = sum over the key tiles in order of ds k."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     b = _find(tile_ends, B, tile)
     if b == B:
         return
@@ -1038,6 +1037,8 @@ def attention(q, k, v, plan, scale):
     """
     if not _triton(q, k, v):
         return Attention.apply(q, k, v, plan, scale)
+    if not isinstance(plan, TilePlan) or plan.q_lens.is_cuda != q.is_cuda:
+        raise ValueError(f"the plan is not on q's device={q.device}: pass device to packed_plan")
     (_, H, D), heads = q.shape, k.shape[1]
     if D not in (64, 128) or k.shape[2] != D or v.shape != k.shape:
         raise ValueError(f"head dims {D}, {k.shape[2]}, {v.shape[2]}: 64 or 128, the same for q, k and v")

@@ -101,7 +101,8 @@ def empty(*shape, dtype=bf16, device="meta"):
 
 def matmuls(k=kernels):
     for M in (1, 20, 64, 100, 512, 4096):  # every bucket of the table
-        k.matmul(empty(M, 4096), empty(12288, 4096).t())
+        for N in (4096, 12288):
+            k.matmul(empty(M, 4096), empty(N, 4096).t())
     k.head_logits(empty(1024, 4096), empty(151936, 4096))
     k.matmul(empty(4096, 12288), empty(12288, 4096))
     k.matmul(empty(4096, 12288).t(), empty(4096, 4096))
@@ -219,9 +220,9 @@ def mutant(folder, *changes):
     for old, new in changes:
         assert text.count(old) >= 1, f"not in kernels.py: {old}"
         text = text.replace(old, new)
-    path = Path(folder) / "mutant.py"
+    path = Path(folder) / f"mutant{len(list(Path(folder).iterdir()))}.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"mutant_{abs(hash(text))}", path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.INTERPRET = True

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_kernels import qkv, reference, same
+from test_triton import REVERSED_K, SPLIT_K, mutant
 from triton.runtime import interpreter
 
 import kernels
@@ -96,6 +97,13 @@ def test_a_row_of_matmul_sees_neither_its_batch_nor_the_tiles_nor_the_path():
         same(kernels.matmul(x[i : i + M], w.t()), whole[i : i + M]) for i, M in ((0, 1), (5, 16), (60, 17), (3, 65))
     )
     assert not same(whole, (x.double() @ w.double().t()).float())  # the comparison can fail
+
+
+def test_split_k_and_a_reversed_k_are_caught(tmp_path, monkeypatch):
+    for changes, kernel in ((SPLIT_K, "_matmul"), (REVERSED_K, "_matmul_tma")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, kernel, getattr(mutant(tmp_path, *changes), kernel))
+            assert not all(matmul_configs())
 
 
 # ---- norms and elementwise
