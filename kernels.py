@@ -22,8 +22,9 @@ by itself, and what we do about it:
 What the Triton kernels do about it:
 
     matmul        every sum of bfloat16 products is one chain of tensor-core steps of k16, in the order of K, in one
-                  accumulator: no split-K. Tile shapes, warps, stages, TMA or pointers and swapping A and B do not enter
-                  that chain, so they may follow the number of rows.
+                  accumulator: no split-K. Within a step the tensor core adds 16 products and the accumulator by the
+                  exponents alone (MMA-Sim, a public model of it), so tile shapes, warps, stages, TMA or pointers and
+                  swapping A and B do not enter, and may follow the number of rows.
     row sums      `tl.sum` adds in an order that depends on the layout, which Triton takes from block shape, warps and
                   the alignment of the pointers: all three are made functions of the row's length alone.
     attention     key tiles of 64 and splits of 1024 keys at absolute positions, one inner loop, one merge; the softmax
@@ -75,8 +76,8 @@ def _triton(x, *others):
     """Whether x takes the Triton path; the tensors that go with it must be of its device and dtype."""
     if x.device.type == "cpu" and not INTERPRET:
         return False
-    if x.device.type != "cuda" and not INTERPRET:
-        raise ValueError(f"device={x.device}: the operators are written for CPU and CUDA")
+    if not INTERPRET and (x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != (9, 0)):
+        raise ValueError(f"device={x.device}: the operators are written for CPUs and for compute capability 9.0")
     for y in (x, *others):
         if y.device != x.device:
             raise ValueError(f"device={y.device} beside {x.device}: all operands must be on one device")
@@ -119,11 +120,11 @@ def mm(a, b):
 
 
 def addmm(bias, a, b, *, beta=1, alpha=1):
-    """beta * bias + alpha * (a @ b); torch's own starts the sum with the bias, another order."""
-    out = mm(a, b)
+    """beta * bias + alpha * (a @ b), rounded once; torch's own starts the sum with the bias, another order."""
+    out = matmul(a, b, out_dtype=torch.float32) if _triton(a, b) else mm(a, b)
     if alpha != 1:
         out = out * alpha
-    return out + (bias if beta == 1 else bias * beta)
+    return (out + (bias if beta == 1 else bias * beta)).to(a.dtype)
 
 
 # matmul on Triton: c[m, n] = sum_k a[m, k] b[k, n].
@@ -255,14 +256,6 @@ def matmul(a, b, out_dtype=None, out=None):
     return result
 
 
-def gpu_addmm(bias, a, b, *, beta=1, alpha=1):
-    """beta * bias + alpha * (a @ b), the product in float32, rounded once."""
-    out = matmul(a, b, out_dtype=torch.float32)
-    if alpha != 1:
-        out = out * alpha
-    return (out + (bias if beta == 1 else bias * beta)).to(a.dtype)
-
-
 def silu(x):
     """x * sigmoid(x), as x / (1 + exp(-x))."""
     return x / (1 + torch.exp(-x))
@@ -319,7 +312,9 @@ def row_sums(x):
     partial sums, each in order, then their sum. Both orders follow from C.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if x.dtype == torch.float64 and x.is_cuda or x.dtype != torch.float64 and _triton(x):
+    if x.is_cuda or INTERPRET:
+        if dtype == torch.float32:
+            _triton(x)
         out, x = x.new_empty(len(x), dtype=dtype), _aligned(x)
         acc = tl.float64 if dtype == torch.float64 else tl.float32
         block = min(LANES, max(16, triton.next_power_of_2(x.shape[1])))
@@ -1059,7 +1054,7 @@ def packed_attention(module, q, k, v, mask, scaling, plan, **_):
 # the head: log-probs of chosen tokens, without keeping (N, V) numbers
 
 
-# The head on Triton: log p_v = (z_v - m) - log sum_u exp(z_u - m), m = max z. `_softmax_stats` alone makes that sum,
+# on Triton: log p_v = (z_v - m) - log sum_u exp(z_u - m), m = max z. `_softmax_stats` alone makes that sum,
 # lane by lane and then over the lanes, an order that follows from V; log_softmax and token_logprobs start from it.
 
 
@@ -1164,7 +1159,7 @@ class TokenLogprobs(torch.autograd.Function):
                 z, stats, config = _softmax_rows(head_logits(h, weight), t)
                 logprobs.append(z.new_empty(len(z)))
                 entropy.append(z.new_empty(len(z)))
-                args = z, t, stats, target.contiguous(), logprobs[-1], entropy[-1]
+                args = z, t, stats, _aligned(target), logprobs[-1], entropy[-1]
                 _launch(_token_logprobs, (len(z),), *args, **config)
                 saved.append(stats)
                 continue
@@ -1259,7 +1254,7 @@ def enable_batch_invariant():
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        gpu = dict(mm=matmul, bmm=matmul, addmm=gpu_addmm, _log_softmax=gpu_log_softmax)
+        gpu = dict(mm=matmul, bmm=matmul, addmm=addmm, _log_softmax=gpu_log_softmax)
         gpu["embedding_dense_backward"] = embedding_backward
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want

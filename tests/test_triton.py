@@ -148,6 +148,7 @@ def heads():
     kernels.gpu_log_softmax(empty(7, 151936, dtype=f32), -1, False)
     kernels.embedding_backward(torch.zeros(7, 64, dtype=bf16), torch.zeros(7, dtype=torch.long), 90, -1, False)
     kernels.row_sums(empty(7, 4096, dtype=f32))
+    kernels.row_sums(empty(7, 4096, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("work", [matmuls, attentions, norms, elementwise, heads], ids=lambda f: f.__name__)
@@ -291,7 +292,50 @@ def test_the_operators_are_right_and_batch_invariant_in_the_interpreter():
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 60
 
 
-# ---- this machine has no GPU
+# ---- the CPU's path of the same functions, and a machine without a GPU
+
+
+def test_on_a_cpu_a_row_of_the_new_operators_does_not_see_its_batch():
+    torch.manual_seed(0)
+    x, residual, w, up = torch.randn(67, 4, 64), torch.randn(67, 4, 64), torch.randn(64), torch.randn(67, 4, 64)
+    cos, sin = kernels.rope_table(1.0 / 10000 ** (torch.arange(0, 64, 2) / 64), torch.arange(67))
+
+    def run(rows):
+        a, b = kernels.rope(x[rows], up[rows], cos[rows], sin[rows])
+        normed = kernels.rms_norm(x[rows], w, 1e-6, residual[rows])
+        return (*normed, kernels.rms_norm(x[rows], w, 1e-6), a, b, kernels.swiglu(x[rows], up[rows]))
+
+    whole = run(slice(0, 67))
+    assert all(
+        torch.equal(a, b[i : i + n]) for i, n in ((0, 1), (3, 5), (50, 17)) for a, b in zip(run(slice(i, i + n)), whole)
+    )
+    angle = torch.arange(67.0).double()[:, None] / 10000 ** (torch.arange(0, 64, 2).double() / 64)
+    z = torch.view_as_complex(torch.stack((x[..., :32], x[..., 32:]), -1).double()) * torch.exp(1j * angle)[:, None]
+    assert torch.allclose(whole[3].double(), torch.cat((z.real, z.imag), -1), atol=1e-4)
+
+
+def test_on_a_cpu_the_sum_of_a_row_follows_its_length_alone_and_torchs_does_not():
+    torch.manual_seed(0)
+    x = torch.randn(64, 100_000)
+    whole = kernels.row_sums(x)
+    assert torch.allclose(whole.double(), x.double().sum(1), atol=1e-2)
+    assert all(torch.equal(kernels.row_sums(x[i : i + n]), whole[i : i + n]) for i, n in ((0, 1), (5, 7), (40, 24)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # which share one row, but not one of many rows
+    try:
+        assert any(not torch.equal(x[i : i + 1].sum(1), x.sum(1)[i : i + 1]) for i in range(64))
+        assert torch.equal(kernels.row_sums(x[:1]), whole[:1])
+    finally:
+        torch.set_num_threads(threads)
+    assert kernels.row_sums(x.double()).dtype == torch.float64 and kernels.row_sums(x[:, :0]).tolist() == [0] * 64
+
+
+def test_on_a_cpu_swiglu_has_the_gradient_of_silu_even_where_exp_overflows():
+    gate = torch.tensor([-200.0, -3, 0, 5, 200], requires_grad=True)
+    up = torch.randn(5, requires_grad=True)
+    ours = torch.autograd.grad(kernels.swiglu(gate, up).sum(), (gate, up))
+    theirs = torch.autograd.grad((torch.nn.functional.silu(gate.double()) * up.double()).sum(), (gate, up))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs))
 
 
 def test_the_switch_registers_the_gpus_operators_too_and_gives_them_back():
