@@ -60,7 +60,7 @@ SPLIT = 1024  # keys whose softmax is taken apart from the others', counted from
 SUM_ROWS = 64  # rows a weight gradient adds before the next level of sums
 LANES = 4096  # partial sums of a long row
 
-# not part of it
+# not part of it; the figures are guesses until measured on a card, as are those of the `_config` functions
 DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.sync instead of wgmma
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
 SMS = 132  # of an H100 or H200
@@ -287,9 +287,8 @@ def _sum_of_rows(x):
     """(R, C) -> (C,) float32: blocks of SUM_ROWS rows in order, then blocks of those sums, until one is left."""
     while len(x) > 1:
         out = x.new_empty(triton.cdiv(len(x), SUM_ROWS), x.shape[1])
-        _launch(
-            _column_sums, (len(out), triton.cdiv(x.shape[1], 256)), x, out, *x.shape, ROWS=SUM_ROWS, BLOCK=256, **EXACT
-        )
+        grid = len(out), triton.cdiv(x.shape[1], 256)
+        _launch(_column_sums, grid, x, out, *x.shape, ROWS=SUM_ROWS, BLOCK=256, **EXACT)
         x = out
     return x[0]
 
@@ -309,7 +308,8 @@ def row_sums(x):
     The sums of x (R, C) along its rows -> (R,), float32, or float64 where x is. For the gradient norm.
 
     y_r = sum_c x_rc. CPU: the row's two halves, padded to a power of two, are added until one is left. GPU: LANES
-    partial sums, each in order, then their sum. Both orders follow from C.
+    partial sums, each in order, then their sum. Both orders follow from C. A row is one program's work: cut a long
+    tensor into rows of one fixed length first.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.is_cuda or INTERPRET:
@@ -336,9 +336,8 @@ def _rms_norm(
     row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
     inside, row = (row < R)[:, None] & (c < C), row.to(tl.int64)
     at = row[:, None] * C + c
-    v = tl.load(x + (row // INNER * x_outer + row % INNER * x_inner)[:, None] + c, mask=inside, other=0.0).to(
-        tl.float32
-    )
+    x += (row // INNER * x_outer + row % INNER * x_inner)[:, None] + c
+    v = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         v = (v + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(s.dtype.element_ty)
         tl.store(s + at, v, mask=inside)
@@ -806,7 +805,7 @@ def _row_tile(tile, q_ends, tile_ends, b, GROUPS: tl.constexpr, ROWS: tl.constex
     return query, row % GROUPS, (start + query).to(tl.int64), query < _before(q_ends, b + 1) - start
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "splits", "LANES"])
 def _attention(
     q, k, v, out, lse, part_m, part_l, q_ends, tile_ends, kv_lens, pages, requests, pages_r, c, B, splits, LANES,
     q_n, q_h, k_s, k_h, v_s, v_h,
@@ -851,7 +850,7 @@ def _attention(
         tl.store(lse + row, den, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "splits"])
 def _merge_parts(
     part_o, part_m, part_l, out, q_ends, kv_lens, c, B, splits,
     H: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
@@ -882,7 +881,7 @@ def _attention_delta(grad, out, delta, R, D: tl.constexpr, ROWS: tl.constexpr):
     tl.store(delta + row, tl.sum(x * y, 1), mask=row < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _attention_dq(
     q, k, v, grad, lse, delta, dq, q_ends, tile_ends, c, scale, B, q_n, q_h, k_s, k_h, v_s, v_h,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -919,7 +918,7 @@ def _attention_dq(
     tl.store(dq + row[:, None] * D + d, (acc * scale).to(dq.dtype.element_ty), mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _attention_dkv(
     q, k, v, grad, lse, delta, dk, dv, q_ends, key_ends, c, scale, B, q_n, q_h, k_s, k_h, v_s, v_h,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -1007,9 +1006,8 @@ class TileAttention(torch.autograd.Function):
         if plan.page_table is not None:
             raise ValueError("attention over a paged_plan has no gradient: train on a packed_plan")
         groups, grad, delta = H // heads, _aligned(grad), torch.empty_like(lse)
-        _launch(
-            _attention_delta, (triton.cdiv(N * H, 16),), grad, out, delta, N * H, D=D, ROWS=16, num_warps=4, **EXACT
-        )
+        args = grad, out, delta, N * H
+        _launch(_attention_delta, (triton.cdiv(N * H, 16),), *args, D=D, ROWS=16, num_warps=4, **EXACT)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         dq_config, dkv_config = _attention_config(q.dtype, 64, 4, 3), _attention_config(q.dtype, 64, 8, 2)
         rows, keys = dq_config["ROWS"], 16 if q.dtype == torch.float32 else KEYS
@@ -1052,10 +1050,9 @@ def packed_attention(module, q, k, v, mask, scaling, plan, **_):
 
 # ------------------------------------------------------------------------------------------------------------------
 # the head: log-probs of chosen tokens, without keeping (N, V) numbers
-
-
-# on Triton: log p_v = (z_v - m) - log sum_u exp(z_u - m), m = max z. `_softmax_stats` alone makes that sum,
-# lane by lane and then over the lanes, an order that follows from V; log_softmax and token_logprobs start from it.
+#
+# On Triton: log p_v = (z_v - m) - log sum_u exp(z_u - m), m = max z. `_softmax_stats` alone makes that sum, lane by
+# lane and then over the lanes, an order that follows from V; log_softmax and token_logprobs both start from it.
 
 
 @triton.jit
@@ -1213,7 +1210,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0):
 # the embedding's gradient: dw[v] = sum of the gradients of v's tokens, in the order of the tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _embedding_backward(grad, ids, order, out, N, C, pad, BLOCK: tl.constexpr):
     """One program per run of equal ids: the others see that they are not the first of one."""
     i, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -1236,10 +1233,8 @@ def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
     C = grad.shape[-1]
     grad, out = grad.reshape(-1, C).contiguous(), grad.new_zeros(rows, C)
     ids, order = torch.sort(ids.reshape(-1).long(), stable=True)
-    grid = (len(ids), triton.cdiv(C, 1024))
-    _launch(
-        _embedding_backward, grid, grad, ids, order, out, len(ids), C, padding_idx, BLOCK=1024, num_warps=4, **EXACT
-    )
+    args = grad, ids, order, out, len(ids), C, padding_idx
+    _launch(_embedding_backward, (len(ids), triton.cdiv(C, 1024)), *args, BLOCK=1024, num_warps=4, **EXACT)
     return out
 
 
@@ -1250,7 +1245,7 @@ _library = None
 
 
 def enable_batch_invariant():
-    """Replaces torch's kernels of mm, addmm and the like in this process by the ones above, on CPUs and GPUs."""
+    """Replaces torch's kernels of the named operators in this process by the ones above, for CPU and CUDA tensors."""
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
