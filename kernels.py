@@ -382,10 +382,9 @@ def _row_config(C):
 
 def _rows(x):
     """x (..., C) as (M, C) rows without a copy where a kernel can walk it: (x, strides of x[i], x[:, i], len(x[i]))."""
-    if x.dim() == 3 and x.stride(2) == 1 and not any(n % 16 for n in (x.data_ptr(), *x.stride()[:2], x.shape[2])):
-        return x, x.stride(0), x.stride(1), x.shape[1]
-    if x.dim() == 2 and x.stride(1) == 1 and not any(n % 16 for n in (x.data_ptr(), x.stride(0), x.shape[1])):
-        return x, x.stride(0), 0, 1
+    walks = x.stride(-1) == 1 and not any(n % 16 for n in (x.data_ptr(), *x.stride()[:-1], x.shape[-1]))
+    if walks and not x.is_contiguous() and x.dim() in (2, 3):
+        return (x, x.stride(0), 0, 1) if x.dim() == 2 else (x, x.stride(0), x.stride(1), x.shape[1])
     return _aligned(x), x.shape[-1], 0, 1
 
 

@@ -181,7 +181,7 @@ def test_every_kernel_of_the_file_is_among_those_compiled():
 def test_a_rows_kernel_is_the_same_code_for_every_number_of_rows_and_every_base():
     def norm(M, C, offset=0):
         x = empty(M * C + 64)[offset : offset + M * C].view(M, C)
-        kernels.rms_norm(x, empty(C), 1e-6)
+        kernels.rms_norm(x if M % 2 else x[None], empty(C), 1e-6)  # a model's (1, N, C) is the same
 
     for C in (128, 4096, 98):
         codes = {x.key for M in (1, 2, 16, 17, 4096) for x in launches(lambda: norm(M, C), compiled=False)}

@@ -213,6 +213,22 @@ def test_attention_is_right_forward_and_backward(heads, kv_heads, D):
     assert all(close(a, b, 1e-4) for a, b in zip(ours, theirs))
 
 
+def test_attention_sees_no_tile_of_rows_and_takes_packs_without_tokens(monkeypatch):
+    q, k, v = (x.requires_grad_() for x in qkv(75, 3, 1, 64))
+
+    def run():
+        out = kernels.attention(q, k, v, kernels.packed_plan([5, 70]), 0.2)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())
+
+    whole = run()
+    monkeypatch.setattr(kernels, "_attention_config", lambda *_: dict(ROWS=64))  # in place of 16
+    assert all(same(a, b) for a, b in zip(run(), whole))
+    for lengths in ([0], [0, 0]):
+        q, k, v = (x.requires_grad_() for x in qkv(0, 3, 1, 64))
+        out = kernels.attention(q, k, v, kernels.packed_plan(lengths), 0.2)
+        assert [g.shape[0] for g in torch.autograd.grad(out.sum(), (q, k, v))] == [0, 0, 0]
+
+
 def paged(lengths, heads, kv_heads, D):
     """A function that runs an engine step over a paged cache and compares it with packed training, bit for bit."""
     q, k, v = qkv(sum(lengths), heads, kv_heads, D)
@@ -237,6 +253,8 @@ def paged(lengths, heads, kv_heads, D):
 
 def test_packed_training_equals_prefill_equals_any_chunking_equals_decode(monkeypatch):
     monkeypatch.setattr(kernels, "SPLIT", 128)  # so that short sequences have several
+    # decode has smaller tiles than the rest, as on a GPU
+    monkeypatch.setattr(kernels, "_attention_config", lambda dtype, rows, *_: dict(ROWS=rows // 4))
     lengths = [150, 3, 64, 65, 1]
     step = paged(lengths, 6, 2, 64)
     assert step([(i, 0, n) for i, n in enumerate(lengths)])
