@@ -1,0 +1,359 @@
+"""
+What can be known of the Triton operators without a GPU: rules on the code compiled for Hopper, and the interpreter.
+
+    pytest tests/test_triton.py
+
+The rules look for what would make a row's bits depend on its batch or on timing; mutants show that they find it. What
+only a GPU can show is not here: that wgmma adds in one order for every tile, and that the code runs.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+import kernels
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024  # bytes a block of sm_90 may have
+CHAINS = ("_matmul", "_matmul_tma", "_attention_dq", "_attention_dkv")  # bfloat16: every sum is the tensor core's
+bf16, f32 = torch.bfloat16, torch.float32
+
+
+class Compiled:
+    """A launch as it would reach the GPU: its name, constants and what the compiler made of it."""
+
+    def __init__(self, fn, args, options):
+        backend = make_backend(HOPPER)
+        bound, specialization, _ = create_function_from_signature(fn.signature, fn.params, backend)(*args, **options)
+        parsed, signature, constants, attributes = fn._pack_args(backend, options, bound, specialization, None)
+        self.name, self.options = fn.__name__, options
+        self.half = any("bf16" in str(kind) for kind in signature.values())
+        self.key = (self.name, str(specialization), str(constants), str(options))
+        self.args = fn, ASTSource(fn, signature, constants, attributes), parsed.__dict__
+
+    def compile(self):
+        _, source, options = self.args
+        code = triton.compile(source, target=HOPPER, options=options)
+        self.ptx, self.ir, self.shared = code.asm["ptx"], code.asm["ttgir"], code.metadata.shared
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        path = Path(os.environ.get("TMPDIR", "/tmp")) / f"onecurve-{os.getpid()}.cubin"
+        path.write_bytes(code.asm["cubin"])
+        usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        path.unlink()
+        self.stack = int(re.search(r"STACK:(\d+)", usage)[1])
+        return self
+
+    def __repr__(self):
+        return f"{self.name} {self.options}"
+
+
+def launches(work, compiled=True):
+    """What `work` launches, each specialization once, in the place of running it."""
+    found = {}
+
+    def run(self, *args, grid, warmup=False, **options):
+        launch = Compiled(self, args, options)
+        found.setdefault(launch.key, launch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(kernels, "INTERPRET", True)  # CPU and meta tensors take the Triton path; nothing is interpreted
+        work()
+    return [x.compile() if compiled else x for x in found.values()]
+
+
+def faults(x):
+    """The rules a compiled kernel breaks."""
+    mma = set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+)", x.ptx))
+    found = [
+        f"{m}: not a k16 step" for m in mma if x.half and not re.match(r"m(64n\d+|16n8)k16\.\S*f32\.bf16\.bf16", m)
+    ]
+    if "tf32" in x.ptx or mma and not x.half:
+        found.append("TF32")
+    if re.search(r"\b(atom|red)\.\S*add\.\S*(f16|f32|f64)", x.ptx):
+        found.append("float atomics")
+    chain = x.name in CHAINS or x.options.get("PARTS")
+    if x.half and chain and re.search(r"\badd\.\S*f32\b", x.ptx):
+        found.append("a second accumulator")
+    # the attention's fused steps are written; those of _softmax_stats are the logarithm's own
+    if not x.name.startswith(("_matmul", "_attention", "_softmax_stats")) and re.search(r"\bfma\.\S*f32\b", x.ptx):
+        found.append("contraction")
+    if x.half and x.stack:
+        found.append(f"spills: {x.stack} bytes of stack")
+    if x.shared > SHARED_MEMORY:
+        found.append(f"{x.shared} bytes of shared memory")
+    return found
+
+
+def empty(*shape, dtype=bf16, device="meta"):
+    return torch.empty(*shape, dtype=dtype, device=device)
+
+
+def matmuls(k=kernels):
+    for M in (1, 20, 64, 100, 512, 4096):  # every bucket of the table
+        for N in (4096, 12288):
+            k.matmul(empty(M, 4096), empty(N, 4096).t())
+    k.head_logits(empty(1024, 4096), empty(151936, 4096))
+    k.matmul(empty(4096, 12288), empty(12288, 4096))
+    k.matmul(empty(4096, 12288).t(), empty(4096, 4096))
+    k.matmul(empty(4096, 12288).t(), empty(4096, 4096), out=empty(12288, 4096, dtype=f32))
+    k.matmul(empty(4096, 4097), empty(4097, 4096))  # rows of no multiple of 16 bytes: by pointers
+    k.matmul(empty(7, 129), empty(70, 129).t())
+    k.matmul(empty(100, 64, dtype=f32), empty(70, 64, dtype=f32).t())
+    k.matmul(empty(100, 63, dtype=f32), empty(70, 63, dtype=f32).t())
+    k.matmul(empty(2, 100, 64), empty(2, 64, 70))
+
+
+def attentions(cases=((bf16, 128, 4), (bf16, 128, 5), (bf16, 64, 8), (f32, 64, 2))):
+    table, requests = torch.zeros(9, 5000, dtype=torch.int32), torch.tensor([3, 4])
+    for dtype, D, groups in cases:
+        q, k, v = (empty(3005, heads * 8, D, dtype=dtype).requires_grad_() for heads in (groups, 1, 1))
+        out = kernels.attention(q, k, v, kernels.packed_plan([5, 3000]), 0.1)
+        out.backward(torch.empty_like(out))
+        for q_lens in ([100, 3], [1, 1]):
+            plan = kernels.paged_plan(torch.tensor(q_lens), torch.tensor([200, 4003]), table, requests)
+            kernels.attention(empty(sum(q_lens), groups * 8, D, dtype=dtype), k.detach(), v.detach(), plan, 0.1)
+
+
+def norms():
+    for C in (128, 1024, 4096):
+        x, w = empty(70, C).requires_grad_(), empty(C).requires_grad_()
+        kernels.rms_norm(x, w, 1e-6).backward(empty(70, C))
+        torch.autograd.backward(kernels.rms_norm(x, w, 1e-6, x), [empty(70, C)] * 2)
+    kernels.rms_norm(empty(7, 40, 128)[:, :32], empty(128), 1e-6)
+
+
+def elementwise():
+    q, k = empty(7, 32, 128).requires_grad_(), empty(7, 8, 128).requires_grad_()
+    turned = kernels.rope(q, k, empty(7, 64, dtype=f32), empty(7, 64, dtype=f32))
+    torch.autograd.backward(turned, [torch.empty_like(x) for x in turned])
+    gate = empty(7, 12288).requires_grad_()
+    kernels.swiglu(gate, gate).backward(empty(7, 12288))
+
+
+def heads():
+    hidden, weight = torch.zeros(7, 64, requires_grad=True), torch.zeros(151, 64, requires_grad=True)
+    sum(x.sum() for x in kernels.token_logprobs(hidden, weight, torch.zeros(7, dtype=torch.long))).backward()
+    kernels.gpu_log_softmax(empty(7, 151936), -1, False)
+    kernels.gpu_log_softmax(empty(7, 151936, dtype=f32), -1, False)
+    kernels.embedding_backward(torch.zeros(7, 64, dtype=bf16), torch.zeros(7, dtype=torch.long), 90, -1, False)
+    kernels.row_sums(empty(7, 4096, dtype=f32))
+    kernels.row_sums(empty(7, 4096, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("work", [matmuls, attentions, norms, elementwise, heads], ids=lambda f: f.__name__)
+def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work):
+    found = launches(work)
+    assert found and {repr(x): faults(x) for x in found if faults(x)} == {}
+    if work is matmuls:  # the shapes reach every tile of the table, by the copy engine and by pointers
+        assert {x.name for x in found} == {"_matmul", "_matmul_tma"}
+        assert {x.options["BLOCK_N"] for x in found if x.name == "_matmul_tma"} == {16, 32, 64, 128, 256}
+        assert all("wgmma" in x.ptx for x in found if x.half)
+        assert all(("cp.async.bulk.tensor" in x.ptx) == (x.name == "_matmul_tma") for x in found)
+    if work is attentions:  # one instruction for all uses, whatever the tile
+        assert all("wgmma" in x.ptx and " mma.sync" not in x.ptx for x in found if x.half and ".dot" in x.ir)
+        assert {x.options.get("PARTS") for x in found if x.name == "_attention"} == {True, False}
+
+
+def test_every_kernel_of_the_file_is_among_those_compiled():
+    """A kernel nobody launches here would escape the rules."""
+    names = {
+        x.name for work in (matmuls, attentions, norms, elementwise, heads) for x in launches(work, compiled=False)
+    }
+    text = Path(kernels.__file__).read_text()
+    written = re.findall(r"^@triton\.jit.*\ndef (\w+)\(", text, re.M)
+    entries = {name for name in written if re.search(rf"_launch\(\s*{name}\b", text)}
+    assert entries == names and set(written) - entries == {
+        "_tile_at", "_find", "_before", "_merge", "_split", "_finish", "_row_tile", "_log_prob",
+    }  # fmt: skip
+
+
+def test_a_rows_kernel_is_the_same_code_for_every_number_of_rows_and_every_base():
+    def norm(M, C, offset=0):
+        x = empty(M * C + 64)[offset : offset + M * C].view(M, C)
+        kernels.rms_norm(x if M % 2 else x[None], empty(C), 1e-6)  # a model's (1, N, C) is the same
+
+    for C in (128, 4096, 98):
+        codes = {x.key for M in (1, 2, 16, 17, 4096) for x in launches(lambda: norm(M, C), compiled=False)}
+        assert len(codes) == 1
+    stats = {
+        x.key
+        for M in (1, 16, 33)
+        for x in launches(lambda: kernels._softmax_rows(empty(M, 98), empty(1, dtype=f32)), False)
+    }
+    assert len(stats) == 1
+    (specialized,) = launches(lambda: kernels._attention_delta[(1,)](*[empty(9, 64)] * 3, 16, D=64, ROWS=16), False)
+    assert "D" in str(specialized.key)  # a kernel of its own for pointers at multiples of 16 bytes: so all get those
+    x = torch.zeros(131, dtype=f32)
+    assert kernels._aligned(x[1:]).data_ptr() % 16 == 0 and kernels._aligned(x).data_ptr() == x.data_ptr()
+
+
+def test_a_rows_sum_has_one_layout_with_and_without_residual_and_over_strided_heads():
+    """`tl.sum` adds as its layout says, and both variants may have to give the same row the same bits."""
+
+    def layouts(x):
+        sums = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^,]*), (#\w+)>\)', x.ir, re.S)
+        return [(shape, re.search(rf"^{name} = .*$", x.ir, re.M)[0].split("=", 1)[1]) for shape, name in sums]
+
+    found = [x for x in launches(norms) if x.name == "_rms_norm"]
+    for C, variants in ((128, 3), (1024, 2), (4096, 2)):
+        those = [layouts(x) for x in found if x.options["C"] == C]
+        assert len(those) == variants and those[0] and all(x == those[0] for x in those)
+    assert layouts(found[0]) != layouts(found[-2])  # of another width
+
+
+# ---- mutants: what the rules are for
+
+
+def mutant(folder, *changes):
+    """kernels.py with its text changed, as a module of its own."""
+    text = Path(kernels.__file__).read_text()
+    for old, new in changes:
+        assert text.count(old) >= 1, f"not in kernels.py: {old}"
+        text = text.replace(old, new)
+    path = Path(folder) / f"mutant{len(list(Path(folder).iterdir()))}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.INTERPRET = True
+    return module
+
+
+SPLIT_K = (
+    ("    for left in range(K, 0, -BLOCK_K):", "    half = acc * 0\n    for left in range(K, 0, -BLOCK_K):"),
+    (
+        'acc = tl.dot(x, y, acc, input_precision="ieee")\n        a +=',
+        "acc, half = half, tl.dot(x, y, acc)\n        a +=",
+    ),
+    ("tl.store(c, acc.to", "tl.store(c, (acc + half).to"),
+)
+REVERSED_K = (("for k in range(0, K, BLOCK_K):", "for k in range(K - BLOCK_K, -1, -BLOCK_K):"),)
+
+
+def test_split_k_is_caught(tmp_path):
+    changed = mutant(tmp_path, *SPLIT_K)
+    (x,) = launches(lambda: changed.matmul(empty(100, 129), empty(129, 70)))
+    assert faults(x) == ["a second accumulator"]
+
+
+def test_atomics_in_a_gradient_are_caught(tmp_path):
+    changed = mutant(tmp_path, ("tl.store(dq + row[:, None] * D + d,", "tl.atomic_add(dq + row[:, None] * D + d,"))
+    q, k = empty(30, 4, 64).requires_grad_(), empty(30, 2, 64).requires_grad_()
+
+    def work():
+        out = changed.attention(q, k, k, changed.packed_plan([30]), 0.1)
+        out.backward(empty(30, 4, 64))
+
+    assert [faults(x) for x in launches(work) if x.name == "_attention_dq"] == [["float atomics"]]
+
+
+def test_tf32_and_its_k8_steps_are_caught(tmp_path):
+    changed = mutant(tmp_path, ('input_precision="ieee"', 'input_precision="tf32"'))
+    (x,) = launches(lambda: changed.matmul(empty(100, 64, dtype=f32), empty(64, 70, dtype=f32)))
+    assert faults(x) == ["TF32"]
+    x.half = True  # as if it were said to be a bfloat16 kernel
+    assert any("not a k16 step" in fault for fault in faults(x))
+
+
+def test_contraction_spills_and_too_much_shared_memory_are_caught(tmp_path):
+    changed = mutant(tmp_path, ('EXACT = {"enable_fp_fusion": False}', "EXACT = {}"))
+    (x,) = launches(lambda: changed.swiglu(empty(7, 64).requires_grad_(), empty(7, 64)).backward(empty(7, 64)))[1:]
+    assert faults(x) == ["contraction"]
+    changed = (
+        mutant(tmp_path, ("return 128, 256", ""), ("64, 8, 3), (128, 128", "64, 4, 5), (128, 128")) if 0 else changed
+    )
+    changed._matmul_config = lambda *_: (128, 256, 64, 4, 5)
+    (x,) = launches(lambda: changed.matmul(empty(4096, 4096), empty(4096, 4096)))
+    found = " ".join(faults(x))
+    assert "spills" in found and "shared memory" in found
+
+
+# ---- the interpreter, in a process of its own
+
+
+def test_the_operators_are_right_and_batch_invariant_in_the_interpreter():
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "pytest", "-x", "-W", "ignore", "tests/triton_interpreted.py"]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 60
+
+
+# ---- the CPU's path of the same functions, and a machine without a GPU
+
+
+def test_on_a_cpu_a_row_of_the_new_operators_does_not_see_its_batch():
+    torch.manual_seed(0)
+    x, residual, w, up = torch.randn(67, 4, 64), torch.randn(67, 4, 64), torch.randn(64), torch.randn(67, 4, 64)
+    cos, sin = kernels.rope_table(1.0 / 10000 ** (torch.arange(0, 64, 2) / 64), torch.arange(67))
+
+    def run(rows):
+        a, b = kernels.rope(x[rows], up[rows], cos[rows], sin[rows])
+        normed = kernels.rms_norm(x[rows], w, 1e-6, residual[rows])
+        return (*normed, kernels.rms_norm(x[rows], w, 1e-6), a, b, kernels.swiglu(x[rows], up[rows]))
+
+    whole = run(slice(0, 67))
+    assert all(
+        torch.equal(a, b[i : i + n]) for i, n in ((0, 1), (3, 5), (50, 17)) for a, b in zip(run(slice(i, i + n)), whole)
+    )
+    angle = torch.arange(67.0).double()[:, None] / 10000 ** (torch.arange(0, 64, 2).double() / 64)
+    z = torch.view_as_complex(torch.stack((x[..., :32], x[..., 32:]), -1).double()) * torch.exp(1j * angle)[:, None]
+    assert torch.allclose(whole[3].double(), torch.cat((z.real, z.imag), -1), atol=1e-4)
+
+
+def test_on_a_cpu_the_sum_of_a_row_follows_its_length_alone_and_torchs_does_not():
+    torch.manual_seed(0)
+    x = torch.randn(64, 100_000)
+    whole = kernels.row_sums(x)
+    assert torch.allclose(whole.double(), x.double().sum(1), atol=1e-2)
+    assert all(torch.equal(kernels.row_sums(x[i : i + n]), whole[i : i + n]) for i, n in ((0, 1), (5, 7), (40, 24)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # which share one row, but not one of many rows
+    try:
+        assert any(not torch.equal(x[i : i + 1].sum(1), x.sum(1)[i : i + 1]) for i in range(64))
+        assert torch.equal(kernels.row_sums(x[:1]), whole[:1])
+    finally:
+        torch.set_num_threads(threads)
+    assert kernels.row_sums(x.double()).dtype == torch.float64 and kernels.row_sums(x[:, :0]).tolist() == [0] * 64
+
+
+def test_on_a_cpu_swiglu_has_the_gradient_of_silu_even_where_exp_overflows():
+    gate = torch.tensor([-200.0, -3, 0, 5, 200], requires_grad=True)
+    up = torch.randn(5, requires_grad=True)
+    ours = torch.autograd.grad(kernels.swiglu(gate, up).sum(), (gate, up))
+    theirs = torch.autograd.grad((torch.nn.functional.silu(gate.double()) * up.double()).sum(), (gate, up))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs))
+
+
+def test_the_switch_registers_the_gpus_operators_too_and_gives_them_back():
+    def registered(name):
+        return bool(re.search(r"^CUDA: .*kernels\.py", torch._C._dispatch_dump(f"aten::{name}"), re.M))
+
+    names = ("mm", "bmm", "addmm", "_log_softmax", "embedding_dense_backward")
+    assert not any(map(registered, names))
+    kernels.enable_batch_invariant()
+    try:
+        assert all(map(registered, names))
+    finally:
+        kernels.disable_batch_invariant()
+    assert not any(map(registered, names))
+
+
+def test_a_device_the_operators_do_not_know_is_refused():
+    with pytest.raises(ValueError, match="device=meta"):
+        kernels.rms_norm(empty(2, 64), empty(64), 1e-6)
+    with pytest.raises(ValueError, match="device=cpu"):
+        kernels.matmul(torch.zeros(2, 2), torch.zeros(2, 2))

@@ -1,0 +1,380 @@
+"""
+The Triton operators in Triton's interpreter, on a CPU: indexing, masks, paging, gradients and the order of addition.
+
+    TRITON_INTERPRET=1 pytest tests/triton_interpreted.py
+
+Run by test_triton.py in a process of its own, since the switch is read when the kernels are defined. float32 only: the
+interpreter multiplies bfloat16 as raw bits. Its own `tl.dot` adds by numpy, in an order that depends on the shape; here
+it is a model of the tensor core's: per step of 16, one rounded sum of 16 products and the accumulator.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_kernels import qkv, reference, same
+from test_triton import REVERSED_K, SPLIT_K, mutant
+from triton.runtime import interpreter
+
+import kernels
+
+assert kernels.INTERPRET, "TRITON_INTERPRET=1 is needed"
+
+
+def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    acc, x, y = d.data, a.data.astype(np.float64), b.data.astype(np.float64)
+    for first in range(0, x.shape[-1], 16):
+        total = acc.astype(np.float64)
+        for k in range(first, min(first + 16, x.shape[-1])):
+            total += x[:, k, None] * y[None, k]
+        acc = total.astype(np.float32)
+    return interpreter.TensorHandle(acc, d.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = dot
+np.seterr(all="ignore")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def close(a, b, atol=1e-5):
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), atol=atol, rtol=1e-5)
+
+
+# ---- matmul
+
+
+@pytest.mark.parametrize(
+    "M,N,K", [(1, 1, 1), (1, 70, 40), (5, 130, 16), (70, 33, 100), (65, 66, 64), (3, 0, 5), (7, 9, 0)]
+)
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+def test_matmul_is_right_in_every_layout(M, N, K, layout):
+    a = torch.randn(M, K) if layout[0] == "N" else torch.randn(K, M).t()
+    b = torch.randn(K, N) if layout[1] == "N" else torch.randn(N, K).t()
+    assert close(kernels.matmul(a, b), a.double() @ b.double(), 1e-4)
+
+
+def test_matmul_takes_batches_odd_strides_and_a_chain_to_go_on_from():
+    a, b = torch.randn(3, 20, 17), torch.randn(3, 17, 5)
+    assert close(kernels.matmul(a, b), torch.bmm(a.double(), b.double()))
+    x, y = torch.randn(40, 99)[::2, 1::3], torch.randn(66, 50)[::2]
+    assert close(kernels.matmul(x, y), x.double() @ y.double(), 1e-4)
+    for M, N in ((70, 80), (5, 80)):
+        x, y = torch.randn(M, 64), torch.randn(64, N)
+        halves = kernels.matmul(x[:, :32].contiguous(), y[:32])
+        kernels.matmul(x[:, 32:].contiguous(), y[32:], out=halves)
+        assert same(halves, kernels.matmul(x, y))
+    bias, x, y = torch.randn(50), torch.randn(5, 33), torch.randn(33, 50)
+    out = kernels.addmm(bias, x, y, beta=2, alpha=0.5)
+    assert close(out, 2 * bias.double() + 0.5 * (x.double() @ y.double()), 1e-4)
+
+
+def matmul_configs():
+    """The bits of one product under every tile shape, by pointers and by the copy engine, swapped and not."""
+    x, w = torch.randn(70, 128), torch.randn(96, 128)
+    whole, rows = kernels.matmul(x, w.t()), []
+    chosen, descriptor = kernels._matmul_config, kernels._descriptor
+    try:
+        for config in ((64, 16, 128, 4, 3), (64, 64, 16, 4, 3), (128, 32, 64, 4, 3), (16, 128, 32, 4, 3)):
+            for path in (descriptor, lambda *_: None):
+                kernels._matmul_config, kernels._descriptor = lambda *_: config, path
+                rows += [
+                    same(kernels.matmul(x[i : i + M], w.t()), whole[i : i + M]) for i, M in ((0, 70), (9, 1), (20, 33))
+                ]
+    finally:
+        kernels._matmul_config, kernels._descriptor = chosen, descriptor
+    return rows
+
+
+def test_a_row_of_matmul_sees_neither_its_batch_nor_the_tiles_nor_the_path():
+    assert all(matmul_configs())
+    x, w = torch.randn(90, 50), torch.randn(70, 50)  # K of no whole step, and no copy engine: 200 bytes to a row
+    whole = kernels.matmul(x, w.t())
+    assert all(
+        same(kernels.matmul(x[i : i + M], w.t()), whole[i : i + M]) for i, M in ((0, 1), (5, 16), (60, 17), (3, 65))
+    )
+    assert not same(whole, (x.double() @ w.double().t()).float())  # the comparison can fail
+    for M in (1, 33, 90):  # K's last step is filled with zeros, not with what lies behind
+        wide, high = torch.full((M, 60), float("nan")), torch.full((71, 60), float("inf"))
+        wide[-1, :50], high[:70, :50] = x[-1], w
+        assert same(kernels.matmul(wide[:, :50], high[:70, :50].t())[-1:], whole[-1:])
+
+
+def test_split_k_and_a_reversed_k_are_caught(tmp_path, monkeypatch):
+    for changes, kernel in ((SPLIT_K, "_matmul"), (REVERSED_K, "_matmul_tma")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, kernel, getattr(mutant(tmp_path, *changes), kernel))
+            assert not all(matmul_configs())
+
+
+# ---- norms and elementwise
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (3, 4, 64), (1, 100), (70, 33), (0, 64), (130, 16), (2, 3000)])
+def test_rms_norm_is_right_forward_and_backward_with_and_without_residual(shape):
+    x, residual, w = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+    grad, s_grad = torch.randn(shape), torch.randn(shape)
+
+    def run(f, x, w, residual):
+        x, w, residual = (t.clone().requires_grad_() for t in (x, w, residual))
+        y = f(x, w, 1e-6)
+        z, s = f(x, w, 1e-6, residual)
+        out = (y * grad).sum() + (z * grad).sum() + (s * s_grad).sum()
+        return (y, z, s, *torch.autograd.grad(out, (x, w, residual)))
+
+    def expected(x, w, eps, residual=None):
+        s = x if residual is None else x + residual
+        y = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + eps) * w
+        return y if residual is None else (y, s)
+
+    ours, theirs = run(kernels.rms_norm, x, w, residual), run(expected, x.double(), w.double(), residual.double())
+    for a, b in zip(ours, theirs):
+        assert close(a, b, 1e-4)
+    if len(x):
+        assert same(kernels.rms_norm(x[-1:], w, 1e-6), ours[0][-1:].detach())
+
+
+def test_rms_norm_reads_strided_heads_and_poisoned_neighbours_do_not_matter():
+    fused, w = torch.randn(6, 8, 64), torch.randn(64)
+    q, whole = fused[:, 2:6], kernels.rms_norm(fused[:, 2:6].contiguous(), w, 1e-6)
+    fused[:, :2], fused[:, 6:] = float("nan"), float("inf")
+    assert same(kernels.rms_norm(q, w, 1e-6), whole)
+    rows = torch.randn(40, 64)
+    alone = kernels.rms_norm(rows[7:8].clone(), w, 1e-6)
+    rows[:7], rows[8:] = float("nan"), float("inf")
+    assert same(kernels.rms_norm(rows, w, 1e-6)[7:8], alone)
+
+
+def test_the_weight_gradient_of_a_norm_adds_its_rows_in_blocks_of_a_constant():
+    x, w, grad = torch.randn(300, 16), torch.randn(16, requires_grad=True), torch.randn(300, 16)
+    (dw,) = torch.autograd.grad(kernels.rms_norm(x, w, 1e-6), w, grad)
+    unit = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6)
+    assert close(dw, (grad.double() * unit).sum(0), 1e-4)
+    sums = kernels._sum_of_rows(x)
+    blocks = [sum(block[1:], block[0].clone()) for block in x.split(kernels.SUM_ROWS)]
+    assert same(sums, sum(blocks[1:], blocks[0]))
+
+
+@pytest.mark.parametrize("heads,kv_heads,D", [(4, 2, 64), (5, 1, 128), (1, 1, 8)])
+def test_rope_equals_the_cpus_bit_for_bit_and_turns_back(heads, kv_heads, D):
+    q, k = torch.randn(7, heads, D, requires_grad=True), torch.randn(7, kv_heads, D, requires_grad=True)
+    cos, sin = kernels.rope_table(1.0 / 10000 ** (torch.arange(0, D, 2) / D), torch.arange(3, 10))
+    grad = torch.randn(7, heads, D), torch.randn(7, kv_heads, D)
+    ours = kernels.rope(q, k, cos, sin)
+    kernels.INTERPRET = False
+    try:
+        theirs = kernels.rope(q, k, cos, sin)
+    finally:
+        kernels.INTERPRET = True
+    assert all(same(a, b) for a, b in zip(ours, theirs))
+    for a, b in zip(torch.autograd.grad(ours, (q, k), grad), torch.autograd.grad(theirs, (q, k), grad)):
+        assert close(a, b)
+    fused = torch.cat((q, k), 1).detach()
+    assert all(same(a, b) for a, b in zip(kernels.rope(fused[:, :heads], fused[:, heads:], cos, sin), ours))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1500), (2, 3, 64), (0, 8)])
+def test_swiglu_is_right_forward_and_backward_on_halves_of_one_tensor(shape):
+    both = torch.randn(*shape[:-1], 2 * shape[-1]) * 5
+    gate, up = (x.requires_grad_() for x in both.chunk(2, -1))
+    grad = torch.randn(shape)
+    out = kernels.swiglu(gate, up)
+    x, y = gate.detach().double().requires_grad_(), up.detach().double().requires_grad_()
+    expected = F.silu(x) * y
+    assert close(out, expected)
+    ours, theirs = torch.autograd.grad(out, (gate, up), grad), torch.autograd.grad(expected, (x, y), grad.double())
+    assert all(close(a, b, 1e-4) for a, b in zip(ours, theirs))
+
+
+def test_row_sums_are_right_and_a_row_is_alone():
+    for R, C in ((1, 1), (3, 70), (2, 5000), (0, 4)):
+        for dtype in (torch.float32, torch.float64):
+            x = torch.randn(R, C, dtype=dtype)
+            out = kernels.row_sums(x)
+            assert out.dtype == dtype and close(out, x.double().sum(1), 1e-3)
+            assert all(torch.equal(kernels.row_sums(x[i : i + 1]), out[i : i + 1]) for i in range(R))
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize("heads,kv_heads,D", [(2, 2, 64), (6, 2, 64), (8, 1, 128)])
+def test_attention_is_right_forward_and_backward(heads, kv_heads, D):
+    lengths = [5, 0, 64, 1, 70]
+    q, k, v = (x.requires_grad_() for x in qkv(sum(lengths), heads, kv_heads, D))
+    grad = torch.randn(q.shape)
+    out = kernels.attention(q, k, v, kernels.packed_plan(lengths), 0.2)
+    expected = reference(q, k, v, lengths, 0.2)
+    assert close(out, expected)
+    ours, theirs = (torch.autograd.grad(x, (q, k, v), grad.to(x.dtype)) for x in (out, expected))
+    assert all(close(a, b, 1e-4) for a, b in zip(ours, theirs))
+
+
+def test_attention_sees_no_tile_of_rows_and_takes_packs_without_tokens(monkeypatch):
+    q, k, v = (x.requires_grad_() for x in qkv(75, 3, 1, 64))
+
+    def run():
+        out = kernels.attention(q, k, v, kernels.packed_plan([5, 70]), 0.2)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())
+
+    whole = run()
+    monkeypatch.setattr(kernels, "_attention_config", lambda *_: dict(ROWS=64))  # in place of 16
+    assert all(same(a, b) for a, b in zip(run(), whole))
+    for lengths in ([0], [0, 0]):
+        q, k, v = (x.requires_grad_() for x in qkv(0, 3, 1, 64))
+        out = kernels.attention(q, k, v, kernels.packed_plan(lengths), 0.2)
+        assert [g.shape[0] for g in torch.autograd.grad(out.sum(), (q, k, v))] == [0, 0, 0]
+
+
+def paged(lengths, heads, kv_heads, D):
+    """A function that runs an engine step over a paged cache and compares it with packed training, bit for bit."""
+    q, k, v = qkv(sum(lengths), heads, kv_heads, D)
+    out = kernels.attention(q, k, v, kernels.packed_plan(lengths), 0.2)
+    start, slots = [sum(lengths[:i]) for i in range(len(lengths))], torch.randperm(sum(lengths) + 100)[: sum(lengths)]
+    keys, values = (torch.full((sum(lengths) + 100, kv_heads, D), x) for x in (float("nan"), float("inf")))
+    keys[slots], values[slots] = k, v
+    table = torch.full((9, max(lengths) + 30), 7, dtype=torch.int32)
+    table[:] = torch.tensor([i for i in range(len(keys)) if i not in set(slots.tolist())][:1])  # a NaN row
+    requests = torch.tensor([4, 0, 8, 2, 5])
+    for r, s, n in zip(requests, start, lengths):
+        table[r, :n] = slots[s : s + n]
+
+    def step(chunks):
+        rows = torch.cat([torch.arange(start[i] + a, start[i] + b) for i, a, b in chunks])
+        lens = torch.tensor([b - a for _, a, b in chunks]), torch.tensor([b for _, _, b in chunks])
+        plan = kernels.paged_plan(*lens, table, requests[[i for i, _, _ in chunks]])
+        return same(kernels.attention(q[rows], keys, values, plan, 0.2), out[rows])
+
+    return step
+
+
+def test_packed_training_equals_prefill_equals_any_chunking_equals_decode(monkeypatch):
+    monkeypatch.setattr(kernels, "SPLIT", 128)  # so that short sequences have several
+    # decode has smaller tiles than the rest, as on a GPU
+    monkeypatch.setattr(kernels, "_attention_config", lambda dtype, rows, *_: dict(ROWS=rows // 4))
+    lengths = [150, 3, 64, 65, 1]
+    step = paged(lengths, 6, 2, 64)
+    assert step([(i, 0, n) for i, n in enumerate(lengths)])
+    assert all(step([(i, 0, n)]) for i, n in enumerate(lengths))
+    assert all(step([(0, a, min(a + c, 150))]) for c in (19, 64, 100) for a in range(0, 150, c))
+    assert all(step([(0, i, i + 1)]) for i in (0, 1, 63, 64, 127, 128, 129, 149))  # decode, one by one
+    assert step([(0, 149, 150), (3, 64, 65), (4, 0, 1)]) and step([(3, 10, 11), (0, 63, 64)])
+    assert step([(2, 0, 64), (0, 100, 101), (3, 20, 60), (1, 1, 1)])  # all kinds in one, and no new token
+    assert step([(1, 0, 2), (4, 1, 1)])  # as many tokens as sequences, and yet no decode step
+    monkeypatch.setattr(kernels, "DECODE_PROGRAMS", 1)  # decode of a large batch: a program takes all splits of a row
+    assert step([(0, 149, 150), (3, 64, 65), (4, 0, 1)])
+
+
+def test_decode_beyond_the_first_split_of_the_real_size_equals_prefill():
+    step = paged([1090], 1, 1, 64)
+    assert all(step([(0, i, i + 1)]) for i in (1023, 1024, 1089))
+    assert step([(0, 1000, 1090)])
+
+
+def test_a_moved_split_boundary_is_caught(monkeypatch):
+    """The negative control of the two tests above."""
+    monkeypatch.setattr(kernels, "SPLIT", 128)
+    step = paged([150, 80], 2, 1, 64)
+    monkeypatch.setattr(kernels, "SPLIT", 64)
+    assert not step([(0, 149, 150)]) and not step([(0, 0, 150)])
+    monkeypatch.setattr(kernels, "SPLIT", 128)
+    monkeypatch.setattr(kernels, "KEYS", 32)
+    assert not step([(0, 149, 150)])
+
+
+def test_a_gradient_sees_neither_the_other_sequences_nor_where_it_is_in_the_pack():
+    lengths, first = [70, 33, 80], [0, 70, 103]
+    q, k, v = (x.requires_grad_() for x in qkv(183, 3, 1, 64))
+    grad = torch.randn(183, 3, 64)
+
+    def grads(order):
+        rows = torch.cat([torch.arange(first[i], first[i] + lengths[i]) for i in order])
+        x, y, z = (t[rows].detach().requires_grad_() for t in (q, k, v))
+        out = kernels.attention(x, y, z, kernels.packed_plan([lengths[i] for i in order]), 0.2)
+        parts = [g.split([lengths[i] for i in order]) for g in torch.autograd.grad(out, (x, y, z), grad[rows])]
+        return {i: [p[j] for p in parts] for j, i in enumerate(order)}
+
+    together = grads([0, 1, 2])
+    for order in ([2, 0, 1], [1], [2]):
+        assert all(same(a, b) for i, parts in grads(order).items() for a, b in zip(parts, together[i]))
+
+
+def test_the_same_plan_replays_with_the_lengths_and_pages_its_tensors_then_hold():
+    """As a captured graph does: the tensors are written in place, and no number was read when the plan was made."""
+    q, k, v = qkv(100, 2, 1, 64)
+    out = kernels.attention(q, k, v, kernels.packed_plan([100]), 0.2)
+    kv_lens, table, requests = torch.tensor([10, 1]), torch.zeros(3, 100, dtype=torch.int32), torch.tensor([0, 0])
+    plan = kernels.paged_plan(torch.tensor([1, 1]), kv_lens, table, requests)
+    for at, request in ((4, 1), (99, 2)):
+        kv_lens[:], table[request], requests[:] = torch.tensor([at + 1, 1]), torch.arange(100), request
+        assert same(kernels.attention(q[[at, 0]], k, v, plan, 0.2), out[[at, 0]])
+
+
+def test_what_attention_cannot_do_is_refused_by_name():
+    plan = kernels.packed_plan([3])
+    for heads, kv_heads, D, scale, word in (
+        (2, 1, 32, 1, "head dims 32"),
+        (9, 1, 64, 1, "9 query"),
+        (2, 1, 64, 0, "scale=0"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            kernels.attention(*qkv(3, heads, kv_heads, D), plan, scale)
+    with pytest.raises(ValueError, match="float16"):
+        kernels.attention(*(x.half() for x in qkv(3, 2, 1, 64)), plan, 1)
+    with pytest.raises(ValueError, match="dtype=torch.float64 beside torch.float32"):
+        kernels.matmul(torch.randn(2, 2), torch.randn(2, 2).double())
+    x, y, z = (t.requires_grad_() for t in qkv(1, 1, 1, 64))
+    one = torch.ones(1, dtype=torch.long)
+    out = kernels.attention(x, y, z, kernels.paged_plan(one, one, one[None], one * 0), 1)
+    with pytest.raises(ValueError, match="paged_plan has no gradient"):
+        out.sum().backward()
+
+
+# ---- the head and the embedding
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_token_logprobs_are_right_and_equal_the_samplers(temperature, monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", 8)  # several chunks, whose weight gradients are one chain
+    hidden, weight = torch.randn(20, 16, requires_grad=True), torch.randn(98, 16, requires_grad=True)
+    targets, grad, bonus = torch.randint(98, (20,)), torch.randn(20), torch.randn(20)
+    logprobs, entropy = kernels.token_logprobs(hidden, weight, targets, temperature)
+    logits = kernels.head_logits(hidden.detach(), weight.detach()) / torch.tensor(temperature)
+    sampler = kernels.gpu_log_softmax(logits, -1, False)
+    assert same(sampler.gather(1, targets[:, None])[:, 0], logprobs.detach())
+    assert same(kernels.gpu_log_softmax(logits[7:8], 1, False), sampler[7:8])
+    logp = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, -1)
+    expected, expected_entropy = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    assert close(logprobs, expected) and close(entropy, expected_entropy)
+    one, _ = kernels.token_logprobs(hidden[13:14], weight, targets[13:14], temperature)
+    assert same(one.detach(), logprobs[13:14].detach())
+    for ours, theirs in (
+        ((logprobs * grad).sum(), (expected * grad).sum()),
+        ((logprobs * grad + entropy * bonus).sum(), (expected * grad + expected_entropy * bonus).sum()),
+    ):
+        ours, theirs = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (ours, theirs))
+        assert all(close(a, b, 1e-4) for a, b in zip(ours, theirs))
+
+
+def test_log_softmax_takes_masked_logits_and_other_shapes():
+    x = torch.randn(2, 3, 40)
+    x[0, 0, 5] = float("-inf")
+    assert close(kernels.gpu_log_softmax(x, -1, False), torch.log_softmax(x, -1))
+    with pytest.raises(ValueError, match="dim=0"):
+        kernels.gpu_log_softmax(x, 0, False)
+
+
+@pytest.mark.parametrize("N", [0, 1, 40])
+def test_the_embeddings_gradient_adds_in_token_order(N):
+    grad, ids = torch.randn(N, 33), torch.randint(5, (N,))
+    expected = torch.zeros(7, 33)
+    for i, g in zip(ids.tolist(), grad):
+        if i != 3:
+            expected[i] += g
+    ours = kernels.embedding_backward(grad, ids, 7, 3, False)
+    assert same(ours, expected)
+    if N > 1:
+        assert not same(kernels.embedding_backward(grad.flip(0), ids.flip(0), 7, 3, False), ours)
