@@ -73,6 +73,44 @@ def silu_backward(grad, x):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# what both models call for the rest of a layer, in the libraries' own order of operations
+
+
+def rms_norm(x, weight, eps, residual=None):
+    """y = x * rsqrt(mean(x^2) + eps) * weight over the last dim; with a residual: (y of s, s), s = x + residual."""
+    s = x if residual is None else x + residual
+    h = s.float()
+    y = (weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
+    return y if residual is None else (y, s)
+
+
+def rope_table(inv_freq, positions):
+    """cos and sin (N, D / 2) float32 of the angles position * inv_freq; positions (N,), inv_freq (D / 2,)."""
+    angle = positions.float()[:, None] * inv_freq
+    return angle.cos(), angle.sin()
+
+
+def rope(q, k, cos, sin):
+    """(x1 cos - x2 sin, x2 cos + x1 sin) of the two halves of each head: q (N, Hq, D), k (N, Hkv, D) -> the same."""
+
+    def rotate(x):
+        (x1, x2), c, s = x.float().chunk(2, -1), cos[:, None], sin[:, None]
+        return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(x.dtype)
+
+    return rotate(q), rotate(k)
+
+
+def swiglu(gate, up):
+    """silu(gate) * up."""
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def head_logits(hidden, weight):
+    """hidden (M, H), weight (V, H) -> hidden @ weight^T, (M, V) float32."""
+    return (hidden @ weight.t()).float()
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # attention
 
 

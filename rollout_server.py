@@ -5,9 +5,10 @@ The rollout side: a real SGLang engine started inside a torchrun rank; prompts i
     .receive_weights and the like  take the trainers' weights, flush the prefix cache, remember the version
     .rollout                       claims prompts, generates, scores, writes one file per prompt into the queue
 
-On a CPU SGLang needs four replacements, made in the child by `run_scheduler` (0.5.17 has no switch for them): a flag
-that keeps RoPE from importing vLLM, the noise hash (a Triton kernel there), its batch-invariant mode (Triton too), and
-the attention backend. Nothing here imports sglang before an engine is wanted: that takes ten seconds.
+`install_operators` hooks kernels.py into SGLang's classes in that child, alike on a CPU and on CUDA. On a CPU SGLang
+needs three replacements more (`install_on_cpu`; 0.5.17 has no switch for them): a flag that keeps RoPE from importing
+vLLM, the noise hash (a Triton kernel there), and its batch-invariant mode (Triton too). Nothing here imports sglang
+before an engine is wanted: that takes ten seconds.
 """
 
 import asyncio
@@ -26,9 +27,37 @@ from pathlib import Path
 import torch
 
 import kernels
-from configurator import fail
+from configurator import fail, require
 from rewards import RewardError, score
 from sync import RunError, Shard, claim, group_path, hidden_torchrun, tensor_hashes, write_group
+
+ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names, under which ours stands there
+
+# ------------------------------------------------------------------------------------------------------------------
+# in both, before anything is built
+
+
+def rope_frequencies(hf, device):
+    """
+    RoPE's inverse frequencies (head dim / 2,) of a Hugging Face config, computed by transformers on the CPU: the
+    trainer and the engine take these very numbers. Ends the run if kernels.py cannot compute this model there.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    kind, act = hf.rope_parameters["rope_type"], hf.hidden_act
+    known = ("default", "linear", "llama3")  # the others change with the length, or scale cos and sin
+    require(kind in known, f"init_from: its rope_type {kind!r} is not supported; known are {', '.join(known)}")
+    require(act == "silu", f"init_from: its hidden_act {act!r} is not supported; known is silu")
+    inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
+    dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    require(2 * len(inv_freq) == dim, f"init_from: RoPE over {2 * len(inv_freq)} of {dim} dims is not supported")
+    if device == "cuda":
+        require(dim in (64, 128), f"init_from: its head dim {dim} is not supported on CUDA; known are 64 and 128")
+        major, minor = torch.cuda.get_device_capability()
+        cure = "the kernels are for 9.0 (Hopper); --batch_invariant=False runs without them"
+        require(major == 9, f"device='cuda': compute capability {major}.{minor}; {cure}")
+    return inv_freq
+
 
 # ------------------------------------------------------------------------------------------------------------------
 # in the scheduler's process
@@ -60,40 +89,97 @@ def murmur_hash32(seed, positions, columns):
     return h ^ (h >> 16)
 
 
-def install_on_cpu(batch_invariant):
-    """Makes SGLang run on a CPU in this process, with the trainer's operators unless told not to."""
+def install_on_cpu():
+    """Makes SGLang run on a CPU in this process."""
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
     import sglang.srt.layers.rotary_embedding.base as rotary_embedding
     import sglang.srt.layers.sampler as sampler
+
+    rotary_embedding._is_cpu = True
+    sampler.murmur_hash32 = murmur_hash32
+    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
+
+
+def install_operators(backend, inv_freq):
+    """
+    Makes the models that SGLang builds in this process compute with kernels.py: the same classes on a CPU and on CUDA,
+    hooked at `forward`, above the choice of a platform's kernel. backend: the name of the attention backend it stands
+    for; inv_freq: RoPE's inverse frequencies.
+
+    Linear layers and log_softmax have no hook: F.linear and torch.log_softmax end in aten operators, which
+    `kernels.enable_batch_invariant` replaces. Left to SGLang, as nothing is added up there:
+      VocabParallelEmbedding   copies rows
+      set_kv_buffer            copies rows into the cache
+      Sampler                  logits.div_(temperatures) is a true division by a tensor, made once, before the one
+                               log_softmax that it returns; top-k and top-p are not used
+      multinomial_with_seed    compiled on CUDA; float64 noise of a hash, element by element, and an argmax
+      torch.softmax            its other branch, for the draw alone: the noise is added to log(softmax), while the
+                               log-prob returned is log_softmax's. No log-prob depends on it, but a token does
+    """
+    import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.model_executor.forward_context import get_attn_backend
 
-    class BatchInvariantAttention(TorchNativeAttnBackend):
-        """Our attention over SGLang's paged cache: one plan per forward, prefill and decode alike."""
+    class PagedAttention(AttentionBackend):
+        """
+        Our attention over SGLang's paged cache, prefill and decode alike. What all layers share is made once per
+        forward, in the part of the preparation that SGLang captures: a CUDA graph makes it anew at every replay, from
+        the runner's static buffers, so nothing is handed from one forward to the next.
+        """
 
-        def init_forward_metadata(self, batch):
-            super().init_forward_metadata(batch)
-            q_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
+        needs_cpu_seq_lens = False  # the lengths are read on the device: no wait for them in a decode step
+
+        def __init__(self, runner):
+            super().__init__()
+            self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+            self.inv_freq = torch.tensor(inv_freq, device=runner.device)
+
+        def init_cuda_graph_state(self, max_bs, max_num_tokens):
+            pass  # no buffers of our own
+
+        def get_cuda_graph_seq_len_fill_value(self):
+            return 1  # a padded slot reads one row of the cache; its output is dropped
+
+        def init_forward_metadata_in_graph(self, batch):
+            decode = batch.forward_mode.is_decode_or_idle()
+            q_lens = torch.ones_like(batch.seq_lens) if decode else batch.extend_seq_lens
             table = self.req_to_token_pool.req_to_token
             self.plan = kernels.paged_plan(q_lens, batch.seq_lens, table, batch.req_pool_indices)
+            self.rope_table = kernels.rope_table(self.inv_freq, batch.positions)
 
         def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True):
             pool = self.token_to_kv_pool
             if save_kv_cache:
-                pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
-            keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+                pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, v)
+            keys, values = pool.get_kv_buffer(layer.layer_id)
             x = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             return kernels.attention(x, keys, values, self.plan, layer.scaling).view(q.shape)
 
         forward_decode = forward_extend
 
-    rotary_embedding._is_cpu = True
-    sampler.murmur_hash32 = murmur_hash32
-    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
-    if batch_invariant:
-        batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant
-        # under the name of the backend it stands for: SGLang decides by the name how the cache is laid out
-        register_attention_backend("torch_native")(BatchInvariantAttention)
+    def rms_norm(self, x, residual=None, post_residual_addition=None):
+        assert post_residual_addition is None, "no model of ours adds to the residual a second time"
+        return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
+
+    def rope(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
+        assert offsets is None and fused_set_kv_buffer_arg is None, "the cache is written by PagedAttention"
+        heads = (x.view(len(positions), -1, self.head_size) for x in (query, key))
+        q, k = kernels.rope(*heads, *get_attn_backend().rope_table)
+        return q.view(query.shape), k.view(key.shape)
+
+    RMSNorm.forward = rms_norm  # q_norm and k_norm too: deterministic mode switches the fused kernel of both off
+    SiluAndMul.forward = lambda self, x: kernels.swiglu(*x.chunk(2, -1))
+    RotaryEmbedding.forward = rope
+    LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
+    batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant
+    # under another's name: SGLang decides by the name how the cache is laid out
+    register_attention_backend(backend)(PagedAttention)
 
 
 def check_weights(scheduler, expected):
@@ -127,12 +213,18 @@ def allow_deterministic_backend():
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
-def run_scheduler(device, threads, batch_invariant, *args, **kwargs):
-    """SGLang's scheduler process, with our operators; the engine's `run_scheduler_process_func`."""
+def run_scheduler(device, threads, inv_freq, *args, **kwargs):
+    """SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`."""
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
-        install_on_cpu(batch_invariant)
+        install_on_cpu()
+    else:
+        # the page table may be written for the next batch once this one has read it: SGLang's own backend copies it
+        # before a graph's replay, PagedAttention reads it until the end
+        os.environ["SGLANG_FORCE_COARSE_WAR_BARRIER"] = "1"
+    if inv_freq is not None:
+        install_operators(ATTENTION_BACKEND[device], inv_freq)
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
@@ -174,6 +266,15 @@ class RolloutEngine:
     def __init__(self, index, model_path, config, device, dtype, log, gpu=0):
         self.index, self.config, self.log, self.version = index, config, log, 0  # as loaded
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
+        self.inv_freq = None
+        if config["batch_invariant"]:
+            from transformers import AutoConfig
+
+            self.inv_freq = rope_frequencies(AutoConfig.from_pretrained(model_path), device).tolist()
+        # a rank that trains too lends the engine's memory to the trainer
+        alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+        self.lends = device == "cuda" and config["mode"] == "grpo" and (alone or config["colocate"])
+        self.asleep = False
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         try:
@@ -194,7 +295,7 @@ class RolloutEngine:
 
         class EngineInRank(Engine):
             run_scheduler_process_func = functools.partial(
-                run_scheduler, device, torch.get_num_threads(), config["batch_invariant"]
+                run_scheduler, device, torch.get_num_threads(), self.inv_freq
             )
 
             @classmethod
@@ -207,7 +308,7 @@ class RolloutEngine:
             model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
             skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
             context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu,
-            disable_radix_cache=not config["radix_cache"],
+            disable_radix_cache=not config["radix_cache"], attention_backend=ATTENTION_BACKEND[device],
             max_total_tokens=config["engine_kv_tokens"] or (on_cpu and samples * (tokens + 1)) or None,
             max_running_requests=config["engine_max_running"] or (on_cpu and samples) or None,
             chunked_prefill_size=config["engine_prefill_chunk"] or None,
@@ -217,10 +318,13 @@ class RolloutEngine:
         )  # fmt: skip
         if on_cpu:
             allow_deterministic_backend()
-            args |= dict(attention_backend="torch_native", disable_cuda_graph=True, disable_overlap_schedule=True)
+            args |= dict(disable_cuda_graph=True, disable_overlap_schedule=True)
         else:
-            args |= dict(attention_backend="triton", mem_fraction_static=config["engine_memory"])
-            args["disable_cuda_graph"] = not config["cuda_graphs"]
+            # decode steps are captured; a prefill has work enough to hide its launches, and its graphs (cut at each
+            # attention layer) would hold memory for every number of tokens
+            args |= dict(disable_cuda_graph=not config["cuda_graphs"], disable_prefill_cuda_graph=True)
+            args |= dict(mem_fraction_static=config["engine_memory"], enable_memory_saver=self.lends)
+            args["bf16_gemm_backend"] = "torch"  # F.linear, whose aten operators are ours
         sglang = EngineInRank(**args)
         # SGLang's processes are ended by SIGKILL, and would leave behind what they have in /dev/shm (tqdm's lock,
         # statistics for a router). Nobody opens it by name again: without the names it goes when they go, however
@@ -278,8 +382,32 @@ class RolloutEngine:
                 raise RunError(f"{self.name}: did not flush its cache; see {self.log}")
             time.sleep(0.002)
 
+    def sleep(self):
+        """
+        Where a rank trains too, on CUDA: gives the memory of weights and cache back to the GPU, until the next weights
+        come. Until then the engine has no version, and nothing can be sampled.
+        """
+        if self.lends and not self.asleep:
+            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+            self.flush()  # waits until it is idle
+            request = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
+            self._call(self.manager.release_memory_occupation(request), "giving its memory back")
+            self.version, self.asleep = None, True
+
+    def wake(self):
+        """Takes the memory again; what is in it is to be overwritten."""
+        if self.asleep:
+            from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+            torch.cuda.empty_cache()  # what this rank's trainer does not use now
+            request = ResumeMemoryOccupationReqInput(tags=["kv_cache", "weights"])
+            self._call(self.manager.resume_memory_occupation(request), "taking its memory again")
+            self.asleep = False
+
     def _load(self, update, request, version, last=True):
         """Has SGLang take some weights; with the last of them the engine holds `version`."""
+        self.wake()
         if last:  # SGLang flushes too and asserts that it worked: old keys under new weights would spoil every sample
             self.flush()
         request.flush_cache, request.weight_version = last, str(version) if last else None
