@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
+import rollout_server
 import sync
 import train_grpo as train
 from configurator import block
@@ -24,6 +25,36 @@ CONFIG = DEFAULTS | dict(
 )
 
 
+OPERATORS = ("rms_norm", "rms_norm, residual", "rms_norm of heads", "rope", "rope_table", "swiglu", "head_logits")
+OPERATORS += ("attention", "mm")
+
+
+def scheduler_with_faults(*args, **kwargs):
+    """`run_scheduler`, with an RPC that makes one operator of OPERATORS wrong by a rounding, '' none of them."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    faulty = [""]
+
+    def watched(name, f):
+        def operator(*args, **kwargs):
+            what = name
+            if name == "rms_norm":  # in each of the forms that SGLang calls it in
+                what += " of heads" if len(args[1]) == 32 else ", residual" if args[3] is not None else ""
+            out = f(*args, **kwargs)
+            if what != faulty[0]:
+                return out
+            first, *others = out if isinstance(out, tuple) else (out,)
+            first = torch.nextafter(first, torch.full_like(first, float("inf")))
+            return (first, *others) if others else first
+
+        return operator
+
+    for name in {what.split()[0].strip(",") for what in OPERATORS}:
+        setattr(kernels, name, watched(name, getattr(kernels, name)))
+    Scheduler.make_faulty = lambda self, operator: faulty.__setitem__(0, operator)
+    rollout_server.run_scheduler(*args, **kwargs)
+
+
 def make_model(family, folder):
     """A tiny random model of the family, its norms and biases away from 1 and 0 so that they count."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
@@ -34,6 +65,11 @@ def make_model(family, folder):
     )  # fmt: skip
     kind = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}[family]
     extra = dict(head_dim=32) if family == "qwen3" else {}
+    if family == "llama":
+        extra["rope_parameters"] = dict(
+            rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**size, **extra, tie_word_embeddings=family != "llama"))
     with torch.no_grad():
@@ -53,7 +89,9 @@ def pair(request, tmp_path_factory):
     model = train.build_model(hf, ranks.mesh, "cpu", True)
     shards = sync.shards(model, ranks.mesh)
     train.load_weights(shards, folder, hf.tie_word_embeddings)
-    engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout_server, "run_scheduler", scheduler_with_faults)
+        engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
     transports = {
         how: sync.WeightSync(how, ranks, shards, engine, "cpu", torch.float32, folder / "sent")
         for how in ("broadcast", "ipc", "disk")
@@ -167,6 +205,24 @@ def test_a_batch_of_requests_equals_the_same_requests_alone(pair):
     for p in params:
         p["sampling_seed"] += 1
     assert generate(range(len(rows)))[0] != alone  # the comparison can fail
+
+
+def test_the_engine_computes_with_each_of_our_operators(pair):
+    """A rounding error in any of them, made in the scheduler's process, is seen in the log-probs it returns."""
+    engine, model, _ = pair
+    rows = prompts(4, seed=5)
+
+    def logprobs(faulty):
+        engine.flush()
+        engine.sglang.collective_rpc("make_faulty", operator=faulty)
+        params = [dict(temperature=1.0, max_new_tokens=8, ignore_eos=True, sampling_seed=i) for i in range(len(rows))]
+        out = engine.sglang.generate(input_ids=rows, sampling_params=params, return_logprob=True)
+        return [o["meta_info"]["output_token_logprobs"] for o in out]
+
+    right = logprobs("")
+    unseen = {what for what in OPERATORS if logprobs(what) == right}
+    assert unseen == (set() if model.config.model_type == "qwen3" else {"rms_norm of heads"})
+    assert logprobs("") == right
 
 
 # ---- the pieces
