@@ -110,6 +110,11 @@ def head_logits(hidden, weight):
     return (hidden @ weight.t()).float()
 
 
+def row_sums(x):
+    """x (R, C) -> the sum of each row, (R,)."""
+    return x.sum(1)
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # attention
 
