@@ -6,7 +6,7 @@ The rollout side: a real SGLang engine started inside a torchrun rank; prompts i
     .rollout                       claims prompts, generates, scores, writes one file per prompt into the queue
 
 `install_operators` hooks kernels.py into SGLang's classes in that child, alike on a CPU and on CUDA. On a CPU SGLang
-needs three replacements more (`install_on_cpu`; 0.5.17 has no switch for them): a flag that keeps RoPE from importing
+needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag that keeps RoPE from importing
 vLLM, the noise hash (a Triton kernel there), and its batch-invariant mode (Triton too). Nothing here imports sglang
 before an engine is wanted: that takes ten seconds.
 """
@@ -31,33 +31,8 @@ from configurator import fail, require
 from rewards import RewardError, score
 from sync import RunError, Shard, claim, group_path, hidden_torchrun, tensor_hashes, write_group
 
-ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names, under which ours stands there
-
-# ------------------------------------------------------------------------------------------------------------------
-# in both, before anything is built
-
-
-def rope_frequencies(hf, device):
-    """
-    RoPE's inverse frequencies (head dim / 2,) of a Hugging Face config, computed by transformers on the CPU: the
-    trainer and the engine take these very numbers. Ends the run if kernels.py cannot compute this model there.
-    """
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    kind, act = hf.rope_parameters["rope_type"], hf.hidden_act
-    known = ("default", "linear", "llama3")  # the others change with the length, or scale cos and sin
-    require(kind in known, f"init_from: its rope_type {kind!r} is not supported; known are {', '.join(known)}")
-    require(act == "silu", f"init_from: its hidden_act {act!r} is not supported; known is silu")
-    inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
-    dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    require(2 * len(inv_freq) == dim, f"init_from: RoPE over {2 * len(inv_freq)} of {dim} dims is not supported")
-    if device == "cuda":
-        require(dim in (64, 128), f"init_from: its head dim {dim} is not supported on CUDA; known are 64 and 128")
-        major, minor = torch.cuda.get_device_capability()
-        cure = "the kernels are for 9.0 (Hopper); --batch_invariant=False runs without them"
-        require(major == 9, f"device='cuda': compute capability {major}.{minor}; {cure}")
-    return inv_freq
-
+ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
+LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 # ------------------------------------------------------------------------------------------------------------------
 # in the scheduler's process
@@ -89,34 +64,18 @@ def murmur_hash32(seed, positions, columns):
     return h ^ (h >> 16)
 
 
-def install_on_cpu():
-    """Makes SGLang run on a CPU in this process."""
-    import sglang.srt.batch_invariant_ops as batch_invariant_ops
-    import sglang.srt.layers.rotary_embedding.base as rotary_embedding
-    import sglang.srt.layers.sampler as sampler
-
-    rotary_embedding._is_cpu = True
-    sampler.murmur_hash32 = murmur_hash32
-    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
-
-
 def install_operators(backend, inv_freq):
     """
-    Makes the models that SGLang builds in this process compute with kernels.py: the same classes on a CPU and on CUDA,
-    hooked at `forward`, above the choice of a platform's kernel. backend: the name of the attention backend it stands
-    for; inv_freq: RoPE's inverse frequencies.
+    Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
+    choice of a platform's kernel, so a CPU and CUDA have the same. `backend`: whose name our attention takes, as SGLang
+    decides by the name how the cache is laid out.
 
-    Linear layers and log_softmax have no hook: F.linear and torch.log_softmax end in aten operators, which
-    `kernels.enable_batch_invariant` replaces. Left to SGLang, as nothing is added up there:
-      VocabParallelEmbedding   copies rows
-      set_kv_buffer            copies rows into the cache
-      Sampler                  logits.div_(temperatures) is a true division by a tensor, made once, before the one
-                               log_softmax that it returns; top-k and top-p are not used
-      multinomial_with_seed    compiled on CUDA; float64 noise of a hash, element by element, and an argmax
-      torch.softmax            its other branch, for the draw alone: the noise is added to log(softmax), while the
-                               log-prob returned is log_softmax's. No log-prob depends on it, but a token does
+    Linear layers, log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces where
+    they need it. Without a hook: VocabParallelEmbedding and set_kv_buffer copy rows; Sampler.forward divides once, by a
+    tensor of temperatures, before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA, is the
+    float64 noise of a hash, element by element, and an argmax.
     """
-    import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    from sglang.srt import batch_invariant_ops
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -128,57 +87,51 @@ def install_operators(backend, inv_freq):
 
     class PagedAttention(AttentionBackend):
         """
-        Our attention over SGLang's paged cache, prefill and decode alike. What all layers share is made once per
-        forward, in the part of the preparation that SGLang captures: a CUDA graph makes it anew at every replay, from
-        the runner's static buffers, so nothing is handed from one forward to the next.
+        Our attention over SGLang's paged cache, prefill and decode alike. What the layers share is made once per
+        forward, where SGLang captures it: a graph's replay makes it anew, from the runner's static buffers.
         """
 
-        needs_cpu_seq_lens = False  # the lengths are read on the device: no wait for them in a decode step
+        needs_cpu_seq_lens = False  # a decode step does not wait for its lengths
 
         def __init__(self, runner):
             super().__init__()
             self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
             self.inv_freq = torch.tensor(inv_freq, device=runner.device)
 
-        def init_cuda_graph_state(self, max_bs, max_num_tokens):
-            pass  # no buffers of our own
-
-        def get_cuda_graph_seq_len_fill_value(self):
-            return 1  # a padded slot reads one row of the cache; its output is dropped
-
         def init_forward_metadata_in_graph(self, batch):
-            decode = batch.forward_mode.is_decode_or_idle()
-            q_lens = torch.ones_like(batch.seq_lens) if decode else batch.extend_seq_lens
+            q_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
             table = self.req_to_token_pool.req_to_token
             self.plan = kernels.paged_plan(q_lens, batch.seq_lens, table, batch.req_pool_indices)
             self.rope_table = kernels.rope_table(self.inv_freq, batch.positions)
 
+        def init_cuda_graph_state(self, max_bs, max_num_tokens):
+            pass
+
+        def get_cuda_graph_seq_len_fill_value(self):
+            return 1  # a graph's empty slot reads one row of the cache
+
         def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True):
-            pool = self.token_to_kv_pool
             if save_kv_cache:
-                pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, v)
-            keys, values = pool.get_kv_buffer(layer.layer_id)
+                self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, v)
+            keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
             x = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             return kernels.attention(x, keys, values, self.plan, layer.scaling).view(q.shape)
 
         forward_decode = forward_extend
 
-    def rms_norm(self, x, residual=None, post_residual_addition=None):
-        assert post_residual_addition is None, "no model of ours adds to the residual a second time"
-        return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
-
-    def rope(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
-        assert offsets is None and fused_set_kv_buffer_arg is None, "the cache is written by PagedAttention"
+    def rope(self, positions, query, key):
         heads = (x.view(len(positions), -1, self.head_size) for x in (query, key))
         q, k = kernels.rope(*heads, *get_attn_backend().rope_table)
         return q.view(query.shape), k.view(key.shape)
 
-    RMSNorm.forward = rms_norm  # q_norm and k_norm too: deterministic mode switches the fused kernel of both off
+    def rms_norm(self, x, residual=None, more=None):  # q_norm and k_norm too: deterministic mode does not fuse them
+        assert more is None
+        return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
+
+    RMSNorm.forward, RotaryEmbedding.forward = rms_norm, rope
     SiluAndMul.forward = lambda self, x: kernels.swiglu(*x.chunk(2, -1))
-    RotaryEmbedding.forward = rope
     LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
     batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant
-    # under another's name: SGLang decides by the name how the cache is laid out
     register_attention_backend(backend)(PagedAttention)
 
 
@@ -215,13 +168,19 @@ def allow_deterministic_backend():
 
 def run_scheduler(device, threads, inv_freq, *args, **kwargs):
     """SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`."""
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.layers import sampler
+    from sglang.srt.layers.rotary_embedding import base as rotary_embedding
+
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
-        install_on_cpu()
+        rotary_embedding._is_cpu = True
+        sampler.murmur_hash32 = murmur_hash32
+        batch_invariant_ops.enable_batch_invariant_mode = lambda: None
     else:
-        # the page table may be written for the next batch once this one has read it: SGLang's own backend copies it
-        # before a graph's replay, PagedAttention reads it until the end
+        # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
+        # graph's replay, PagedAttention reads it until the end
         os.environ["SGLANG_FORCE_COARSE_WAR_BARRIER"] = "1"
     if inv_freq is not None:
         install_operators(ATTENTION_BACKEND[device], inv_freq)
@@ -256,6 +215,29 @@ def sampling_seed(*key):
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
 
 
+def rope_frequencies(hf, device):
+    """
+    RoPE's inverse frequencies (head dim / 2,), by transformers on the CPU: trainer and engine take these very numbers.
+    Ends the run if kernels.py cannot compute a model of this Hugging Face config on this device.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    # the rope_types left out change with the length, or scale cos and sin
+    rope = dict(partial_rotary_factor=1.0) | hf.rope_parameters | dict(hidden_act=hf.hidden_act)
+    known = dict(rope_type=("default", "linear", "llama3"), partial_rotary_factor=(1.0,), hidden_act=("silu",))
+    for key, values in known.items():
+        require(
+            rope[key] in values, f"init_from: {key}={rope[key]!r} in config.json; known: {', '.join(map(str, values))}"
+        )
+    inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
+    if device == "cuda":
+        dim, chip = 2 * len(inv_freq), torch.cuda.get_device_capability()
+        require(dim in (16, 32, 64, 128, 256), f"init_from: head_dim={dim}; on CUDA it must be 16, 32, 64, 128 or 256")
+        cure = "kernels.py is for 9.0 (Hopper); or --batch_invariant=False"
+        require(chip[0] == 9, f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
+    return inv_freq
+
+
 class RolloutEngine:
     """
     One SGLang engine. `config` has the keys of train_grpo.py's block. Raises RunError when the engine dies while it
@@ -271,10 +253,8 @@ class RolloutEngine:
             from transformers import AutoConfig
 
             self.inv_freq = rope_frequencies(AutoConfig.from_pretrained(model_path), device).tolist()
-        # a rank that trains too lends the engine's memory to the trainer
-        alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-        self.lends = device == "cuda" and config["mode"] == "grpo" and (alone or config["colocate"])
-        self.asleep = False
+        trains = config["mode"] == "grpo" and (config["colocate"] or os.environ.get("WORLD_SIZE", "1") == "1")
+        self.lends, self.asleep = trains and device == "cuda", False
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         try:
@@ -291,12 +271,10 @@ class RolloutEngine:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         from sglang.srt.entrypoints.engine import Engine
 
-        config = self.config
+        config, threads = self.config, torch.get_num_threads()
 
         class EngineInRank(Engine):
-            run_scheduler_process_func = functools.partial(
-                run_scheduler, device, torch.get_num_threads(), self.inv_freq
-            )
+            run_scheduler_process_func = functools.partial(run_scheduler, device, threads, self.inv_freq)
 
             @classmethod
             def _launch_detokenizer_subprocesses(cls, *args, **kwargs):
@@ -320,11 +298,12 @@ class RolloutEngine:
             allow_deterministic_backend()
             args |= dict(disable_cuda_graph=True, disable_overlap_schedule=True)
         else:
-            # decode steps are captured; a prefill has work enough to hide its launches, and its graphs (cut at each
-            # attention layer) would hold memory for every number of tokens
-            args |= dict(disable_cuda_graph=not config["cuda_graphs"], disable_prefill_cuda_graph=True)
-            args |= dict(mem_fraction_static=config["engine_memory"], enable_memory_saver=self.lends)
-            args["bf16_gemm_backend"] = "torch"  # F.linear, whose aten operators are ours
+            args |= dict(
+                disable_cuda_graph=not config["cuda_graphs"],
+                disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
+                bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
+                mem_fraction_static=config["engine_memory"], enable_memory_saver=self.lends,
+            )  # fmt: skip
         sglang = EngineInRank(**args)
         # SGLang's processes are ended by SIGKILL, and would leave behind what they have in /dev/shm (tqdm's lock,
         # statistics for a router). Nobody opens it by name again: without the names it goes when they go, however
@@ -383,26 +362,21 @@ class RolloutEngine:
             time.sleep(0.002)
 
     def sleep(self):
-        """
-        Where a rank trains too, on CUDA: gives the memory of weights and cache back to the GPU, until the next weights
-        come. Until then the engine has no version, and nothing can be sampled.
-        """
-        if self.lends and not self.asleep:
-            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+        """Where a rank trains too, on CUDA: lends it the memory of weights and cache, until the next weights come."""
+        if self.lends:
+            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Release
 
             self.flush()  # waits until it is idle
-            request = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
-            self._call(self.manager.release_memory_occupation(request), "giving its memory back")
+            self._call(self.manager.release_memory_occupation(Release(tags=LENT)), "giving its memory back")
             self.version, self.asleep = None, True
 
     def wake(self):
-        """Takes the memory again; what is in it is to be overwritten."""
+        """Takes the memory again; what was in it is lost."""
         if self.asleep:
-            from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+            from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Resume
 
-            torch.cuda.empty_cache()  # what this rank's trainer does not use now
-            request = ResumeMemoryOccupationReqInput(tags=["kv_cache", "weights"])
-            self._call(self.manager.resume_memory_occupation(request), "taking its memory again")
+            torch.cuda.empty_cache()  # what this rank's trainer holds and does not use now
+            self._call(self.manager.resume_memory_occupation(Resume(tags=LENT)), "taking its memory again")
             self.asleep = False
 
     def _load(self, update, request, version, last=True):
@@ -466,6 +440,8 @@ class RolloutEngine:
             self.loop.run_until_complete(self._rollout(folder, job))
         except RewardError as e:
             fail(str(e))
+        if job["stream"] == "rl":  # training comes next, and then new weights
+            self.sleep()
 
     async def _rollout(self, folder, job):
         unclaimed = iter(range(len(job["rows"])))

@@ -4,8 +4,10 @@ The real SGLang engine in this process, against the trainer's model: the same 32
     pytest tests/test_engine.py
 """
 
+import asyncio
 import copy
 import itertools
+import types
 
 import pytest
 import torch
@@ -226,6 +228,54 @@ def test_the_engine_computes_with_each_of_our_operators(pair):
 
 
 # ---- the pieces
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_weights(lends):
+    """What an engine on CUDA is asked for where its rank trains too, in order; elsewhere it keeps its memory."""
+    calls = []
+
+    class Manager:
+        def __getattr__(self, name):
+            async def call(request=None):
+                calls.append(name.removesuffix("_communicator"))
+                assert getattr(request, "tags", None) in (None, ["kv_cache", "weights"])
+                return types.SimpleNamespace(success=True) if name == "flush_cache" else (True, "")
+
+            return call
+
+    engine = RolloutEngine.__new__(RolloutEngine)
+    engine.config, engine.manager, engine.name, engine.log, engine.version = CONFIG, Manager(), "engine 0", "log", 3
+    engine.lends, engine.asleep, engine.loop = lends, False, asyncio.new_event_loop()
+    job = dict(rows=[], engines=1, step=0)
+    engine.rollout(None, job | dict(stream="eval"))
+    engine.rollout(None, job | dict(stream="rl"))
+    assert engine.version == (None if lends else 3)
+    for last in (False, True):
+        engine.take_weights([("w", torch.ones(4))], 4, last)
+    engine.rollout(None, job | dict(stream="eval"))
+    engine.loop.close()
+    lent = ["flush_cache", "release_memory_occupation", "resume_memory_occupation"] if lends else []
+    assert calls == [*lent, "update_weights_from_tensor", "flush_cache", "update_weights_from_tensor"]
+    assert engine.version == 4
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)), "rope_type='yarn' in config.json"),
+        (dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)), "known: default, linear, llama3"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu' in config.json; known: silu"),
+    ],
+)
+def test_a_model_that_the_operators_cannot_compute_is_refused_in_one_line(change, message, capsys, monkeypatch):
+    from transformers import Qwen3Config
+
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        rollout_server.rope_frequencies(Qwen3Config(**change), "cpu")
+    line = capsys.readouterr().err
+    assert message in line and line.startswith("error: init_from: ") and line.count("\n") == 1
 
 
 def test_the_noise_hash_is_murmurhash3():
