@@ -16,8 +16,6 @@ Letters: P prompts per step, G samples per prompt, B = P * G samples, T tokens, 
 tokens of it, V vocabulary. A leaf is a fixed micro-batch of B / leaves samples.
 """
 
-import functools
-import inspect
 import json
 import math
 import os
@@ -379,22 +377,19 @@ def build_model(hf, mesh, device, batch_invariant):
         block.set_custom_reduce_scatter(sync.TreeReduceScatter())
     model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
-    # what `install_operators` does in the engine, for these modules alone. apply_rotary_pos_emb is a function of their
-    # file, not a module: it tells by the table of cos and sin, (N, D / 2) here, whose model it is
-    modeling = sys.modules[type(model.model.rotary_emb).__module__]
-    theirs = inspect.unwrap(modeling.apply_rotary_pos_emb)
-
-    @functools.wraps(theirs)
-    def rope(q, k, cos, sin):  # (1, heads, N, D)
-        if cos.dim() == 3:
-            return theirs(q, k, cos, sin)
-        q, k = kernels.rope(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin)
-        return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
-
-    if batch_invariant:
+    if batch_invariant:  # what `install_operators` does in the engine
         inv_freq = rope_frequencies(hf, device).to(device)
-        modeling.apply_rotary_pos_emb = rope
         model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
+        modeling = sys.modules[type(model.model.rotary_emb).__module__]
+        theirs = modeling.apply_rotary_pos_emb
+
+        def rope(q, k, cos, sin):  # of (1, heads, N, D). It serves all models in this process: our table is (N, D / 2)
+            if cos.dim() == 3:
+                return theirs(q, k, cos, sin)
+            q, k = kernels.rope(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin)
+            return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+
+        modeling.apply_rotary_pos_emb = rope
         for name, module in model.named_modules():
             if name.endswith("norm"):
                 module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
