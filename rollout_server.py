@@ -101,6 +101,7 @@ def install_operators(backend, inv_freq):
         def init_forward_metadata_in_graph(self, batch):
             q_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
             table = self.req_to_token_pool.req_to_token
+            table[0, 0] = 0  # all that a graph's empty slots read; memory that was lent comes back with anything in it
             self.plan = kernels.paged_plan(q_lens, batch.seq_lens, table, batch.req_pool_indices)
             self.rope_table = kernels.rope_table(self.inv_freq, batch.positions)
 
@@ -108,7 +109,7 @@ def install_operators(backend, inv_freq):
             pass
 
         def get_cuda_graph_seq_len_fill_value(self):
-            return 1  # a graph's empty slot reads one row of the cache
+            return 1
 
         def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True):
             if save_kv_cache:
@@ -226,9 +227,8 @@ def rope_frequencies(hf, device):
     rope = dict(partial_rotary_factor=1.0) | hf.rope_parameters | dict(hidden_act=hf.hidden_act)
     known = dict(rope_type=("default", "linear", "llama3"), partial_rotary_factor=(1.0,), hidden_act=("silu",))
     for key, values in known.items():
-        require(
-            rope[key] in values, f"init_from: {key}={rope[key]!r} in config.json; known: {', '.join(map(str, values))}"
-        )
+        cure = f"known: {', '.join(map(str, values))}"
+        require(rope[key] in values, f"init_from: {key}={rope[key]!r} in config.json; {cure}")
     inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
     if device == "cuda":
         dim, chip = 2 * len(inv_freq), torch.cuda.get_device_capability()
@@ -246,13 +246,12 @@ class RolloutEngine:
     """
 
     def __init__(self, index, model_path, config, device, dtype, log, gpu=0):
+        from transformers import AutoConfig
+
         self.index, self.config, self.log, self.version = index, config, log, 0  # as loaded
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
-        self.inv_freq = None
-        if config["batch_invariant"]:
-            from transformers import AutoConfig
-
-            self.inv_freq = rope_frequencies(AutoConfig.from_pretrained(model_path), device).tolist()
+        hf = AutoConfig.from_pretrained(model_path)
+        self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
         trains = config["mode"] == "grpo" and (config["colocate"] or os.environ.get("WORLD_SIZE", "1") == "1")
         self.lends, self.asleep = trains and device == "cuda", False
         started = time.monotonic()
