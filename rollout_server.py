@@ -5,9 +5,10 @@ The rollout side: a real SGLang engine started inside a torchrun rank; prompts i
     .receive_weights and the like  take the trainers' weights, flush the prefix cache, remember the version
     .rollout                       claims prompts, generates, scores, writes one file per prompt into the queue
 
-On a CPU SGLang needs four replacements, made in the child by `run_scheduler` (0.5.17 has no switch for them): a flag
-that keeps RoPE from importing vLLM, the noise hash (a Triton kernel there), its batch-invariant mode (Triton too), and
-the attention backend. Nothing here imports sglang before an engine is wanted: that takes ten seconds.
+`install_operators` hooks kernels.py into SGLang's classes in that child, alike on a CPU and on CUDA. On a CPU SGLang
+needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag that keeps RoPE from importing
+vLLM, the noise hash (a Triton kernel there), and its batch-invariant mode (Triton too). Nothing here imports sglang
+before an engine is wanted: that takes ten seconds.
 """
 
 import asyncio
@@ -26,9 +27,12 @@ from pathlib import Path
 import torch
 
 import kernels
-from configurator import fail
+from configurator import fail, require
 from rewards import RewardError, score
 from sync import RunError, Shard, claim, group_path, hidden_torchrun, tensor_hashes, write_group
+
+ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
+LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 # ------------------------------------------------------------------------------------------------------------------
 # in the scheduler's process
@@ -60,40 +64,76 @@ def murmur_hash32(seed, positions, columns):
     return h ^ (h >> 16)
 
 
-def install_on_cpu(batch_invariant):
-    """Makes SGLang run on a CPU in this process, with the trainer's operators unless told not to."""
-    import sglang.srt.batch_invariant_ops as batch_invariant_ops
-    import sglang.srt.layers.rotary_embedding.base as rotary_embedding
-    import sglang.srt.layers.sampler as sampler
+def install_operators(backend, inv_freq):
+    """
+    Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
+    choice of a platform's kernel, so a CPU and CUDA have the same. `backend`: whose name our attention takes, as SGLang
+    decides by the name how the cache is laid out.
+
+    Linear layers, log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces where
+    they need it. Without a hook: VocabParallelEmbedding and set_kv_buffer copy rows; Sampler.forward divides once, by a
+    tensor of temperatures, before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA, is the
+    float64 noise of a hash, element by element, and an argmax.
+    """
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.model_executor.forward_context import get_attn_backend
 
-    class BatchInvariantAttention(TorchNativeAttnBackend):
-        """Our attention over SGLang's paged cache: one plan per forward, prefill and decode alike."""
+    class PagedAttention(AttentionBackend):
+        """
+        Our attention over SGLang's paged cache, prefill and decode alike. What the layers share is made once per
+        forward, where SGLang captures it: a graph's replay makes it anew, from the runner's static buffers.
+        """
 
-        def init_forward_metadata(self, batch):
-            super().init_forward_metadata(batch)
+        needs_cpu_seq_lens = False  # a decode step does not wait for its lengths
+
+        def __init__(self, runner):
+            super().__init__()
+            self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+            self.inv_freq = torch.tensor(inv_freq, device=runner.device)
+
+        def init_forward_metadata_in_graph(self, batch):
             q_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
             table = self.req_to_token_pool.req_to_token
+            table[0, 0] = 0  # all that a graph's empty slots read; memory that was lent comes back with anything in it
             self.plan = kernels.paged_plan(q_lens, batch.seq_lens, table, batch.req_pool_indices)
+            self.rope_table = kernels.rope_table(self.inv_freq, batch.positions)
+
+        def init_cuda_graph_state(self, max_bs, max_num_tokens):
+            pass
+
+        def get_cuda_graph_seq_len_fill_value(self):
+            return 1
 
         def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True):
-            pool = self.token_to_kv_pool
             if save_kv_cache:
-                pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
-            keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+                self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, v)
+            keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
             x = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             return kernels.attention(x, keys, values, self.plan, layer.scaling).view(q.shape)
 
         forward_decode = forward_extend
 
-    rotary_embedding._is_cpu = True
-    sampler.murmur_hash32 = murmur_hash32
-    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
-    if batch_invariant:
-        batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant
-        # under the name of the backend it stands for: SGLang decides by the name how the cache is laid out
-        register_attention_backend("torch_native")(BatchInvariantAttention)
+    def rope(self, positions, query, key):
+        heads = (x.view(len(positions), -1, self.head_size) for x in (query, key))
+        q, k = kernels.rope(*heads, *get_attn_backend().rope_table)
+        return q.view(query.shape), k.view(key.shape)
+
+    def rms_norm(self, x, residual=None, more=None):  # q_norm and k_norm too: deterministic mode does not fuse them
+        assert more is None
+        return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
+
+    RMSNorm.forward, RotaryEmbedding.forward = rms_norm, rope
+    SiluAndMul.forward = lambda self, x: kernels.swiglu(*x.chunk(2, -1))
+    LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
+    batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant
+    register_attention_backend(backend)(PagedAttention)
 
 
 def check_weights(scheduler, expected):
@@ -127,12 +167,24 @@ def allow_deterministic_backend():
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
-def run_scheduler(device, threads, batch_invariant, *args, **kwargs):
-    """SGLang's scheduler process, with our operators; the engine's `run_scheduler_process_func`."""
+def run_scheduler(device, threads, inv_freq, *args, **kwargs):
+    """SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`."""
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.layers import sampler
+    from sglang.srt.layers.rotary_embedding import base as rotary_embedding
+
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
-        install_on_cpu(batch_invariant)
+        rotary_embedding._is_cpu = True
+        sampler.murmur_hash32 = murmur_hash32
+        batch_invariant_ops.enable_batch_invariant_mode = lambda: None
+    else:
+        # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
+        # graph's replay, PagedAttention reads it until the end
+        os.environ["SGLANG_FORCE_COARSE_WAR_BARRIER"] = "1"
+    if inv_freq is not None:
+        install_operators(ATTENTION_BACKEND[device], inv_freq)
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
@@ -164,6 +216,28 @@ def sampling_seed(*key):
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
 
 
+def rope_frequencies(hf, device):
+    """
+    RoPE's inverse frequencies (head dim / 2,), by transformers on the CPU: trainer and engine take these very numbers.
+    Ends the run if kernels.py cannot compute a model of this Hugging Face config on this device.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    # the rope_types left out change with the length, or scale cos and sin
+    rope = dict(partial_rotary_factor=1.0) | hf.rope_parameters | dict(hidden_act=hf.hidden_act)
+    known = dict(rope_type=("default", "linear", "llama3"), partial_rotary_factor=(1.0,), hidden_act=("silu",))
+    for key, values in known.items():
+        cure = f"known: {', '.join(map(str, values))}"
+        require(rope[key] in values, f"init_from: {key}={rope[key]!r} in config.json; {cure}")
+    inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
+    if device == "cuda":
+        dim, chip = 2 * len(inv_freq), torch.cuda.get_device_capability()
+        require(dim in (64, 128), f"init_from: head_dim={dim}; on CUDA it must be 64 or 128")
+        cure = "kernels.py is for 9.0 (Hopper); or --batch_invariant=False"
+        require(chip[0] == 9, f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
+    return inv_freq
+
+
 class RolloutEngine:
     """
     One SGLang engine. `config` has the keys of train_grpo.py's block. Raises RunError when the engine dies while it
@@ -172,8 +246,14 @@ class RolloutEngine:
     """
 
     def __init__(self, index, model_path, config, device, dtype, log, gpu=0):
+        from transformers import AutoConfig
+
         self.index, self.config, self.log, self.version = index, config, log, 0  # as loaded
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
+        hf = AutoConfig.from_pretrained(model_path)
+        self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
+        trains = config["mode"] == "grpo" and (config["colocate"] or os.environ.get("WORLD_SIZE", "1") == "1")
+        self.lends, self.asleep = trains and device == "cuda", False
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         try:
@@ -190,12 +270,10 @@ class RolloutEngine:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         from sglang.srt.entrypoints.engine import Engine
 
-        config = self.config
+        config, threads = self.config, torch.get_num_threads()
 
         class EngineInRank(Engine):
-            run_scheduler_process_func = functools.partial(
-                run_scheduler, device, torch.get_num_threads(), config["batch_invariant"]
-            )
+            run_scheduler_process_func = functools.partial(run_scheduler, device, threads, self.inv_freq)
 
             @classmethod
             def _launch_detokenizer_subprocesses(cls, *args, **kwargs):
@@ -207,7 +285,7 @@ class RolloutEngine:
             model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
             skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
             context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu,
-            disable_radix_cache=not config["radix_cache"],
+            disable_radix_cache=not config["radix_cache"], attention_backend=ATTENTION_BACKEND[device],
             max_total_tokens=config["engine_kv_tokens"] or (on_cpu and samples * (tokens + 1)) or None,
             max_running_requests=config["engine_max_running"] or (on_cpu and samples) or None,
             chunked_prefill_size=config["engine_prefill_chunk"] or None,
@@ -217,10 +295,14 @@ class RolloutEngine:
         )  # fmt: skip
         if on_cpu:
             allow_deterministic_backend()
-            args |= dict(attention_backend="torch_native", disable_cuda_graph=True, disable_overlap_schedule=True)
+            args |= dict(disable_cuda_graph=True, disable_overlap_schedule=True)
         else:
-            args |= dict(attention_backend="triton", mem_fraction_static=config["engine_memory"])
-            args["disable_cuda_graph"] = not config["cuda_graphs"]
+            args |= dict(
+                disable_cuda_graph=not config["cuda_graphs"],
+                disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
+                bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
+                mem_fraction_static=config["engine_memory"], enable_memory_saver=self.lends,
+            )  # fmt: skip
         sglang = EngineInRank(**args)
         # SGLang's processes are ended by SIGKILL, and would leave behind what they have in /dev/shm (tqdm's lock,
         # statistics for a router). Nobody opens it by name again: without the names it goes when they go, however
@@ -278,8 +360,27 @@ class RolloutEngine:
                 raise RunError(f"{self.name}: did not flush its cache; see {self.log}")
             time.sleep(0.002)
 
+    def sleep(self):
+        """Where a rank trains too, on CUDA: lends it the memory of weights and cache, until the next weights come."""
+        if self.lends:
+            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Release
+
+            self.flush()  # waits until it is idle
+            self._call(self.manager.release_memory_occupation(Release(tags=LENT)), "giving its memory back")
+            self.version, self.asleep = None, True
+
+    def wake(self):
+        """Takes the memory again; what was in it is lost."""
+        if self.asleep:
+            from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Resume
+
+            torch.cuda.empty_cache()  # what this rank's trainer holds and does not use now
+            self._call(self.manager.resume_memory_occupation(Resume(tags=LENT)), "taking its memory again")
+            self.asleep = False
+
     def _load(self, update, request, version, last=True):
         """Has SGLang take some weights; with the last of them the engine holds `version`."""
+        self.wake()
         if last:  # SGLang flushes too and asserts that it worked: old keys under new weights would spoil every sample
             self.flush()
         request.flush_cache, request.weight_version = last, str(version) if last else None

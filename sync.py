@@ -37,6 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
 
+import kernels
 from configurator import close_bars, config_source, fail, provenance, require
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
@@ -204,7 +205,7 @@ def grad_norm(grads, shards, group):
     rows = torch.zeros(sum(s.shape[0] for s in shards), dtype=torch.float64, device=grads[0].device)
     start = 0
     for g, s in zip(grads, shards):
-        rows[start + s.first : start + s.first + len(g)] = _by_row(g, s).double().square().sum(1)
+        rows[start + s.first : start + s.first + len(g)] = kernels.row_sums(_by_row(g, s).double().square())
         start += s.shape[0]
     dist.all_reduce(rows, group=group)
     return tree_sum(rows).sqrt()

@@ -399,6 +399,8 @@ def build_model(hf, mesh, device, batch_invariant, critic=False):
     from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    from rollout_server import rope_frequencies
+
     ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.packed_attention)
     attention = "batch_invariant" if batch_invariant else "sdpa"
     with torch.device("meta"):
@@ -412,6 +414,24 @@ def build_model(hf, mesh, device, batch_invariant, critic=False):
         part.set_custom_reduce_scatter(sync.TreeReduceScatter())
     model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
+    if batch_invariant:  # what `install_operators` does in the engine
+        inv_freq = rope_frequencies(hf, device).to(device)
+        model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
+        modeling = sys.modules[type(model.model.rotary_emb).__module__]
+        theirs = modeling.apply_rotary_pos_emb
+
+        def rope(q, k, cos, sin):  # of (1, heads, N, D). It serves all models in this process: our table is (N, D / 2)
+            if cos.dim() == 3:
+                return theirs(q, k, cos, sin)
+            q, k = kernels.rope(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin)
+            return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+
+        modeling.apply_rotary_pos_emb = rope
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
+            elif name.endswith(".mlp"):
+                module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x), m.up_proj(x)))
     model.token_logprobs = types.MethodType(token_logprobs, model)
     register_fsdp_forward_method(model, "token_logprobs")
     return model
@@ -872,6 +892,8 @@ if __name__ == "__main__":
         t_start = time.monotonic()
         # 1. prompts and rollouts
         batch, made = collect()
+        if engine is not None and transport:
+            engine.sleep()  # until the next weights come
         t_rollout = time.monotonic()
         metrics, hashes = {}, {}
         rewards, lengths, truncated = (

@@ -4,14 +4,17 @@ The real SGLang engine in this process, against the trainer's model: the same 32
     pytest tests/test_engine.py
 """
 
+import asyncio
 import copy
 import itertools
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import kernels
+import rollout_server
 import sync
 import train_grpo as train
 from configurator import block
@@ -24,6 +27,36 @@ CONFIG = DEFAULTS | dict(
 )
 
 
+OPERATORS = ("rms_norm", "rms_norm, residual", "rms_norm of heads", "rope", "rope_table", "swiglu", "head_logits")
+OPERATORS += ("attention", "mm")
+
+
+def scheduler_with_faults(*args, **kwargs):
+    """`run_scheduler`, with an RPC that makes one operator of OPERATORS wrong by a rounding, '' none of them."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    faulty = [""]
+
+    def watched(name, f):
+        def operator(*args, **kwargs):
+            what = name
+            if name == "rms_norm":  # in each of the forms that SGLang calls it in
+                what += " of heads" if len(args[1]) == 32 else ", residual" if args[3] is not None else ""
+            out = f(*args, **kwargs)
+            if what != faulty[0]:
+                return out
+            first, *others = out if isinstance(out, tuple) else (out,)
+            first = torch.nextafter(first, torch.full_like(first, float("inf")))
+            return (first, *others) if others else first
+
+        return operator
+
+    for name in {what.split()[0].strip(",") for what in OPERATORS}:
+        setattr(kernels, name, watched(name, getattr(kernels, name)))
+    Scheduler.make_faulty = lambda self, operator: faulty.__setitem__(0, operator)
+    rollout_server.run_scheduler(*args, **kwargs)
+
+
 def make_model(family, folder):
     """A tiny random model of the family, its norms and biases away from 1 and 0 so that they count."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
@@ -34,6 +67,11 @@ def make_model(family, folder):
     )  # fmt: skip
     kind = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}[family]
     extra = dict(head_dim=32) if family == "qwen3" else {}
+    if family == "llama":
+        extra["rope_parameters"] = dict(
+            rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**size, **extra, tie_word_embeddings=family != "llama"))
     with torch.no_grad():
@@ -53,7 +91,9 @@ def pair(request, tmp_path_factory):
     model = train.build_model(hf, ranks.mesh, "cpu", True)
     shards = sync.shards(model, ranks.mesh)
     train.sync.load_weights(shards, folder, hf.tie_word_embeddings)
-    engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout_server, "run_scheduler", scheduler_with_faults)
+        engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
     transports = {
         how: sync.WeightSync(how, ranks, shards, engine, "cpu", torch.float32, folder / "sent")
         for how in ("broadcast", "ipc", "disk")
@@ -169,7 +209,73 @@ def test_a_batch_of_requests_equals_the_same_requests_alone(pair):
     assert generate(range(len(rows)))[0] != alone  # the comparison can fail
 
 
+def test_the_engine_computes_with_each_of_our_operators(pair):
+    """A rounding error in any of them, made in the scheduler's process, is seen in the log-probs it returns."""
+    engine, model, _ = pair
+    rows = prompts(4, seed=5)
+
+    def logprobs(faulty):
+        engine.flush()
+        engine.sglang.collective_rpc("make_faulty", operator=faulty)
+        params = [dict(temperature=1.0, max_new_tokens=8, ignore_eos=True, sampling_seed=i) for i in range(len(rows))]
+        out = engine.sglang.generate(input_ids=rows, sampling_params=params, return_logprob=True)
+        return [o["meta_info"]["output_token_logprobs"] for o in out]
+
+    right = logprobs("")
+    unseen = {what for what in OPERATORS if logprobs(what) == right}
+    assert unseen == (set() if model.config.model_type == "qwen3" else {"rms_norm of heads"})
+    assert logprobs("") == right
+
+
 # ---- the pieces
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_weights(lends):
+    """What an engine on CUDA is asked for where its rank trains too, in order; elsewhere it keeps its memory."""
+    calls = []
+
+    class Manager:
+        def __getattr__(self, name):
+            async def call(request=None):
+                calls.append(name.removesuffix("_communicator"))
+                assert getattr(request, "tags", None) in (None, ["kv_cache", "weights"])
+                return types.SimpleNamespace(success=True) if name == "flush_cache" else (True, "")
+
+            return call
+
+    engine = RolloutEngine.__new__(RolloutEngine)
+    engine.config, engine.manager, engine.name, engine.log, engine.version = CONFIG, Manager(), "engine 0", "log", 3
+    engine.lends, engine.asleep, engine.loop = lends, False, asyncio.new_event_loop()
+    job = dict(rows=[], engines=1, step=0)
+    engine.rollout(None, job | dict(stream="eval"))
+    engine.rollout(None, job | dict(stream="rl"))
+    assert engine.version == (None if lends else 3)
+    for last in (False, True):
+        engine.take_weights([("w", torch.ones(4))], 4, last)
+    engine.rollout(None, job | dict(stream="eval"))
+    engine.loop.close()
+    lent = ["flush_cache", "release_memory_occupation", "resume_memory_occupation"] if lends else []
+    assert calls == [*lent, "update_weights_from_tensor", "flush_cache", "update_weights_from_tensor"]
+    assert engine.version == 4
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)), "rope_type='yarn' in config.json"),
+        (dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)), "known: default, linear, llama3"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu' in config.json; known: silu"),
+    ],
+)
+def test_a_model_that_the_operators_cannot_compute_is_refused_in_one_line(change, message, capsys, monkeypatch):
+    from transformers import Qwen3Config
+
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        rollout_server.rope_frequencies(Qwen3Config(**change), "cpu")
+    line = capsys.readouterr().err
+    assert message in line and line.startswith("error: init_from: ") and line.count("\n") == 1
 
 
 def test_the_noise_hash_is_murmurhash3():

@@ -4,6 +4,7 @@ The formulas against loops in float64, the data order, packing, and the presets 
     pytest tests/test_train.py
 """
 
+import functools
 import json
 import math
 import random
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import train_grpo as train
 from configurator import configure
@@ -396,6 +398,100 @@ def test_a_sample_does_not_see_what_it_is_packed_with_nor_the_gradient_the_cut_i
         assert not all(torch.allclose(a, b, atol=1e-5, rtol=1e-3) for a, b in zip(run(1, "token")[1], grads))
     finally:
         train.kernels.disable_batch_invariant()
+
+
+# ---- what a trainer's step may reach on CUDA beside our operators
+
+SEALED = ("rms_norm", "rope", "rope_table", "swiglu", "attention", "token_logprobs", "row_sums")
+ALLOWED = {  # why: operators. A leaf has the same rows on any number of ranks, so sums over it need a fixed order only
+    "replaced by enable_batch_invariant": "mm addmm embedding_dense_backward",
+    "element by element": """
+        add clamp div eq exp ge gt le logical_and_ lt masked_fill_ minimum mul neg pow sqrt sub where _foreach_add_
+        _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_ _foreach_mul_ _foreach_sqrt""",
+    "moves, makes or reads": """
+        _local_scalar_dense _to_copy _unsafe_view arange as_strided cat clone copy_ detach embedding empty expand index
+        lift_fresh new_zeros ones_like scalar_tensor select select_backward slice squeeze t transpose unsqueeze view
+        zeros zeros_like fsdp.chunk_cat profiler._record_function_enter_new profiler._record_function_exit""",
+    "whole numbers": "cumsum max nonzero",
+    "of all losses of a leaf": "sum()",
+    "over the rows of a leaf, a bias' gradient": "sum(0)",
+    "backward of a choice of rows, none of them twice": "index_put",
+    "adds zeros to one number": "c10d.allreduce_",
+}
+
+
+class Sealed(torch.autograd.Function):
+    """f(*args), forward and backward hidden from a TorchDispatchMode as one Triton kernel would be."""
+
+    @staticmethod
+    def forward(ctx, f, *args):
+        ctx.args = [a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in args]
+        with _disable_current_modes(), torch.enable_grad():
+            ctx.out = f(*ctx.args)
+            return tuple(x.detach() for x in ctx.out) if isinstance(ctx.out, tuple) else ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        needed = [torch.is_tensor(a) and a.requires_grad for a in ctx.args]
+        with _disable_current_modes():
+            got = iter(torch.autograd.grad(ctx.out, [a for a, x in zip(ctx.args, needed) if x], grads))
+        return None, *(next(got) if x else None for x in needed)
+
+
+class Record(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        name = str(f.overloadpacket).removeprefix("aten.")
+        if name == "sum":  # it depends on what is added
+            name += f"({', '.join(str(dim) for dim in args[1]) if len(args) > 1 else ''})"
+        self.seen.add(name)
+        return f(*args, **(kwargs or {}))
+
+
+def operators_of_a_step(family, mesh, batch_invariant, checkpointing, monkeypatch):
+    """What forward, backward, gradient norm and optimizer reach in the step of a tiny model."""
+    from transformers import AutoConfig
+
+    for name in SEALED:
+        f = getattr(train.kernels, name)
+        monkeypatch.setattr(train.kernels, name, functools.partial(Sealed.apply, f))
+    hf = AutoConfig.for_model(
+        family, vocab_size=98, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = train.build_model(hf, mesh, "cpu", batch_invariant)
+    shards = train.sync.shards(model, mesh)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    leaf = train.pack([s._replace(advantages=s.logprobs) for s in make_samples()], "cpu")
+    counts = leaf.counts.tolist()
+    weights = [torch.nn.Parameter(s.data.normal_(std=0.1)) for s in shards]
+    optimizer = torch.optim.AdamW(weights, foreach=True)  # as it is on CUDA
+    with Record() as record:
+        logprobs, entropy, *_ = model.token_logprobs(leaf, 0.7)
+        losses, _ = train.policy_loss("ppo", logprobs, leaf.logprobs, leaf.advantages, counts, 0.2, 0.2)
+        train.aggregate(losses - 0.01 * entropy, counts, "token", 3, len(losses), 9).backward()
+        grads = [p.grad.to_local() for p in model.parameters()]
+        train.sync.grad_norm(grads, shards, mesh.get_group())
+        for w, g in zip(weights, grads):
+            w.grad = g
+        optimizer.step()
+    assert all(g.any() for g in grads)
+    return record.seen
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", train.sync.MODEL_TYPES)
+def test_a_step_reaches_no_operator_whose_order_of_sums_is_not_ours(mesh, family, checkpointing, monkeypatch):
+    allowed = {name for names in ALLOWED.values() for name in names.split()}
+    assert operators_of_a_step(family, mesh, True, checkpointing, monkeypatch) <= allowed
+    monkeypatch.undo()
+    caught = operators_of_a_step(family, mesh, False, checkpointing, monkeypatch) - allowed
+    assert "mean" in caught and any("scaled_dot_product" in name for name in caught)  # the libraries' own are
 
 
 # ---- presets
