@@ -114,6 +114,8 @@ def _pad(x, rows, cols):
 
 def mm(a, b):
     """a (M, K) @ b (K, N) -> (M, N). Zero rows and columns fill the last tiles, so each call has whole tiles only."""
+    if _triton(a, b):
+        return matmul(a, b)
     (M, _), N = a.shape, b.shape[1]
     a, b = _pad(a, TILE, 1), _pad(b, 1, TILE)
     out = a.new_empty(a.shape[0], b.shape[1])
@@ -1132,6 +1134,11 @@ def gpu_log_softmax(x, dim, half_to_float):
     return out
 
 
+def gpu_softmax(x, dim, half_to_float):
+    """aten::_softmax along the last dim: no log-prob needs it, but SGLang's sampler draws from it."""
+    return torch.exp(gpu_log_softmax(x, dim, half_to_float))
+
+
 def head_logits(hidden, weight):
     """hidden (M, H) @ weight (V, H)^T -> (M, V) float32, accumulated and returned in float32. Not differentiable."""
     if _triton(hidden, weight):
@@ -1255,7 +1262,7 @@ def enable_batch_invariant():
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        gpu = dict(mm=matmul, bmm=matmul, addmm=addmm, _log_softmax=gpu_log_softmax)
+        gpu = dict(mm=matmul, bmm=matmul, addmm=addmm, _log_softmax=gpu_log_softmax, _softmax=gpu_softmax)
         gpu["embedding_dense_backward"] = embedding_backward
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want

@@ -612,7 +612,7 @@ if __name__ == "__main__":
         moments = [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
         return moments + [s for s in shards if s.name == "value_head"]
 
-    if batch_invariant and place == "cpu":
+    if batch_invariant:
         kernels.enable_batch_invariant()
     if ranks.is_trainer:
         model = build_model(hf, ranks.mesh, place, batch_invariant, critic=advantage == "gae")
@@ -721,9 +721,10 @@ if __name__ == "__main__":
                     losses, sums["importance_mean"], sums["importance_not_one"] = losses * w, w, w != 1
                 if entropy_coef:  # Schulman et al. 2017, equation 9
                     losses = losses - entropy_coef * entropy
-                if kl_coef:
+                if frozen:
                     sums["kl_reference"] = kl(logprobs, leaf.reference, kl_estimator)
-                    losses = losses if kl_in_reward else losses + kl_coef * sums["kl_reference"]
+                if kl_coef and not kl_in_reward:
+                    losses = losses + kl_coef * sums["kl_reference"]
                 if values is not None:
                     sums["value_loss"] = value_loss(values, leaf.values, leaf.returns, value_clip)
                     losses = losses + value_coef * sums["value_loss"]

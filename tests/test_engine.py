@@ -247,9 +247,10 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
     engine = RolloutEngine.__new__(RolloutEngine)
     engine.config, engine.manager, engine.name, engine.log, engine.version = CONFIG, Manager(), "engine 0", "log", 3
     engine.lends, engine.asleep, engine.loop = lends, False, asyncio.new_event_loop()
-    job = dict(rows=[], engines=1, step=0)
+    job = dict(rows={}, engines=1, step=0)
     engine.rollout(None, job | dict(stream="eval"))
     engine.rollout(None, job | dict(stream="rl"))
+    engine.sleep()
     assert engine.version == (None if lends else 3)
     for last in (False, True):
         engine.take_weights([("w", torch.ones(4))], 4, last)

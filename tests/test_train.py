@@ -365,6 +365,24 @@ def test_trainer_logprobs_and_gradients_are_those_of_plain_transformers(scratch,
         assert torch.allclose(p.grad.to_local().double(), grads[s.name], atol=1e-4), s.name
 
 
+def test_a_critic_learns_the_returns_and_starts_at_zero(scratch, mesh):
+    model = train.build_model(train.sync.check_model(scratch, DEFAULTS), mesh, "cpu", True, critic=True)
+    policy = [s for s in train.sync.shards(model, mesh) if s.name != "value_head"]
+    train.sync.load_weights(policy, scratch, tied=True)
+    model.value_head.to_local().detach().zero_()
+    leaf = train.pack([s._replace(returns=s.logprobs) for s in make_samples()], "cpu")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(20):
+        *_, values, ends = model.token_logprobs(leaf, 1.0)
+        assert ends.shape == (3,) and (values.any() or not losses)
+        loss = train.value_loss(values, leaf.values, leaf.returns, 0.0).sum()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[0] == pytest.approx(float(leaf.returns.square().sum() / 2)) and losses[-1] < 0.3 * losses[0]
+
+
 def test_a_sample_does_not_see_what_it_is_packed_with_nor_the_gradient_the_cut_into_leaves(scratch, mesh):
     """Log-probs bit for bit; the gradient up to the order of its sums, which the cut is there to set."""
     samples = [
