@@ -136,6 +136,26 @@ def install_operators(backend, inv_freq):
     register_attention_backend(backend)(PagedAttention)
 
 
+def install_in_trainer(model, inv_freq):
+    """The same for a Hugging Face model in the trainer's process: its own norms, MLPs and rotary embedding."""
+    model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
+    modeling = sys.modules[type(model.model.rotary_emb).__module__]
+    theirs = modeling.apply_rotary_pos_emb
+
+    def rope(q, k, cos, sin):  # of (1, heads, N, D). It serves all models in this process: our table is (N, D / 2)
+        if cos.dim() == 3:
+            return theirs(q, k, cos, sin)
+        q, k = kernels.rope(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin)
+        return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+
+    modeling.apply_rotary_pos_emb = rope
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
+        elif name.endswith(".mlp"):
+            module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x), m.up_proj(x)))
+
+
 def check_weights(scheduler, expected):
     """
     Raises ValueError unless the model that this scheduler runs has the parameters {Hugging Face's name: hash}. SGLang
@@ -232,9 +252,11 @@ def rope_frequencies(hf, device):
     inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
     if device == "cuda":
         dim, chip = 2 * len(inv_freq), torch.cuda.get_device_capability()
+        groups = hf.num_attention_heads / hf.num_key_value_heads
         require(dim in (64, 128), f"init_from: head_dim={dim}; on CUDA it must be 64 or 128")
+        require(groups in range(1, 9), f"init_from: {groups:g} query heads to a key head; on CUDA 1 to 8")
         cure = "kernels.py is for 9.0 (Hopper); or --batch_invariant=False"
-        require(chip[0] == 9, f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
+        require(chip == (9, 0), f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
     return inv_freq
 
 

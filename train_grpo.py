@@ -35,7 +35,7 @@ import kernels
 import sync
 from configurator import ORIGINS, block, configure, require, resume_config, versions
 from rewards import encode_answers, encode_prompts, load_reward, load_rows, permutation
-from rollout_server import RolloutEngine
+from rollout_server import RolloutEngine, install_in_trainer, rope_frequencies
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -399,8 +399,6 @@ def build_model(hf, mesh, device, batch_invariant, critic=False):
     from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from rollout_server import rope_frequencies
-
     ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.packed_attention)
     attention = "batch_invariant" if batch_invariant else "sdpa"
     with torch.device("meta"):
@@ -414,24 +412,8 @@ def build_model(hf, mesh, device, batch_invariant, critic=False):
         part.set_custom_reduce_scatter(sync.TreeReduceScatter())
     model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
-    if batch_invariant:  # what `install_operators` does in the engine
-        inv_freq = rope_frequencies(hf, device).to(device)
-        model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
-        modeling = sys.modules[type(model.model.rotary_emb).__module__]
-        theirs = modeling.apply_rotary_pos_emb
-
-        def rope(q, k, cos, sin):  # of (1, heads, N, D). It serves all models in this process: our table is (N, D / 2)
-            if cos.dim() == 3:
-                return theirs(q, k, cos, sin)
-            q, k = kernels.rope(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin)
-            return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
-
-        modeling.apply_rotary_pos_emb = rope
-        for name, module in model.named_modules():
-            if name.endswith("norm"):
-                module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
-            elif name.endswith(".mlp"):
-                module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x), m.up_proj(x)))
+    if batch_invariant:
+        install_in_trainer(model, rope_frequencies(hf, device).to(device))
     model.token_logprobs = types.MethodType(token_logprobs, model)
     register_fsdp_forward_method(model, "token_logprobs")
     return model

@@ -541,8 +541,9 @@ def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, paramete
     assert all(size <= 256 << 20 or len(b) == 1 for size, b in zip(sizes, buckets))
 
 
-def test_tiny_is_a_valid_preset():
-    config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / "config/tiny.py")])
+@pytest.mark.parametrize("name", ["tiny", "one_gpu"])
+def test_a_scratch_preset_is_valid(name):
+    config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / f"config/{name}.py")])
     for world in (1, 2, 3):
         train.check_config(config, world)
 

@@ -1,0 +1,31 @@
+"""
+A Qwen3 of 250 M parameters from scratch on one Hopper GPU, on the sums of config/tiny.py: bfloat16, our Triton kernels
+and CUDA graphs, no download. Run it twice: the digests must be equal, and no log-prob may differ in any step.
+
+    python train_grpo.py config/one_gpu.py
+    python train_grpo.py config/one_gpu.py --out_dir=out/one_gpu_again --cuda_graphs=False
+
+Wall time and result: not measured yet.
+"""
+
+out_dir = "out/one_gpu"
+arithmetic_min = 10
+arithmetic_size = 50
+max_prompt_tokens = 8
+max_new_tokens = 4
+warmup_sft_steps = 200
+sft_learning_rate = 2e-4
+prompts_per_step = 64
+group_size = 8
+max_steps = 60
+leaves = 4
+learning_rate = 2e-5
+lr_decay_steps = 60
+engine_memory = 0.3
+checkpoint_every = 0
+scratch_layers = 16
+scratch_hidden = 1024
+scratch_heads = 16
+scratch_kv_heads = 8
+scratch_head_dim = 128
+scratch_mlp = 3072
