@@ -1262,14 +1262,14 @@ def enable_batch_invariant():
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
+        cpu = dict(mm=mm, addmm=addmm, silu=silu, silu_backward=silu_backward)
         gpu = dict(mm=matmul, bmm=matmul, addmm=addmm, _log_softmax=gpu_log_softmax, _softmax=gpu_softmax)
         gpu["embedding_dense_backward"] = embedding_backward
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want
-            for name in ("mm", "addmm", "silu", "silu_backward"):
-                _library.impl(name, globals()[name], "CPU", allow_override=True)
-            for name, kernel in gpu.items():
-                _library.impl(name, kernel, "CUDA", allow_override=True)
+            for device, kernels in dict(CPU=gpu if INTERPRET else cpu, CUDA=gpu).items():
+                for name, kernel in kernels.items():
+                    _library.impl(name, kernel, device, allow_override=True)
 
 
 def disable_batch_invariant():

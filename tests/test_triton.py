@@ -57,6 +57,20 @@ class Compiled:
         return f"{self.name} {self.options}"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def interpreter():
+    """{file: its run}, begun before the first test here and read by the last: it is slow, and has one thread."""
+    options = dict(cwd=Path(__file__).parent.parent, env=os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
+    options |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pytest_of = [sys.executable, "-m", "pytest", "-x", "-W", "ignore"]
+    files = "triton_interpreted", "triton_engine"
+    runs = {file: subprocess.Popen([*pytest_of, f"tests/{file}.py"], **options) for file in files}
+    yield runs
+    for run in runs.values():
+        run.kill()
+        run.wait()
+
+
 def launches(work, compiled=True):
     """What `work` launches, each specialization once, in the place of running it."""
     found = {}
@@ -282,14 +296,12 @@ def test_contraction_spills_and_too_much_shared_memory_are_caught(tmp_path):
 # ---- the interpreter, in a process of its own
 
 
-def test_the_operators_are_right_and_batch_invariant_in_the_interpreter():
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-m", "pytest", "-x", "-W", "ignore", "tests/triton_interpreted.py"]
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 60
+@pytest.mark.parametrize("file,tests", [("triton_interpreted", 60), ("triton_engine", 0)])
+def test_the_operators_are_right_and_batch_invariant_in_the_interpreter(interpreter, file, tests):
+    """Alone, and all of them between the real engine and the trainer."""
+    output, _ = interpreter[file].communicate()
+    assert interpreter[file].returncode == 0, output[-6000:]
+    assert int(re.search(r"(\d+) passed", output)[1]) > tests
 
 
 # ---- the CPU's path of the same functions, and a machine without a GPU
