@@ -312,7 +312,7 @@ def save_tokenizer(folder, tokenizer, stop_tokens):
     from transformers import GenerationConfig
 
     tokenizer.save_pretrained(folder)
-    GenerationConfig(eos_token_id=stop_tokens).save_pretrained(folder)
+    GenerationConfig(eos_token_id=stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]).save_pretrained(folder)
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -57,10 +57,10 @@ def test_a_resume_that_lost_the_optimizer_is_caught(two_ranks, tmp_path):
     assert status == 1 and "rl step 16 came out otherwise than before the interruption" in error_line(output)
 
 
-def test_sigkills_at_random_moments_and_torchruns_restarts_end_in_the_undisturbed_ledger(two_ranks, tmp_path):
+def test_a_sigkill_at_a_random_moment_and_torchruns_restart_end_in_the_undisturbed_ledger(two_ranks, tmp_path):
     """tools/prove.py does the same with more kills."""
     folder = tmp_path / "run"
-    status, output, victims = run_with_kills(folder, 2, random.Random(os.urandom(8)), "--checkpoint_every=2")
+    status, output, victims = run_with_kills(folder, 1, random.Random(os.urandom(8)), "--checkpoint_every=2")
     assert status == 0, output[-4000:]
     assert victims and (folder / "ledger.jsonl").read_bytes() == (two_ranks[0] / "ledger.jsonl").read_bytes()
     wait_for(lambda: not processes_of(folder), 10)
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_a_hugging_face_model(two_ranks):
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] > 4
 
 
-# ---- replay and rollout
+# ---- replay
 
 
 def test_a_replay_without_an_engine_makes_the_same_ledger(two_ranks, tmp_path):
@@ -94,19 +94,6 @@ def test_a_replay_of_one_changed_token_is_caught(two_ranks, tmp_path):
     assert status == 2 and error_line(output).startswith("error: step 3, prompt 0, sample 0, token")
 
 
-def test_rollouts_alone_of_a_checkpoint_are_those_of_the_run(two_ranks, tmp_path):
-    """The weights of version 16 and the prompts and seeds of step 16."""
-    start = f"--init_from={two_ranks[0] / 'ckpt' / 'step_000016'}"
-    status, output = launch(tmp_path / "run", "--mode=rollout", start, "--max_steps=17")
-    assert status == 0, output[-4000:]
-    theirs, ours = (lines(x, "ledger.jsonl", "rl")[16] for x in (two_ranks[0], tmp_path / "run"))
-    for stage in ("prompts", "tokens", "logprobs", "rewards"):
-        assert ours[stage] == theirs[stage]
-    assert "weights" not in ours
-    before, after = (lines(tmp_path / "run", "ledger.jsonl", "rl")[i] for i in (15, 16))
-    assert before["tokens"] != after["tokens"]
-
-
 # ---- what is refused, and what ends in one line
 
 
@@ -114,8 +101,9 @@ def test_a_resume_with_another_config_is_refused_by_key_and_changes_nothing(two_
     folder = interrupt(two_ranks[0], tmp_path / "run")
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     status, output = launch(folder, "--init_from=resume", "--learning_rate=3e-4", "--leaves=8", timeout=60)
-    message = "error: learning_rate=0.0003 (the run has 0.0002), leaves=8 (the run has 4): cannot change on resume"
-    assert status == 2 and error_line(output).startswith(message)
+    line = error_line(output)
+    assert status == 2 and "learning_rate=0.0003 (the run has 0.0002)" in line and "leaves=8 (the run has 4)" in line
+    assert ": cannot change on resume; what can: " in line
     assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 

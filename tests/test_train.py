@@ -366,13 +366,14 @@ def test_trainer_logprobs_and_gradients_are_those_of_plain_transformers(scratch,
 
 
 def test_a_critic_learns_the_returns_and_starts_at_zero(scratch, mesh):
+    torch.manual_seed(0)
     model = train.build_model(train.sync.check_model(scratch, DEFAULTS), mesh, "cpu", True, critic=True)
     policy = [s for s in train.sync.shards(model, mesh) if s.name != "value_head"]
     train.sync.load_weights(policy, scratch, tied=True)
     model.value_head.to_local().detach().zero_()
     leaf = train.pack([s._replace(returns=s.logprobs) for s in make_samples()], "cpu")
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(20):
+    for _ in range(40):
         *_, values, ends = model.token_logprobs(leaf, 1.0)
         assert ends.shape == (3,) and (values.any() or not losses)
         loss = train.value_loss(values, leaf.values, leaf.returns, 0.0).sum()

@@ -62,7 +62,7 @@ def interpreter():
     """{file: its run}, begun before the first test here and read by the last: it is slow, and has one thread."""
     options = dict(cwd=Path(__file__).parent.parent, env=os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
     options |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    pytest_of = [sys.executable, "-m", "pytest", "-x", "-W", "ignore"]
+    pytest_of = [sys.executable, "-m", "pytest", "-x", "-n0", "-W", "ignore"]
     files = "triton_interpreted", "triton_engine"
     runs = {file: subprocess.Popen([*pytest_of, f"tests/{file}.py"], **options) for file in files}
     yield runs

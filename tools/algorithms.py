@@ -2,10 +2,10 @@
 Every algorithm on the tiny task, from one start, over some seeds: what it learns, and whether its bits hold.
 
     python tools/algorithms.py                                  # all, 3 seeds: about half an hour on two cores
-    python tools/algorithms.py grpo ppo --seeds=1 --steps=20
+    python tools/algorithms.py grpo ppo --seeds=1 --steps=20 --threads=1
 
 Supervised learning on config/tiny.py makes the start (and, going on, the teacher); from there each algorithm does the
-same number of RL steps. Its first seed is run a second time, and replayed on two trainers: both must give the same
+same number of RL steps. Other flags go to train_grpo.py. Its first seed is run a second time, and replayed on two trainers: both must give the same
 ledger. Prints a Markdown table; exit status 1 if a log-prob differed, a ledger differed or nothing was learned.
 """
 
@@ -60,7 +60,7 @@ def main():
     parser.add_argument("algorithms", nargs="*", metavar="algorithm", help=f"of {', '.join(FLAGS)}; none: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    args = parser.parse_args()
+    args, more = parser.parse_known_args()
     chosen = args.algorithms or list(FLAGS)
     if unknown := [name for name in chosen if name not in FLAGS]:
         parser.error(f"no such algorithm as {unknown[0]!r}; known are {', '.join(FLAGS)}")
@@ -69,11 +69,11 @@ def main():
     print("| algorithm | flags | held-out pass@1 | over seeds | differing log-probs | twice, and on 2 trainers |")
     print("|---|---|---|---|---|---|")
     try:
-        run(folder / "sft", *sft, f"--checkpoint_every={START}", "--keep_checkpoints=4")
+        run(folder / "sft", *sft, f"--checkpoint_every={START}", "--keep_checkpoints=4", *more)
         start, teacher = (folder / f"sft/ckpt/step_{n * START:06d}" for n in (1, 3))
         common = f"--init_from={start} --warmup_sft_steps=0 --prompts_per_step=32 --eval_samples=4 --checkpoint_every=0"
         for name in chosen:
-            flags = [*common.split(), f"--max_steps={args.steps}", f"--lr_decay_steps={args.steps}"]
+            flags = [*common.split(), *more, f"--max_steps={args.steps}", f"--lr_decay_steps={args.steps}"]
             flags += FLAGS[name].format(teacher=teacher).split()
             before, after, different = [], [], 0
             for seed in range(1, args.seeds + 1):

@@ -34,6 +34,7 @@ arithmetic_size = 10
 max_prompt_tokens = 8
 max_new_tokens = 6
 eval_size = 20
+threads = 1
 warmup_sft_steps = 60
 sft_learning_rate = 2e-3
 sft_batch = 32
