@@ -5,8 +5,9 @@ Every algorithm on the tiny task, from one start, over some seeds: what it learn
     python tools/algorithms.py grpo ppo --seeds=1 --steps=20 --threads=1
 
 Supervised learning on config/tiny.py makes the start (and, going on, the teacher); from there each algorithm does the
-same number of RL steps. Other flags go to train_grpo.py. Its first seed is run a second time, and replayed on two trainers: both must give the same
-ledger. Prints a Markdown table; exit status 1 if a log-prob differed, a ledger differed or nothing was learned.
+same number of RL steps. Its first seed is run a second time, and replayed on two trainers: both must give the same
+ledger. Prints a Markdown table; exit status 1 if a log-prob differed, a ledger differed or nothing was learned. Flags
+it does not know go to train_grpo.py.
 """
 
 import argparse
