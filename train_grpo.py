@@ -185,16 +185,8 @@ def check_config(config, world):
     grouped = c.advantage not in ("reinforce++", "gae", "distill")
     alone = f"group_size={c.group_size}: the baseline of advantage={c.advantage!r} is"
     require(c.group_size > 1 or not grouped, f"{alone} the mean of the group; use at least 2")
-    for key in (
-        "prompts_per_step",
-        "group_size",
-        "eval_samples",
-        "reject_best",
-        "max_new_tokens",
-        "max_prompt_tokens",
-        "engine_timeout",
-        "keep_checkpoints",
-    ):
+    positive = "prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout"
+    for key in (*positive.split(), "keep_checkpoints"):
         require(config[key] > 0, f"{key}={config[key]}: must be more than 0")
     require(c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, f"leaves={c.leaves}: not a power of two; use 1, 2, 4, ..")
     product = "prompts_per_step * group_size"
@@ -207,9 +199,7 @@ def check_config(config, world):
         only = f"{key}={config[key]!r}: is for --{other}={value}"
         require(config[key] == DEFAULTS[key] or config[other] == value, only)
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
-    require(
-        per_sequence, f"loss='gspo': its ratio is a sequence's; --loss_aggregation=sequence, not {c.loss_aggregation}"
-    )
+    require(per_sequence, "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation=sequence")
     several = c.updates_per_batch == 1 or c.loss != "pg" and c.updates_per_batch > 1
     require(several, f"updates_per_batch={c.updates_per_batch}: loss='pg' has no ratio; use 1, or --loss=ppo")
     refers = not c.kl_coef or c.reference or c.init_from != "scratch"

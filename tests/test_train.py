@@ -568,7 +568,7 @@ BAD = [
     (dict(mode="replay", queue_dir="no/queue"), 1, "queue_dir='no/queue': mode='replay' needs"),
     (dict(queue_dir="out/x"), 1, "queue_dir='out/x': is for --mode=replay"),
     (dict(mode="serve"), 1, "mode='serve': use grpo, replay, sft"),
-    (dict(loss="gspo"), 1, "loss='gspo': its ratio is a sequence's; --loss_aggregation=sequence"),
+    (dict(loss="gspo"), 1, "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation"),
     (dict(loss="pg", updates_per_batch=2), 1, "updates_per_batch=2: loss='pg' has no ratio"),
     (dict(updates_per_batch=0), 1, "updates_per_batch=0"),
     (dict(advantage="ppo"), 1, "advantage='ppo': use grpo, dr_grpo"),
