@@ -3,13 +3,18 @@ Sampled tokens per second in steady state, of rollout and training together.
 
     python tools/bench.py                                    # 64 samples of 32 tokens, 0.8 M parameters, one process
     python tools/bench.py --ranks=2 --new_tokens=128
+    python tools/bench.py --onoff                            # with and without our operators, twice each
+    python tools/bench.py --operators                        # on a GPU: each operator against the library's
 
 Runs train_grpo.py for some steps with samples of a fixed length and takes the median over the steps after the first
-four, which warm up.
+four, which warm up. `--operators` times one operator after the other at the shapes of Qwen3 instead: random numbers,
+several sets of inputs where one would fit the cache, CUDA graphs, ours and the library's in turn, medians. Beside each
+time is the roof, the larger of bytes / copy rate and operations / matmul rate, both rates measured in the same run.
 """
 
 import argparse
 import json
+import math
 import platform
 import shutil
 import statistics
@@ -19,29 +24,38 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# shapes of --operators
+TOKENS = 8192  # of a training leaf
+HEAD_TOKENS = 4096  # of it with the logits of the alternative, which are in memory several times
+DECODE = 16, 64, 512  # rows of a decode step's matmuls
+PACKS = (8, 1024), (2, 4096)  # sequences, tokens each
+CACHES = (16, 2048), (128, 2048)  # decoded sequences, keys each
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1, help="1: one process in turn; more: torchrun")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--new_tokens", type=int, default=32)
-    args, flags = parser.parse_known_args()
+# ---- end to end
+
+
+def measure(args, *more):
+    """The metrics of a run's steps after the first four."""
     folder = Path(tempfile.mkdtemp(prefix="bench"))
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", "--standalone"]
     command = [
         sys.executable, *(torchrun if args.ranks > 1 else []), "train_grpo.py", f"--out_dir={folder / 'run'}",
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
-        "--prompts_per_step=8", "--group_size=8", "--leaves=4", "--ignore_eos", *flags,
+        "--prompts_per_step=8", "--group_size=8", "--leaves=4", "--ignore_eos", *args.flags, *more,
     ]  # fmt: skip
     # rewards that differ, so that no gradient is zero and nothing is skipped
     (folder / "reward.py").write_text("def length(prompt, response, answer):\n    return float(len(set(response)))\n")
     command.append(f"--reward={folder / 'reward.py'}:length")
     try:
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][4:]
+        return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][4:]
     finally:
         shutil.rmtree(folder)
+
+
+def end_to_end(args):
+    steps = measure(args)
 
     def median(key):
         return statistics.median(step[key] for step in steps)
@@ -51,6 +65,383 @@ def main():
     for key in ("wait_seconds", "rollout_seconds", "train_seconds", "sync_seconds", "step_seconds"):
         print(f"  {key:16s} {median(key):.3f}")
     print(f"  tokens_per_second {median('tokens_per_second'):.0f} (of rollout and training together)")
+
+
+def onoff(args):
+    """On, off, on, off: what differs between two runs of one kind is noise."""
+    from bits import machine
+
+    components = dict(rollout="rollout_seconds", trainer="train_seconds", weights="sync_seconds", step="step_seconds")
+    rates = {name: {True: [], False: []} for name in components}  # tokens per second of each run
+    for on in (True, False) * 2:
+        steps = measure(args, f"--batch_invariant={on}", "--strict=" + str(on))
+        for name, key in components.items():
+            seconds = [(x["tokens_per_second"] * x["step_seconds"], x[key]) for x in steps]
+            rates[name][on].append(statistics.median(tokens / max(s, 1e-9) for tokens, s in seconds))
+    print("| tokens per second of | batch-invariant, each run | off, each run | on / off |\n|---|---|---|---|")
+    for name, runs in rates.items():
+        each = (", ".join(f"{x:.0f}" for x in runs[on]) for on in (True, False))
+        ratio = statistics.median(runs[True]) / statistics.median(runs[False])
+        print(f"| {name} | {' | '.join(each)} | {ratio:.3f} |")
+    print(f"\n{platform.machine()}, {args.steps - 4} steps a run, {machine()}")
+
+
+# ---- one operator at a time, on a GPU
+
+
+def library_attention(q, k, v, scale, causal):
+    """{backend: SDPA} of those that take the shape; q, k, v (B, heads, n, D)."""
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    found = {}
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+
+        def call(backend=backend):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+
+        try:
+            call()
+            found["SDPA " + backend.name.split("_")[0].lower()] = call
+        except RuntimeError:  # this backend does not take it
+            pass
+    return found
+
+
+def cases(model):
+    """
+    (operator, shape, bytes, operations, make, bits) of a model's operators. make() -> {name: call} on fresh inputs;
+    bits() -> (ours of few rows, those rows of ours of many). Bytes: each input and output once. The functions are of
+    use until the next one is asked for.
+    """
+    import torch
+    import torch.nn.functional as F
+    from bits import DEVICE, MODELS, VOCABULARY, linears, random
+
+    import kernels
+
+    hidden, heads, kv_heads, mlp = MODELS[model]
+    D, R, some = 128, TOKENS, slice(3, 8)
+
+    def backward(forward, inputs, name, alternative):
+        """make() of a backward pass: the forward ran before, its graph is kept."""
+
+        def call(f):
+            xs = [x.detach().requires_grad_() for x in inputs]
+            out = f(*xs)
+            grads = [torch.randn_like(x) for x in (out if isinstance(out, tuple) else (out,))]
+            return lambda: torch.autograd.grad(out, xs, grads, retain_graph=True)
+
+        return {"ours": call(forward), name: call(alternative)}
+
+    def both(name, shape, size, passes, f, library, alternative, inputs, operations=0):
+        """Forward and backward of an operator on rows; passes: tensors of the shape read and written by each."""
+
+        def make():
+            xs = inputs()
+            return {"ours": lambda: f(*xs), library: lambda: alternative(*xs)}
+
+        def bits(back=False):
+            # the rows' own inputs come first; the others, such as a norm's weight, have one dim
+            def run(pick):
+                torch.manual_seed(1)
+                xs = [(x[pick] if x.dim() > 1 else x).detach().requires_grad_(back) for x in inputs()]
+                out = f(*xs)
+                out = out if isinstance(out, tuple) else (out,)
+                if not back:
+                    return out
+                grads = [((i + 1.0) * x.detach() + 0.5) for i, x in enumerate(out)]
+                return [g for g in torch.autograd.grad(out, xs, grads) if g.dim() > 1]
+
+            few, many = run(some), run(slice(None))
+            return few, [x[some] for x in many]
+
+        yield name, shape, passes[0] * size * 2, operations, make, bits
+        again = lambda: backward(f, inputs(), library, alternative)  # noqa: E731
+        yield name + " backward", shape, passes[1] * size * 2, operations * 2, again, lambda: bits(True)
+
+    shapes = linears(model) | {"head": (VOCABULARY, hidden)}
+    for name, (N, K) in shapes.items():
+        layouts = [("NT", M) for M in (*DECODE, R)] + [("NN", R), ("TN", R)]
+        for layout, M in layouts[: len(DECODE) if name == "head" else None]:
+            # y = x w^T, dx = dy w, dw = dy^T x: (rows, columns, sum over) of the product
+            rows, columns, K_ = {"NT": (M, N, K), "NN": (M, K, N), "TN": (N, K, M)}[layout]
+            dtype = torch.float32 if name == "head" else None  # None: that of the operands
+
+            def operands():
+                a = random(rows, K_) if layout[0] == "N" else random(K_, rows).t()
+                return a, random(K_, columns) if layout[1] == "N" else random(columns, K_).t()
+
+            def make():
+                a, b = operands()
+                call = lambda: kernels.matmul(a, b, out_dtype=dtype)  # noqa: E731
+                return {"ours": call, "torch.mm": lambda: torch.mm(a, b).to(dtype or a.dtype)}
+
+            def bits():
+                a, b = operands()
+                few, many = (kernels.matmul(x, b, out_dtype=torch.float32) for x in (a[some], a))
+                return [few], [many[some]]
+
+            size = 2 * (rows * K_ + K_ * columns) + (4 if dtype else 2) * rows * columns
+            yield f"matmul {layout}", f"{name} {rows}x{columns}x{K_}", size, 2 * rows * columns * K_, make, bits
+    for name, C, n in (("rms_norm", hidden, R), ("q-norm", D, R * heads)):
+        weight = random(C)
+        theirs = lambda x, w: F.rms_norm(x, (C,), w, 1e-6)  # noqa: E731
+        ours = lambda x, w: kernels.rms_norm(x, w, 1e-6)  # noqa: E731
+        inputs = lambda: (random(n, C), weight)  # noqa: E731
+        yield from both(name, f"{n}x{C}", n * C, (2, 3), ours, "F.rms_norm", theirs, inputs)
+    weight = random(hidden)
+
+    def sum_and_norm(x, residual, w):
+        s = x + residual
+        return F.rms_norm(s, (hidden,), w, 1e-6), s
+
+    yield from both(
+        "rms_norm + residual", f"{R}x{hidden}", R * hidden, (4, 4), lambda x, r, w: kernels.rms_norm(x, w, 1e-6, r),
+        "x + r, F.rms_norm", sum_and_norm, lambda: (random(R, hidden), random(R, hidden), weight),
+    )  # fmt: skip
+    yield from both(
+        "swiglu", f"{R}x{mlp}", R * mlp, (3, 5), kernels.swiglu,
+        "F.silu(g) * u", lambda g, u: F.silu(g) * u, lambda: (random(R, mlp), random(R, mlp)),
+    )  # fmt: skip
+    cos, sin = kernels.rope_table(1e6 ** -(torch.arange(0, D, 2, device=DEVICE) / D), torch.arange(R, device=DEVICE))
+
+    def rope(q, k):  # the same positions for few rows as for many
+        at = some if len(q) == 5 else slice(None)
+        return kernels.rope(q, k, cos[at], sin[at])
+
+    def turn(q, k, c=cos.repeat(1, 2).bfloat16()[:, None], s=sin.repeat(1, 2).bfloat16()[:, None]):
+        return tuple(x * c + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * s for x in (q, k))
+
+    size = R * (heads + kv_heads) * D
+    shape = f"{R} x ({heads} + {kv_heads}) x {D}"
+    inputs = lambda: (random(R, heads, D), random(R, kv_heads, D))  # noqa: E731
+    yield from both("rope", shape, size, (2, 2), rope, "x cos + turned x sin", turn, inputs)
+
+    M, w = HEAD_TOKENS, random(VOCABULARY, hidden) / hidden**0.5
+    targets = torch.randint(VOCABULARY, (M,), device=DEVICE)
+
+    def head(h, w):
+        return kernels.token_logprobs(h, w, targets[some] if len(h) == 5 else targets)[0]
+
+    def library_head(h, w):
+        return torch.log_softmax((h @ w.t()).float(), -1).gather(1, targets[:, None])[:, 0]
+
+    operations = 2 * M * VOCABULARY * hidden
+
+    def make():
+        h = random(M, hidden)
+        return {"ours": lambda: head(h, w), "log_softmax(h w^T)": lambda: library_head(h, w)}
+
+    def bits(back=False):
+        h = random(M, hidden)
+        found = []
+        for x in (h[some], h):
+            x = x.detach().requires_grad_(back)
+            out = head(x, w)
+            found.append(torch.autograd.grad(out, x, torch.ones_like(out))[0] if back else out)
+        return [found[0]], [found[1][some]]
+
+    def head_back():
+        return backward(head, (random(M, hidden), w), "log_softmax(h w^T)", library_head)
+
+    size = 2 * (M * hidden + VOCABULARY * hidden)
+    yield "log-probs, eager", f"{M}x{VOCABULARY}x{hidden}", size, operations, make, bits
+    shape = f"{M}x{VOCABULARY}x{hidden}"
+    yield "log-probs backward, eager", shape, 2 * size, 2 * operations, head_back, lambda: bits(True)
+
+    for B, n in PACKS:
+        plan, alone = (kernels.packed_plan([n] * b, DEVICE) for b in (B, 1))
+
+        def make(back=False):
+            xs = [random(B * n, h, D) for h in (heads, kv_heads, kv_heads)]
+            batched = [x.view(B, n, -1, D).transpose(1, 2).contiguous() for x in xs]
+            if back:
+                xs, batched = ([x.requires_grad_() for x in each] for each in (xs, batched))
+            calls = {"ours": lambda: kernels.attention(*xs, plan, D**-0.5)}
+            calls |= library_attention(*batched, D**-0.5, True)
+            if not back:
+                return calls
+
+            def call(f, inputs):
+                out = f()
+                grad = torch.randn_like(out)
+                return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+            return {name: call(f, xs if name == "ours" else batched) for name, f in calls.items()}
+
+        def bits(back=False):
+            xs = [random(B * n, h, D) for h in (heads, kv_heads, kv_heads)]
+            found = []
+            for m, p in ((n, alone), (B * n, plan)):
+                leaves = [x[-m:].detach().requires_grad_(back) for x in xs]
+                out = kernels.attention(*leaves, p, D**-0.5)
+                found.append(torch.autograd.grad(out, leaves, out.detach()) if back else [out])
+            return found[0], [x[-n:] for x in found[1]]
+
+        shape, operations = f"{B} x {n}, {heads}/{kv_heads} heads", 2 * B * n * n * heads * D  # half of 4 n^2, causal
+        size = 2 * B * n * (2 * heads + 2 * kv_heads) * D
+        yield "attention", shape, size, operations, make, bits
+        yield "attention backward", shape, 2 * size, operations * 5 // 2, lambda: make(True), lambda: bits(True)
+    for B, n in CACHES:
+        table = torch.randperm(B * n, device=DEVICE).view(B, n).int()
+        ones, requests = torch.ones(B, dtype=torch.long, device=DEVICE), torch.arange(B, device=DEVICE)
+        plans = [kernels.paged_plan(ones[:b], ones[:b] * n, table, requests[-b:]) for b in (B, 5)]
+
+        def make():
+            q, k, v = random(B, heads, D), random(B * n, kv_heads, D), random(B * n, kv_heads, D)
+            x, y, z = q[:, :, None], *(t.view(B, n, kv_heads, D).transpose(1, 2).contiguous() for t in (k, v))
+            calls = {"ours": lambda: kernels.attention(q, k, v, plans[0], D**-0.5)}
+            return calls | library_attention(x, y, z, D**-0.5, False)
+
+        def bits():
+            q, k, v = random(B, heads, D), random(B * n, kv_heads, D), random(B * n, kv_heads, D)
+            few, many = (
+                kernels.attention(q[-5:], k, v, plans[1], D**-0.5),
+                kernels.attention(q, k, v, plans[0], D**-0.5),
+            )
+            return [few], [many[-5:]]
+
+        size, operations = 4 * B * n * kv_heads * D, 4 * B * n * heads * D
+        yield "attention decode", f"{B} x {n} keys, {heads}/{kv_heads} heads", size, operations, make, bits
+
+    ids = torch.randint(VOCABULARY, (R,), device=DEVICE)
+
+    def make():
+        grad = random(R, hidden)
+        args = ids, VOCABULARY, -1, False
+        theirs = lambda: torch.ops.aten.embedding_dense_backward(grad, *args)  # noqa: E731
+        return {"ours": lambda: kernels.embedding_backward(grad, *args), "torch": theirs}
+
+    def bits():
+        grad, low = random(R, hidden), ids < VOCABULARY // 2
+        few, many = (kernels.embedding_backward(grad[x], ids[x], VOCABULARY, -1, False) for x in (low, low | ~low))
+        return [few[: VOCABULARY // 2]], [many[: VOCABULARY // 2]]
+
+    yield "embedding backward, eager", f"{R} of {VOCABULARY}x{hidden}", 2 * (R + VOCABULARY) * hidden, 0, make, bits
+    n = hidden * mlp * 3  # an MLP's gradient, in rows of one fixed length
+
+    def make():
+        x = torch.randn(n // 65536, 65536, device=DEVICE)
+        return {"ours": lambda: kernels.row_sums(x), "torch.sum": lambda: x.sum(1)}
+
+    def bits():
+        x = torch.randn(n // 65536, 65536, device=DEVICE)
+        return [kernels.row_sums(x[some])], [kernels.row_sums(x)[some]]
+
+    yield "row_sums", f"{n // 65536}x65536 float32", 4 * n, 0, make, bits
+
+
+def medians(runs, budget=0.3):
+    """Seconds of each run, taken in turn: [(median, distance of the quartiles / median)]."""
+    import torch
+
+    times, rounds = [[] for _ in runs], 5
+    while len(times[0]) < rounds:
+        for run, found in zip(runs, times):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3)
+        if len(times[0]) == 1:  # budget: seconds for all of them
+            rounds = max(5, min(50, int(budget / sum(t[0] for t in times))))
+    quartiles = [statistics.quantiles(t, n=4) for t in times]
+    return [(q[1], (q[2] - q[0]) / q[1]) for q in quartiles]
+
+
+def ceilings():
+    """(bytes read and written per second by a copy, operations per second of a large bfloat16 torch.mm)."""
+    import torch
+    from bits import random
+
+    source, x = random(1 << 30), random(8192, 8192)
+    target = torch.empty_like(source)
+    runs = [lambda: target.copy_(source), lambda: x @ x]
+    medians(runs)  # warm
+    (copy, _), (product, _) = medians(runs, 1.0)
+    return 2 * source.nbytes / copy, 2 * 8192**3 / product
+
+
+def operators():
+    import torch
+
+    if not torch.cuda.is_available():
+        print("--operators needs a CUDA device", file=sys.stderr)
+        sys.exit(2)
+    sys.path.insert(0, str(ROOT))
+    from bits import MODELS, differing, machine
+
+    stream = torch.cuda.Stream()  # the one that graphs are captured on: a backward pass runs where its forward ran
+
+    def replay(calls):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        return graph.replay
+
+    good = True
+    with torch.cuda.stream(stream):
+        bandwidth, rate = ceilings()
+        print(f"copy {bandwidth / 1e12:.2f} TB/s, torch.mm of 8192^3 in bfloat16 {rate / 1e12:.0f} TFLOP/s\n")
+        print("| Qwen3 | operator | shape | us | spread | roof us | roof / us | library | us | library / ours | bits |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        cache = torch.cuda.get_device_properties(0).L2_cache_size
+        for model in MODELS:
+            for name, shape, size, operations, make, bits in cases(model):
+                try:
+                    few, many = bits()
+                    different = sum(int(differing(a, b)) for a, b in zip(few, many, strict=True))
+                    sets = [make() for _ in range(max(1, min(16, math.ceil(4 * cache / size))))]
+                    names = list(sets[0])
+                    # several calls to a graph, or its launch would be part of the time
+                    calls = {n: [each[n] for each in sets] * math.ceil(16 / len(sets)) for n in names}
+                    if size / bandwidth + operations / rate > 1e-4 or "eager" in name:
+                        calls = {n: [each[n] for each in sets] for n in names}
+                    if "eager" in name:  # what it copies from the host or allocates cannot be captured
+                        runs = [lambda c=c: [f() for f in c] for c in calls.values()]
+                    else:
+                        runs = [replay(c) for c in calls.values()]
+                    medians(runs, 0.0)  # warm
+                    found = {n: (t / len(calls[n]), spread) for n, (t, spread) in zip(names, medians(runs))}
+                except Exception as e:  # the other operators still say something
+                    print(f"| {model} | {name} | {shape} | FAILED: {type(e).__name__}: {str(e)[:120]!r} |", flush=True)
+                    good = False
+                    continue
+                mine, spread = found.pop("ours")
+                best = min(found, key=found.get, default=None)
+                roof = max(size / bandwidth, operations / rate)
+                theirs = f"{best} | {found[best][0] * 1e6:.1f} | {found[best][0] / mine:.2f}" if best else "none | |"
+                verdict = f"{different} DIFFER" if different else "equal"
+                times = f"{mine * 1e6:.1f} | {spread:.0%} | {roof * 1e6:.1f} | {roof / mine:.2f}"
+                print(f"| {model} | {name} | {shape} | {times} | {theirs} | {verdict} |", flush=True)
+                good &= not different
+                del sets, calls, runs, few, many
+    print(f"\n{machine()}")
+    sys.exit(not good)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1, help="1: one process in turn; more: torchrun")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--new_tokens", type=int, default=32)
+    parser.add_argument("--operators", action="store_true", help="each operator at Qwen3's shapes, on a GPU")
+    parser.add_argument("--onoff", action="store_true", help="with and without the batch-invariant operators")
+    args, args.flags = parser.parse_known_args()
+    if args.operators:
+        operators()
+    elif args.onoff:
+        onoff(args)
+    else:
+        end_to_end(args)
 
 
 if __name__ == "__main__":
