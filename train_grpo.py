@@ -270,7 +270,7 @@ def gae(rewards, values, gamma, lam):
     for delta in reversed(deltas.unbind(-1)):
         later = delta + gamma * lam * later
         out.append(later)
-    return torch.stack(out[::-1], -1)
+    return torch.stack(out[::-1], -1) if out else deltas
 
 
 def value_loss(values, old_values, returns, clip):
@@ -708,7 +708,8 @@ if __name__ == "__main__":
             model.zero_grad()
             sums["loss"] = part
             if check:
-                sums["logprob_mismatch_max"] = (logprobs - leaf.logprobs).abs().max()[None]
+                distance = (logprobs - leaf.logprobs).abs()
+                sums["logprob_mismatch_max"] = torch.nn.functional.pad(distance, (0, 1)).max()  # there may be none
             rows[i] = torch.stack([x.detach().double().sum() for x in sums.values()])
         table = torch.zeros(leaves, len(sums), dtype=torch.float64, device=place)
         for i, row in rows.items():

@@ -161,6 +161,7 @@ def test_gae_of_the_worked_example_and_of_a_loop():
     ours = train.gae(torch.tensor([0.0, 0, 0, 1]), torch.tensor([0.5, 0.6, 0.7, 0.8, 0.0]), 0.99, 0.95)
     assert ours.tolist() == pytest.approx([0.4292, 0.3564, 0.2801, 0.2000], abs=5e-5)
     rewards, values = torch.randn(3, 9, dtype=torch.float64), torch.randn(3, 10, dtype=torch.float64)
+    assert train.gae(torch.zeros(3, 0), torch.zeros(3, 1), 0.9, 0.9).shape == (3, 0)  # every token filtered out
     for r, v, row in zip(rewards.tolist(), values.tolist(), train.gae(rewards, values, 0.97, 0.8).tolist()):
         assert row == pytest.approx(loop_gae(r, v, 0.97, 0.8))
 
