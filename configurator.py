@@ -8,6 +8,8 @@ The config block of a script is its schema; config files and the command line ov
 The idea is nanoGPT's. What differs: a name that is not in the block is an error, in a file too; a value has the type of
 its default; defaults < files in their order < flags, in whatever order they are typed; and what `config_source` writes
 is a config file itself. A mistake ends in one line and status 2, never in a traceback.
+
+All of it serves any script; only the last section knows the keys of train_grpo.py.
 """
 
 import os
@@ -16,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import time
+import types
 from ast import literal_eval
 from difflib import get_close_matches
 from importlib.metadata import version
@@ -175,3 +178,95 @@ def _help(defaults, script):
         above, comment = notes.get(key, ([], ""))
         lines += [*above, f"  {f'--{key}={default!r}':<36}  {comment}".rstrip()]
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# the keys of train_grpo.py: what may change on the way, and which values make no sense together
+
+# keys that say where and how fast, not what is computed: they may differ between two runs with one digest
+FREE_KEYS = {
+    "out_dir", "mode", "queue_dir", "max_steps", "device", "threads", "rollout_ranks", "colocate", "eval_every",
+    "gradient_checkpointing", "radix_cache", "cuda_graphs", "engine_memory", "engine_kv_tokens", "engine_max_running",
+    "engine_prefill_chunk", "engine_timeout", "strict", "weight_sync", "checkpoint_every", "keep_checkpoints",
+    "keep_rollouts", "sample_every", "eval_samples", "pass_reward", "reject_best",
+}  # fmt: skip
+CHOICES = {
+    "device": ("", "cpu", "cuda"),
+    "mode": ("grpo", "replay", "sft", "rollout", "reject", "eval"),
+    "weight_sync": ("", "broadcast", "ipc", "disk"),
+    "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
+    "loss": ("ppo", "gspo", "cispo", "pg"),
+    "loss_aggregation": ("token", "sequence", "constant"),
+    "importance": ("", "truncate", "mask"),
+    "kl_estimator": ("k1", "k2", "k3"),
+}
+ONLY_WITH = {  # keys that say nothing without another
+    "gamma": ("advantage", "gae"), "gae_lambda": ("advantage", "gae"), "value_coef": ("advantage", "gae"),
+    "value_clip": ("advantage", "gae"), "teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay"),
+}  # fmt: skip
+
+
+def roles(config, world):
+    """(trainers, engines) of `world` ranks; the engines' are the last ones, both may be one rank."""
+    if config["mode"] in ("replay", "sft"):
+        return world, 0
+    if config["mode"] in ("rollout", "reject", "eval"):
+        return 0, world
+    if world == 1 or config["colocate"]:
+        return world, world
+    return world - config["rollout_ranks"], config["rollout_ranks"]
+
+
+def check_config(config, world, defaults):
+    """Refuses values that make no sense together, before anything is started. world: number of ranks."""
+    c = types.SimpleNamespace(**config)
+    batch = c.prompts_per_step * c.group_size
+    grouped = c.advantage not in ("reinforce++", "gae", "distill")
+    alone = f"group_size={c.group_size}: the baseline of advantage={c.advantage!r} is"
+    require(c.group_size > 1 or not grouped, f"{alone} the mean of the group; use at least 2")
+    positive = "prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout"
+    for key in (*positive.split(), "keep_checkpoints"):
+        require(config[key] > 0, f"{key}={config[key]}: must be more than 0")
+    require(c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, f"leaves={c.leaves}: not a power of two; use 1, 2, 4, ..")
+    product = "prompts_per_step * group_size"
+    require(batch % c.leaves == 0, f"leaves={c.leaves}: does not divide the {batch} samples of a step ({product})")
+    sft_fits = c.mode != "sft" and not c.warmup_sft_steps or c.sft_batch % c.leaves == 0
+    require(sft_fits, f"sft_batch={c.sft_batch}: not a multiple of leaves={c.leaves}")
+    for key, known in CHOICES.items():
+        require(config[key] in known, f"{key}={config[key]!r}: use {', '.join(filter(None, known))}")
+    for key, (other, value) in ONLY_WITH.items():
+        only = f"{key}={config[key]!r}: is for --{other}={value}"
+        require(config[key] == defaults[key] or config[other] == value, only)
+    per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
+    require(per_sequence, "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation=sequence")
+    several = c.updates_per_batch == 1 or c.loss != "pg" and c.updates_per_batch > 1
+    require(several, f"updates_per_batch={c.updates_per_batch}: loss='pg' has no ratio; use 1, or --loss=ppo")
+    refers = not c.kl_coef or c.reference or c.init_from != "scratch"
+    require(refers, f"kl_coef={c.kl_coef}: to what? a scratch model is random; --reference=model folder")
+    for key in ("reference", "kl_in_reward"):
+        require(c.kl_coef or not config[key], f"{key}={config[key]!r}: is for kl_coef, which is 0")
+    distills = c.advantage == "distill"
+    require(c.teacher or not distills, "advantage='distill': from whom? --teacher=model folder")
+    require(not c.kl_coef or not distills, f"kl_coef={c.kl_coef}: advantage='distill' is the KL to the teacher; use 0")
+    drops = f"dynamic_sampling={c.dynamic_sampling}: advantage={c.advantage!r} learns from groups of equal rewards, too"
+    require(grouped or not c.dynamic_sampling, f"{drops}; use 0")
+    window = f"importance_floor={c.importance_floor}, importance_cap={c.importance_cap}: the weight of equal log-probs"
+    require(c.importance_floor < 1 < c.importance_cap, f"{window}, 1, must lie between")
+    tail = f"overlong_cache={c.overlong_cache}: not within max_new_tokens={c.max_new_tokens}"
+    require(0 <= c.overlong_cache < c.max_new_tokens, tail)
+    require(not c.dual_clip or c.dual_clip > 1, f"dual_clip={c.dual_clip}: a bound of the ratio; use more than 1, or 0")
+    sample = c.max_prompt_tokens + c.max_new_tokens
+    holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
+    require(holds, f"engine_kv_tokens={c.engine_kv_tokens}: one sample may take {sample + 1}; use more, or 0")
+    require(c.temperature > 0, f"temperature={c.temperature}: samples of a group must differ; use more than 0")
+    require(c.eval_temperature >= 0, f"eval_temperature={c.eval_temperature}: below 0")
+    trainers, engines = roles(config, world)
+    advice = "at least one must roll out and one train; or use --colocate"
+    split = c.mode != "grpo" or trainers > 0 < engines
+    require(split, f"rollout_ranks={c.rollout_ranks}: of {world} ranks {advice}")
+    shared = not trainers or c.leaves % trainers == 0
+    require(shared, f"leaves={c.leaves}: {trainers} trainer ranks cannot share them; use 1, 2, 4, ..")
+    replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
+    require(replays, f"queue_dir={c.queue_dir!r}: mode='replay' needs the queue of a run, such as 'out/tiny/queue'")
+    same = c.weight_sync != "ipc" or trainers == engines == world
+    require(same, "weight_sync='ipc': engine and trainer must be one process; use --colocate or another transport")

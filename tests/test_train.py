@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import train_grpo as train
-from configurator import configure
+from configurator import CHOICES, configure
 
 ROOT = Path(train.__file__).parent
 DEFAULTS = train.DEFAULTS
@@ -91,7 +91,7 @@ def loop_loss(kind, new, old, advantages, counts, low, high, dual):
 
 
 @pytest.mark.parametrize("dual", [0.0, 1.5])
-@pytest.mark.parametrize("kind", train.CHOICES["loss"])
+@pytest.mark.parametrize("kind", CHOICES["loss"])
 def test_losses_are_those_of_a_loop(kind, dual):
     counts = [7, 1, 0, 30, 12]
     new, old, advantages = random_tokens(counts)
@@ -113,7 +113,7 @@ def test_the_clipped_loss_of_the_worked_example():
     assert example.item() == pytest.approx(-0.96)  # ratio 1.6487, clipped to 1.2
 
 
-@pytest.mark.parametrize("kind", train.CHOICES["loss"])
+@pytest.mark.parametrize("kind", CHOICES["loss"])
 def test_on_policy_every_gradient_is_the_policy_gradient(kind):
     """Where new and old log-probs are equal; for gspo the samples' means are, and it spreads them over the tokens."""
     logprobs = torch.randn(10, requires_grad=True)
@@ -142,7 +142,7 @@ def test_the_gradient_of_gspo_is_that_of_its_sequence_objective():
 def test_kl_estimates_are_those_of_a_loop_and_average_to_the_kl():
     new, reference, _ = random_tokens([50])
     expected = dict(k1=lambda d: d, k2=lambda d: d * d / 2, k3=lambda d: math.exp(-d) - 1 + d)
-    for kind in train.CHOICES["kl_estimator"]:
+    for kind in CHOICES["kl_estimator"]:
         ours = train.kl(torch.tensor(new), torch.tensor(reference), kind).tolist()
         assert ours == pytest.approx([expected[kind](a - b) for a, b in zip(new, reference)], rel=1e-3, abs=1e-6)
     p, q = (torch.log_softmax(torch.randn(5, dtype=torch.float64), 0) for _ in range(2))
@@ -231,7 +231,7 @@ def test_aggregated_leaves_add_up_to_the_mean_over_the_step(cut):
         sequence=sum(x.mean() for x in samples if len(x)) / 5,
         constant=losses.sum() / (5 * 32),
     )
-    for kind in train.CHOICES["loss_aggregation"]:
+    for kind in CHOICES["loss_aggregation"]:
         total, first = 0.0, 0
         for n in cut:
             mine = counts[first : first + n]
@@ -408,7 +408,7 @@ def test_a_sample_does_not_see_what_it_is_packed_with_nor_the_gradient_the_cut_i
 
     train.kernels.enable_batch_invariant()
     try:
-        for kind in train.CHOICES["loss_aggregation"]:
+        for kind in CHOICES["loss_aggregation"]:
             logprobs, grads = run(1, kind)
             assert max(g.abs().max() for g in grads) > 1e-3
             for size in (2, 3, 6):
@@ -527,7 +527,7 @@ def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, paramete
     from transformers import Qwen3Config
 
     config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / f"config/{name}.py")])
-    train.check_config(config, world)
+    train.check_config(config, world, DEFAULTS)
     hf = Qwen3Config(
         vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
         tie_word_embeddings=name == "qwen3_0p6b", **SIZES[name],
@@ -547,7 +547,7 @@ def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, paramete
 def test_a_scratch_preset_is_valid(name):
     config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / f"config/{name}.py")])
     for world in (1, 2, 3):
-        train.check_config(config, world)
+        train.check_config(config, world, DEFAULTS)
 
 
 # ---- refusals that need no run
@@ -594,7 +594,7 @@ BAD = [
 def test_values_that_make_no_sense_are_refused_in_one_line(change, world, message, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as e:
-        train.check_config(DEFAULTS | change, world)
+        train.check_config(DEFAULTS | change, world, DEFAULTS)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")
 
