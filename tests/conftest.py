@@ -4,10 +4,13 @@ Whole runs with the real engine, launched as a user launches them: test_run.py a
 One engine takes 10 to 30 s to start, so the runs are few and many tests share each.
 """
 
+import fcntl
 import os
 import re
 import sys
+import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,8 +37,17 @@ def finish(folder, *flags, **options):
     before = orphans()
     status, output = launch(folder, *flags, **options)
     assert status == 0, output[-4000:]
-    wait_for(lambda: orphans() <= before, 5)  # the other worker's engines come and go
+    with shared_memory():
+        wait_for(lambda: orphans() <= before, 5)  # the other worker's engines come and go
     return folder, output
+
+
+@contextmanager
+def shared_memory():
+    """One worker at a time: who kills engines while they start leaves names behind, and removes them in here."""
+    with open(Path(tempfile.gettempdir(), "onecurve_tests.lock"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def orphans():

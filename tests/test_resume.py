@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
-from conftest import digest, orphans, wait_for
+from conftest import digest, orphans, shared_memory, wait_for
 from prove import ROOT, command_of, flip_token, forget_optimizer, interrupt, launch, lines, processes_of, run_with_kills
 from safetensors.torch import load_file
 
@@ -61,13 +61,14 @@ def test_a_resume_that_lost_the_optimizer_is_caught(two_ranks, tmp_path):
 def test_a_sigkill_at_a_random_moment_and_torchruns_restart_end_in_the_undisturbed_ledger(two_ranks, tmp_path):
     """tools/prove.py does the same with more kills."""
     folder = tmp_path / "run"
-    status, output, victims = run_with_kills(folder, 1, random.Random(os.urandom(8)), "--checkpoint_every=2")
+    with shared_memory():
+        status, output, victims = run_with_kills(folder, 1, random.Random(os.urandom(8)), "--checkpoint_every=2")
+        for name in orphans():
+            if name.startswith("sglang_loads_"):  # a kill while SGLang starts can leave its statistics behind
+                Path("/dev/shm", name).unlink(missing_ok=True)
     assert status == 0, output[-4000:]
     assert victims and (folder / "ledger.jsonl").read_bytes() == (two_ranks[0] / "ledger.jsonl").read_bytes()
     wait_for(lambda: not processes_of(folder), 10)
-    for name in orphans():
-        if name.startswith("sglang_loads_"):  # a kill while SGLang starts can leave its statistics behind
-            Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def test_a_checkpoint_is_a_hugging_face_model(two_ranks):
