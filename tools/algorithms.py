@@ -6,8 +6,8 @@ Every algorithm on the tiny task, from one start, over some seeds: what it learn
 
 Supervised learning on config/tiny.py makes the start (and, going on, the teacher); from there each algorithm does the
 same number of RL steps. A quarter of its first seed is run a second time, and replayed on two trainers: both must give
-the same ledger. Prints a Markdown table; exit status 1 if a log-prob differed, a ledger differed or nothing was learned. Flags
-it does not know go to train_grpo.py.
+the same ledger. Prints a Markdown table; exit status 1 if a log-prob differed, a ledger differed or nothing was
+learned. Flags it does not know go to train_grpo.py.
 """
 
 import argparse
