@@ -274,8 +274,6 @@ def check_model(folder, config, key="init_from"):
 
 def load_weights(shards, folder, tied):
     """Each rank reads its own rows of each parameter from the folder's safetensors files."""
-    from safetensors import SafetensorError, safe_open
-
     files = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:

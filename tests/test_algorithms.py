@@ -124,8 +124,8 @@ def test_rollouts_alone_are_those_of_the_run_and_the_best_of_them_become_data(tw
     assert losses[-1] < losses[0]
 
 
-def test_eval_alone_gives_pass_at_k_with_intervals_and_is_the_same_twice(two_ranks, tmp_path):
-    """The held-out prompts at the weights of a run's end: the first of four samples each is that run's own."""
+def test_eval_alone_gives_pass_at_k_with_intervals(two_ranks, tmp_path):
+    """The held-out prompts, four samples each, against a count over the rollout files."""
     start = f"--init_from={two_ranks[0] / 'ckpt' / 'step_000024'}"
     folder, output = run(tmp_path / "eval", "--mode=eval", start, "--eval_samples=4")
     (scores,) = lines(folder, "metrics.jsonl")
