@@ -57,7 +57,7 @@ TILE_KV = 16  # keys per softmax tile, counted from position 0 of the sequence; 
 CHUNK = 1024  # rows of logits held at a time; fixed, since the head's weight gradient is added chunk by chunk
 
 # Triton's own, part of the order of addition
-KEYS = 64  # keys per softmax tile, counted from position 0 of the sequence
+KEYS = 64  # keys per softmax tile, counted from position 0 of the sequence; 16 in float32
 SPLIT = 1024  # keys whose softmax is taken apart from the others', counted from position 0: decode's unit of work
 SUM_ROWS = 64  # rows a weight gradient adds before the next level of sums
 LANES = 4096  # partial sums of a long row
@@ -334,14 +334,13 @@ def row_sums(x):
 
 @triton.jit(do_not_specialize=["R"])
 def _rms_norm(
-    x, residual, weight, y, s, scale, eps, R, x_outer, x_inner,
-    INNER: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
+    x, residual, weight, y, s, scale, eps, R,
+    C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
     inside, row = (row < R)[:, None] & (c < C), row.to(tl.int64)
     at = row[:, None] * C + c
-    x += (row // INNER * x_outer + row % INNER * x_inner)[:, None] + c
-    v = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         v = (v + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(s.dtype.element_ty)
         tl.store(s + at, v, mask=inside)
@@ -384,14 +383,6 @@ def _row_config(C):
     return dict(C=C, ROWS=max(1, 2048 // block), BLOCK=block, num_warps=8 if block > 2048 else 4, **EXACT)
 
 
-def _rows(x):
-    """x (..., C) as (M, C) rows without a copy where a kernel can walk it: (x, strides of x[i], x[:, i], len(x[i]))."""
-    walks = x.stride(-1) == 1 and not any(n % 16 for n in (x.data_ptr(), *x.stride()[:-1], x.shape[-1]))
-    if walks and not x.is_contiguous() and x.dim() in (2, 3):
-        return (x, x.stride(0), 0, 1) if x.dim() == 2 else (x, x.stride(0), x.stride(1), x.shape[1])
-    return _aligned(x), x.shape[-1], 0, 1
-
-
 class RMSNorm(torch.autograd.Function):
     """
     y_i = w_i x_i r, r = (mean_j x_j^2 + eps)^-1/2 (Zhang and Sennrich 2019, eq. 4). With n = x r, h = g w:
@@ -405,10 +396,10 @@ class RMSNorm(torch.autograd.Function):
         config = _row_config(C)
         y, scale = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(R, dtype=torch.float32)
         s = torch.empty_like(y) if residual is not None else None
-        source, outer, inner, INNER = _rows(x)
-        args = source, source if s is None else _aligned(residual), _aligned(weight), y, y if s is None else s, scale
+        x = _aligned(x)
+        args = x, x if s is None else _aligned(residual), _aligned(weight), y, y if s is None else s, scale
         grid = (triton.cdiv(R, config["ROWS"]),)
-        _launch(_rms_norm, grid, *args, eps, R, outer, inner, INNER=INNER, RESIDUAL=s is not None, **config)
+        _launch(_rms_norm, grid, *args, eps, R, RESIDUAL=s is not None, **config)
         ctx.save_for_backward(x if s is None else s, weight, scale)
         ctx.residual = s is not None
         ctx.set_materialize_grads(False)
@@ -441,13 +432,16 @@ def rms_norm(x, weight, eps, residual=None):
     if _triton(x, weight, *(() if residual is None else (residual,))):
         return RMSNorm.apply(x, weight, eps, residual)
     s = x if residual is None else x + residual
-    v = s.float()
-    y = (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    y = _normed(s.float(), weight, eps).to(x.dtype)
     return y if residual is None else (y, s)
 
 
+def _normed(x, weight, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
 # ------------------------------------------------------------------------------------------------------------------
-# RoPE and SwiGLU: element by element, so there is no order
+# q/k-norm and RoPE in one pass over the heads: a row is one head of one token
 
 
 def rope_table(inv_freq, positions):
@@ -457,58 +451,142 @@ def rope_table(inv_freq, positions):
 
 
 @triton.jit
-def _rope(x, cos, sin, out, sign, x_n, x_h, H, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64)
-    h, i = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
-    inside = (h < H) & (i < HALF)
-    c = tl.load(cos + n * HALF + i, mask=i < HALF, other=0.0)
-    s = tl.load(sin + n * HALF + i, mask=i < HALF, other=0.0) * sign
-    x1 = tl.load(x + n * x_n + h * x_h + i, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + n * x_n + h * x_h + i + HALF, mask=inside, other=0.0).to(tl.float32)
-    out += (n * H + h) * HALF * 2 + i
-    tl.store(out, (x1 * c - x2 * s).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + HALF, (x2 * c + x1 * s).to(out.dtype.element_ty), mask=inside)
+def _head(q, k, q_n, k_n, row, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr):
+    """Where rows begin that are, token by token, the heads of q and then those of k."""
+    token, head = (row // (HQ + HK)).to(tl.int64), row % (HQ + HK)
+    return tl.where(head < HQ, q + token * q_n + head * D, k + token * k_n + (head - HQ) * D)[:, None]
 
 
-class RoPE(torch.autograd.Function):
-    """(x1 c - x2 s, x2 c + x1 s), x1 and x2 the halves of a head; backward turns the other way."""
+@triton.jit
+def _turn(cos, sin, row, i, inside, sign, H: tl.constexpr, D: tl.constexpr):
+    """(i of a row's other half, cos, +-sin): y_i = x_i cos +- x_other sin, with `sign` in the first half."""
+    at = (row // H).to(tl.int64)[:, None] * (D // 2) + i % (D // 2)
+    s = tl.load(sin + at, mask=inside, other=0.0) * tl.where(i < D // 2, sign, -sign)
+    return (i + D // 2) % D, tl.load(cos + at, mask=inside, other=0.0), s
+
+
+@triton.jit(do_not_specialize=["R"])
+def _norm_rope(
+    q, k, q_weight, k_weight, cos, sin, q_out, k_out, eps, R, q_n, k_n,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
+    inside = (row < R)[:, None] & (i < D)
+    other, c, s = _turn(cos, sin, row, i, inside, -1.0, HQ + HK, D)
+    at = _head(q, k, q_n, k_n, row, HQ, HK, D)
+    x = tl.load(at + i, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        w = _head(q_weight, k_weight, 0, 0, row, HQ, HK, 0)
+        x = x * r * tl.load(w + i, mask=inside, other=0.0).to(tl.float32)
+        y = y * r * tl.load(w + other, mask=inside, other=0.0).to(tl.float32)
+    out = _head(q_out, k_out, HQ * D, HK * D, row, HQ, HK, D) + i
+    tl.store(out, (x * c + y * s).to(q_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _norm_rope_backward(
+    q_grad, k_grad, q, k, q_weight, k_weight, cos, sin, dq, dk, dw, eps, R, q_n, k_n,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """dq and dk of STEPS * ROWS rows, and their share of dw (2, D), for q's weight and k's."""
+    block, i = tl.program_id(0), tl.arange(0, BLOCK)[None, :]
+    q_acc, k_acc = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for step in range(STEPS):
+        row = (block * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        inside = (row < R)[:, None] & (i < D)
+        other, c, s = _turn(cos, sin, row, i, inside, 1.0, HQ + HK, D)
+        at = _head(q_grad, k_grad, HQ * D, HK * D, row, HQ, HK, D)
+        g = tl.load(at + i, mask=inside, other=0.0).to(tl.float32) * c
+        g += tl.load(at + other, mask=inside, other=0.0).to(tl.float32) * s
+        if NORM:
+            unit = tl.load(_head(q, k, q_n, k_n, row, HQ, HK, D) + i, mask=inside, other=0.0).to(tl.float32)
+            r = tl.rsqrt(tl.sum(unit * unit, 1) / D + eps)[:, None]
+            unit *= r
+            of_q = (row % (HQ + HK) < HQ)[:, None]
+            q_acc += tl.where(of_q, g * unit, 0.0)
+            k_acc += tl.where(of_q, 0.0, g * unit)
+            w = _head(q_weight, k_weight, 0, 0, row, HQ, HK, 0)
+            g *= tl.load(w + i, mask=inside, other=0.0).to(tl.float32)
+            g = r * (g - unit * (tl.sum(g * unit, 1) / D)[:, None])
+        tl.store(_head(dq, dk, HQ * D, HK * D, row, HQ, HK, D) + i, g.to(dq.dtype.element_ty), mask=inside)
+    if NORM:
+        tl.store(dw + block * 2 * D + i, tl.sum(q_acc, 0)[None, :], mask=i < D)
+        tl.store(dw + block * 2 * D + D + i, tl.sum(k_acc, 0)[None, :], mask=i < D)
+
+
+class NormRoPE(torch.autograd.Function):
+    """
+    n = x without weights, else as in RMSNorm, over one head; then (n1 c - n2 s, n2 c + n1 s), n1 and n2 its halves.
+    Backward turns the other way, then as RMSNorm's.
+    """
 
     @staticmethod
-    def turn(x, cos, sin, sign):
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        (N, H, D), blocks = x.shape, [max(1, triton.next_power_of_2(n)) for n in (x.shape[1], x.shape[2] // 2)]
-        _launch(_rope, (N,), x, cos, sin, out, sign, *x.stride()[:2], H, D // 2, *blocks, num_warps=4, **EXACT)
-        return out
+    def config(q, k, norm):
+        (N, HQ, D), HK = q.shape, k.shape[1]
+        config = _row_config(D)
+        del config["C"]
+        return N * (HQ + HK), dict(HQ=HQ, HK=HK, D=D, NORM=norm, **config)
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin):
-        cos, sin = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(cos, sin)
-        return RoPE.turn(q, cos, sin, 1.0), RoPE.turn(k, cos, sin, 1.0)
+    def forward(ctx, q, k, cos, sin, q_weight, k_weight, eps):
+        q, k = (x if _heads_lie_side_by_side(x) else _aligned(x) for x in (q, k))
+        weights = (q, k) if q_weight is None else (_aligned(q_weight), _aligned(k_weight))
+        saved = q, k, *weights, _aligned(cos), _aligned(sin)
+        ctx.save_for_backward(*saved)
+        ctx.norm, ctx.eps = q_weight is not None, eps
+        q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
+        R, config = NormRoPE.config(q, k, ctx.norm)
+        args = *saved, q_out, k_out, eps, R, q.stride(0), k.stride(0)
+        _launch(_norm_rope, (triton.cdiv(R, config["ROWS"]),), *args, **config)
+        return q_out, k_out
 
     @staticmethod
     def backward(ctx, q_grad, k_grad):
-        return RoPE.turn(q_grad, *ctx.saved_tensors, -1.0), RoPE.turn(k_grad, *ctx.saved_tensors, -1.0), None, None
+        q, k, q_weight, *_ = ctx.saved_tensors
+        dq, dk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
+        R, config = NormRoPE.config(q, k, ctx.norm)
+        steps = max(1, SUM_ROWS // config["ROWS"])
+        blocks = triton.cdiv(R, steps * config["ROWS"])
+        dw = q.new_zeros(max(1, blocks) if ctx.norm else 1, 2 * q.shape[2], dtype=torch.float32)
+        args = _aligned(q_grad), _aligned(k_grad), *ctx.saved_tensors, dq, dk, dw, ctx.eps, R, q.stride(0), k.stride(0)
+        _launch(_norm_rope_backward, (blocks,), *args, STEPS=steps, **config)
+        dw = _sum_of_rows(dw).to(q_weight.dtype).chunk(2) if ctx.norm else (None, None)
+        return dq, dk, None, None, *dw, None
 
 
-def rope(q, k, cos, sin):
+def _heads_lie_side_by_side(x):
+    """Whether x (N, H, D) can be walked as it is, with the layout that a new tensor would have."""
+    return x.stride()[1:] == (x.shape[2], 1) and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
+
+
+def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     """
     Rotary positions (Su et al. 2021, eq. 34, NeoX halves) of q (N, Hq, D) and k (N, Hkv, D); cos, sin (N, D/2) float32.
 
-    In float32, rounded once; new tensors; differentiable in q and k.
+    With weights (D,) each head is normed as in `rms_norm` before. All in float32, rounded once; new tensors;
+    differentiable in q, k and the weights. One sum per head, over D alone.
     """
     if cos.dtype != torch.float32 or sin.dtype != torch.float32 or cos.shape != (len(q), q.shape[2] // 2):
         raise ValueError(f"cos {cos.dtype} {tuple(cos.shape)}: float32 ({len(q)}, {q.shape[2] // 2}) is needed")
-    if _triton(q, k):
-        return RoPE.apply(q, k, cos, sin)
+    weights = [w for w in (q_weight, k_weight) if w is not None]
+    if len(weights) == 1 or any(w.shape != q.shape[2:] for w in weights):
+        raise ValueError(f"weights {[tuple(w.shape) for w in weights]}: none, or two of q's head dim {q.shape[2]}")
+    if _triton(q, k, *weights):
+        return NormRoPE.apply(q, k, cos, sin, q_weight, k_weight, eps)
 
-    def turn(x):
-        x1, x2 = x.float().chunk(2, -1)
-        c, s = cos[:, None], sin[:, None]
-        return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(x.dtype)
+    def turn(x, weight):
+        x = x.float() if weight is None else _normed(x.float(), weight, eps)
+        (x1, x2), c, s = x.chunk(2, -1), cos[:, None], sin[:, None]
+        return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(q.dtype)
 
-    return turn(q), turn(k)
+    return turn(q, q_weight), turn(k, k_weight)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# SwiGLU: element by element, so there is no order
 
 
 @triton.jit
@@ -967,10 +1045,9 @@ LOG2_E = 1.4426950408889634
 
 
 def _attention_config(dtype, rows, warps, stages):
-    """Rows per tile, warps and stages. float32 has no tensor core here: small tiles, and at D = 128 registers spill."""
-    if dtype == torch.float32:
-        rows, warps, stages = 16, 8, 1
-    return dict(ROWS=rows, num_warps=warps, num_stages=stages, **EXACT)
+    """Keys and rows per tile, warps and stages. float32 has no tensor core here: small tiles, or registers spill."""
+    keys, rows, warps, stages = (16, 16, 8, 1) if dtype == torch.float32 else (KEYS, rows, warps, stages)
+    return dict(KEYS=keys, ROWS=rows, num_warps=warps, num_stages=stages, **EXACT)
 
 
 class TileAttention(torch.autograd.Function):
@@ -982,20 +1059,20 @@ class TileAttention(torch.autograd.Function):
         (N, H, D), heads = q.shape, k.shape[1]
         groups, c, paged = H // heads, scale * LOG2_E, plan.page_table is not None
         out, lse = q.new_empty(N, H, D), q.new_empty(N, H, dtype=torch.float32)
-        # decode has few rows, so a row's splits go to several programs, and a second kernel merges them
-        decode = paged and N <= plan.B
-        config = _attention_config(q.dtype, *((DECODE_ROWS, 4, 3) if decode else (128, 8, 3)))
-        ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + plan.B
         pages, requests = (plan.page_table, plan.requests) if paged else (plan.q_ends, plan.q_ends)
+        # decode has few rows: several programs share the splits that one may have, and a second kernel merges them
+        decode = paged and N <= plan.B
         splits = triton.cdiv(pages.shape[1], SPLIT) if decode else 1
-        lanes = min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
-        part_o = q.new_empty(N, H, splits, D, dtype=torch.float32) if decode else out
-        part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32) if decode else (lse, lse)
+        parts, lanes = splits > 1, min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
+        config = _attention_config(q.dtype, DECODE_ROWS if decode else 128, 4 if parts else 8, 3)
+        ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + plan.B
+        part_o = q.new_empty(N, H, splits, D, dtype=torch.float32) if parts else out
+        part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32) if parts else (lse, lse)
         args = q, k, v, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
         args += pages.stride(0), c, plan.B, splits, lanes, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        flags = dict(HEADS=heads, GROUPS=groups, D=D, KEYS=KEYS, SPLIT=SPLIT, PAGED=paged, PARTS=decode)
+        flags = dict(HEADS=heads, GROUPS=groups, D=D, SPLIT=SPLIT, PAGED=paged, PARTS=parts)
         _launch(_attention, (tiles, heads, lanes), *args, **flags, **config)
-        if decode:
+        if parts:
             args = part_o, part_m, part_l, out, plan.q_ends, plan.kv_lens, c, plan.B, splits
             _launch(_merge_parts, (N * H,), *args, H=H, D=D, SPLIT=SPLIT, num_warps=1, **EXACT)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -1013,10 +1090,10 @@ class TileAttention(torch.autograd.Function):
         _launch(_attention_delta, (triton.cdiv(N * H, 16),), *args, D=D, ROWS=16, num_warps=4, **EXACT)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         dq_config, dkv_config = _attention_config(q.dtype, 64, 4, 3), _attention_config(q.dtype, 64, 8, 2)
-        rows, keys = dq_config["ROWS"], 16 if q.dtype == torch.float32 else KEYS
+        rows, keys = dq_config["ROWS"], dkv_config["KEYS"]
         args, c = (q, k, v, grad, lse, delta), scale * LOG2_E
         tail = c, scale, plan.B, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        flags = dict(HEADS=heads, GROUPS=groups, D=D, KEYS=keys)
+        flags = dict(HEADS=heads, GROUPS=groups, D=D)
         grid, ends = (N * groups // rows + plan.B, heads), plan.ends(groups, rows)
         _launch(_attention_dq, grid, *args, dq, plan.q_ends, ends, *tail, **flags, **dq_config)
         grid, ends = (N // keys + plan.B, heads), plan.ends(1, keys)
@@ -1043,12 +1120,6 @@ def attention(q, k, v, plan, scale):
     if scale <= 0:
         raise ValueError(f"scale={scale}: the largest score is taken before the scale, which must be above 0")
     return TileAttention.apply(q, k, v, plan, scale)
-
-
-def packed_attention(module, q, k, v, mask, scaling, plan, **_):
-    """`attention` under the interface of transformers' attention functions: (1, heads, N, D) -> (1, N, Hq, D)."""
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return attention(q, k, v, plan, scaling)[None], None
 
 
 # ------------------------------------------------------------------------------------------------------------------

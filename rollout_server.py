@@ -81,9 +81,11 @@ def install_operators(backend, inv_freq):
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.logits_processor import LogitsProcessor
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.model_executor.forward_context import get_attn_backend
+    from sglang.srt.models.llama import LlamaAttention
+    from sglang.srt.models.qwen2 import Qwen2Attention
+    from sglang.srt.models.qwen3 import Qwen3Attention
 
     class PagedAttention(AttentionBackend):
         """
@@ -120,37 +122,45 @@ def install_operators(backend, inv_freq):
 
         forward_decode = forward_extend
 
-    def rope(self, positions, query, key):
-        heads = (x.view(len(positions), -1, self.head_size) for x in (query, key))
-        q, k = kernels.rope(*heads, *get_attn_backend().rope_table)
-        return q.view(query.shape), k.view(key.shape)
+    def attend(self, positions, hidden_states, forward_batch):
+        qkv = self.qkv_proj(hidden_states)[0].view(len(hidden_states), -1, self.head_dim)
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        q, k = kernels.norm_rope(q, k, *get_attn_backend().rope_table, *head_norms(self))
+        return self.o_proj(self.attn(q.flatten(1), k.flatten(1), v.flatten(1), forward_batch))[0]
 
-    def rms_norm(self, x, residual=None, more=None):  # q_norm and k_norm too: deterministic mode does not fuse them
+    def rms_norm(self, x, residual=None, more=None):
         assert more is None
         return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
 
-    RMSNorm.forward, RotaryEmbedding.forward = rms_norm, rope
+    RMSNorm.forward = rms_norm
+    LlamaAttention.forward = Qwen2Attention.forward = Qwen3Attention.forward = attend
     SiluAndMul.forward = lambda self, x: kernels.swiglu(*x.chunk(2, -1))
     LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
     batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant
     register_attention_backend(backend)(PagedAttention)
 
 
+def head_norms(attention):
+    """The weights and eps of the norms of a layer's queries and keys; () of a model that has none."""
+    if not hasattr(attention, "q_norm"):
+        return ()
+    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+
+
 def install_in_trainer(model, inv_freq):
-    """The same for a Hugging Face model in the trainer's process: its own norms, MLPs and rotary embedding."""
+    """The same for a Hugging Face model in the trainer's process: its own rotary embedding, attention, norms, MLPs."""
+
+    def attend(self, hidden_states, position_embeddings, plan, **_):
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (p(hidden_states[0]).unflatten(1, (-1, self.head_dim)) for p in projections)
+        q, k = kernels.norm_rope(q, k, *position_embeddings, *head_norms(self))
+        return self.o_proj(kernels.attention(q, k, v, plan, self.scaling).flatten(1))[None], None
+
     model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
-    modeling = sys.modules[type(model.model.rotary_emb).__module__]
-    theirs = modeling.apply_rotary_pos_emb
-
-    def rope(q, k, cos, sin):  # of (1, heads, N, D). It serves all models in this process: our table is (N, D / 2)
-        if cos.dim() == 3:
-            return theirs(q, k, cos, sin)
-        q, k = kernels.rope(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin)
-        return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
-
-    modeling.apply_rotary_pos_emb = rope
     for name, module in model.named_modules():
-        if name.endswith("norm"):
+        if name.endswith(".self_attn"):
+            module.forward = functools.partial(attend, module)
+        elif name.endswith("norm"):
             module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
         elif name.endswith(".mlp"):
             module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x), m.up_proj(x)))

@@ -302,7 +302,8 @@ def build_model(hf, mesh, device, batch_invariant, critic=False):
     from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.packed_attention)
+    # `install_in_trainer` replaces the layers that would call it; under this name no attention mask is made
+    ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.attention)
     attention = "batch_invariant" if batch_invariant else "sdpa"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation=attention)

@@ -422,7 +422,7 @@ def test_a_sample_does_not_see_what_it_is_packed_with_nor_the_gradient_the_cut_i
 
 # ---- what a trainer's step may reach on CUDA beside our operators
 
-SEALED = ("rms_norm", "rope", "rope_table", "swiglu", "attention", "token_logprobs", "row_sums")
+SEALED = ("rms_norm", "norm_rope", "rope_table", "swiglu", "attention", "token_logprobs", "row_sums")
 ALLOWED = {  # why: operators. A leaf has the same rows on any number of ranks, so sums over it need a fixed order only
     "replaced by enable_batch_invariant": "mm addmm embedding_dense_backward",
     "element by element": """

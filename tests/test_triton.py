@@ -102,7 +102,7 @@ def faults(x):
     # the attention's fused steps are written; those of _softmax_stats are the logarithm's own
     if not x.name.startswith(("_matmul", "_attention", "_softmax_stats")) and re.search(r"\bfma\.\S*f32\b", x.ptx):
         found.append("contraction")
-    if x.half and x.stack:
+    if x.stack:
         found.append(f"spills: {x.stack} bytes of stack")
     if x.shared > SHARED_MEMORY:
         found.append(f"{x.shared} bytes of shared memory")
@@ -128,14 +128,14 @@ def matmuls(k=kernels):
     k.matmul(empty(2, 100, 64), empty(2, 64, 70))
 
 
-def attentions(cases=((bf16, 128, 4), (bf16, 128, 5), (bf16, 64, 8), (f32, 64, 2))):
-    table, requests = torch.zeros(9, 5000, dtype=torch.int32), torch.tensor([3, 4])
+def attentions(cases=((bf16, 128, 4), (bf16, 128, 5), (bf16, 64, 8), (f32, 64, 2), (f32, 128, 4))):
+    pages, requests = torch.zeros(9, 5000, dtype=torch.int32), torch.tensor([3, 4])
     for dtype, D, groups in cases:
         q, k, v = (empty(3005, heads * 8, D, dtype=dtype).requires_grad_() for heads in (groups, 1, 1))
         out = kernels.attention(q, k, v, kernels.packed_plan([5, 3000]), 0.1)
         out.backward(torch.empty_like(out))
-        for q_lens in ([100, 3], [1, 1]):
-            plan = kernels.paged_plan(torch.tensor(q_lens), torch.tensor([200, 4003]), table, requests)
+        for q_lens, table in (([100, 3], pages), ([1, 1], pages), ([1, 1], pages[:, :1024])):
+            plan = kernels.paged_plan(torch.tensor(q_lens), torch.tensor([200, 1003]), table, requests)
             kernels.attention(empty(sum(q_lens), groups * 8, D, dtype=dtype), k.detach(), v.detach(), plan, 0.1)
 
 
@@ -144,13 +144,18 @@ def norms():
         x, w = empty(70, C).requires_grad_(), empty(C).requires_grad_()
         kernels.rms_norm(x, w, 1e-6).backward(empty(70, C))
         torch.autograd.backward(kernels.rms_norm(x, w, 1e-6, x), [empty(70, C)] * 2)
-    kernels.rms_norm(empty(7, 40, 128)[:, :32], empty(128), 1e-6)
+    angle = empty(7, 64, dtype=f32)
+    for norms in ((empty(128).requires_grad_(), empty(128).requires_grad_(), 1e-6), ()):
+        qkv = empty(7, 48, 128)
+        for q, k in (
+            (qkv[:, :32], qkv[:, 32:40]),
+            (empty(7, 32, 128), empty(7, 8, 128)),
+        ):  # the engine's, the trainer's
+            turned = kernels.norm_rope(q.requires_grad_(), k.requires_grad_(), angle, angle, *norms)
+            torch.autograd.backward(turned, [torch.empty_like(x) for x in turned])
 
 
 def elementwise():
-    q, k = empty(7, 32, 128).requires_grad_(), empty(7, 8, 128).requires_grad_()
-    turned = kernels.rope(q, k, empty(7, 64, dtype=f32), empty(7, 64, dtype=f32))
-    torch.autograd.backward(turned, [torch.empty_like(x) for x in turned])
     gate = empty(7, 12288).requires_grad_()
     kernels.swiglu(gate, gate).backward(empty(7, 12288))
 
@@ -188,7 +193,7 @@ def test_every_kernel_of_the_file_is_among_those_compiled():
     written = re.findall(r"^@triton\.jit.*\ndef (\w+)\(", text, re.M)
     entries = {name for name in written if re.search(rf"_launch\(\s*{name}\b", text)}
     assert entries == names and set(written) - entries == {
-        "_tile_at", "_find", "_before", "_merge", "_split", "_finish", "_row_tile", "_log_prob",
+        "_tile_at", "_find", "_before", "_merge", "_split", "_finish", "_row_tile", "_log_prob", "_head", "_turn",
     }  # fmt: skip
 
 
@@ -212,7 +217,7 @@ def test_a_rows_kernel_is_the_same_code_for_every_number_of_rows_and_every_base(
     assert kernels._aligned(x[1:]).data_ptr() % 16 == 0 and kernels._aligned(x).data_ptr() == x.data_ptr()
 
 
-def test_a_rows_sum_has_one_layout_with_and_without_residual_and_over_strided_heads():
+def test_a_rows_sum_has_one_layout_with_and_without_residual():
     """`tl.sum` adds as its layout says, and both variants may have to give the same row the same bits."""
 
     def layouts(x):
@@ -220,10 +225,22 @@ def test_a_rows_sum_has_one_layout_with_and_without_residual_and_over_strided_he
         return [(shape, re.search(rf"^{name} = .*$", x.ir, re.M)[0].split("=", 1)[1]) for shape, name in sums]
 
     found = [x for x in launches(norms) if x.name == "_rms_norm"]
-    for C, variants in ((128, 3), (1024, 2), (4096, 2)):
+    for C in (128, 1024, 4096):
         those = [layouts(x) for x in found if x.options["C"] == C]
-        assert len(those) == variants and those[0] and all(x == those[0] for x in those)
-    assert layouts(found[0]) != layouts(found[-2])  # of another width
+        assert len(those) == 2 and those[0] and those[0] == those[1]
+    assert layouts(found[0]) != layouts(found[-1])  # of another width
+
+
+def test_queries_and_keys_have_one_kernel_for_every_batch_and_in_a_fused_qkv():
+    def turn(N, HQ, HK, fused):
+        qkv, angle, w = empty(N, HQ + 2 * HK, 64), empty(N, 32, dtype=f32), empty(64)
+        q, k = qkv[:, :HQ], qkv[:, HQ : HQ + HK]
+        kernels.norm_rope(*((q, k) if fused else (empty(*q.shape), empty(*k.shape))), angle, angle, w, w, 1e-6)
+
+    def kernels_of(HQ):
+        return {x.key for N in (1, 2, 16, 33) for f in (0, 1) for x in launches(lambda: turn(N, HQ, 1, f), False)}
+
+    assert len(kernels_of(4)) == len(kernels_of(5)) == 1 and kernels_of(4) != kernels_of(5)
 
 
 # ---- mutants: what the rules are for
@@ -310,7 +327,8 @@ def test_on_a_cpu_a_row_of_the_new_operators_does_not_see_its_batch():
     cos, sin = kernels.rope_table(1.0 / 10000 ** (torch.arange(0, 64, 2) / 64), torch.arange(67))
 
     def run(rows):
-        a, b = kernels.rope(x[rows], up[rows], cos[rows], sin[rows])
+        a, b = kernels.norm_rope(x[rows], up[rows], cos[rows], sin[rows])
+        a = torch.cat((a, *kernels.norm_rope(x[rows], up[rows], cos[rows], sin[rows], w, w + 1, 1e-6)), 1)
         normed = kernels.rms_norm(x[rows], w, 1e-6, residual[rows])
         return (*normed, kernels.rms_norm(x[rows], w, 1e-6), a, b, kernels.swiglu(x[rows], up[rows]))
 
@@ -320,7 +338,7 @@ def test_on_a_cpu_a_row_of_the_new_operators_does_not_see_its_batch():
     )
     angle = torch.arange(67.0).double()[:, None] / 10000 ** (torch.arange(0, 64, 2).double() / 64)
     z = torch.view_as_complex(torch.stack((x[..., :32], x[..., 32:]), -1).double()) * torch.exp(1j * angle)[:, None]
-    assert torch.allclose(whole[3].double(), torch.cat((z.real, z.imag), -1), atol=1e-4)
+    assert torch.allclose(whole[3][:, :4].double(), torch.cat((z.real, z.imag), -1), atol=1e-4)
 
 
 def test_on_a_cpu_the_sum_of_a_row_follows_its_length_alone_and_torchs_does_not():

@@ -137,11 +137,11 @@ def test_rms_norm_is_right_forward_and_backward_with_and_without_residual(shape)
         assert same(kernels.rms_norm(x[-1:], w, 1e-6), ours[0][-1:].detach())
 
 
-def test_rms_norm_reads_strided_heads_and_poisoned_neighbours_do_not_matter():
-    fused, w = torch.randn(6, 8, 64), torch.randn(64)
-    q, whole = fused[:, 2:6], kernels.rms_norm(fused[:, 2:6].contiguous(), w, 1e-6)
-    fused[:, :2], fused[:, 6:] = float("nan"), float("inf")
-    assert same(kernels.rms_norm(q, w, 1e-6), whole)
+def test_rms_norm_reads_strided_rows_and_poisoned_neighbours_do_not_matter():
+    fused, w = torch.randn(6, 192), torch.randn(64)
+    x, whole = fused[:, 64:128], kernels.rms_norm(fused[:, 64:128].contiguous(), w, 1e-6)
+    fused[:, :64], fused[:, 128:] = float("nan"), float("inf")
+    assert same(kernels.rms_norm(x, w, 1e-6), whole)
     rows = torch.randn(40, 64)
     alone = kernels.rms_norm(rows[7:8].clone(), w, 1e-6)
     rows[:7], rows[8:] = float("nan"), float("inf")
@@ -158,22 +158,42 @@ def test_the_weight_gradient_of_a_norm_adds_its_rows_in_blocks_of_a_constant():
     assert same(sums, sum(blocks[1:], blocks[0]))
 
 
-@pytest.mark.parametrize("heads,kv_heads,D", [(4, 2, 64), (5, 1, 128), (1, 1, 8)])
-def test_rope_equals_the_cpus_bit_for_bit_and_turns_back(heads, kv_heads, D):
-    q, k = torch.randn(7, heads, D, requires_grad=True), torch.randn(7, kv_heads, D, requires_grad=True)
-    cos, sin = kernels.rope_table(1.0 / 10000 ** (torch.arange(0, D, 2) / D), torch.arange(3, 10))
-    grad = torch.randn(7, heads, D), torch.randn(7, kv_heads, D)
-    ours = kernels.rope(q, k, cos, sin)
+@pytest.mark.parametrize(
+    "N,heads,kv_heads,D", [(7, 4, 2, 64), (70, 5, 1, 128), (7, 1, 1, 8), (1, 2, 2, 16), (0, 4, 2, 64)]
+)
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_rope_is_right_forward_and_backward_and_a_head_is_alone(normed, N, heads, kv_heads, D):
+    q, k, *weights = (torch.randn(*shape, D) for shape in ((N, heads), (N, kv_heads), (), ()))
+    cos, sin = kernels.rope_table(1.0 / 10000 ** (torch.arange(0, D, 2) / D), torch.arange(3, 3 + N))
+    grads = torch.randn(N, heads, D), torch.randn(N, kv_heads, D)
+
+    def expected(q, k, cos, sin, q_weight=None, k_weight=None, eps=None):
+        def turn(x, w):
+            x = x if w is None else x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
+            (x1, x2), c, s = x.chunk(2, -1), cos[:, None], sin[:, None]
+            return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1)
+
+        return turn(q, q_weight), turn(k, k_weight)
+
+    def run(f, *inputs):
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        out = f(*inputs[:2], cos, sin, *((*inputs[2:], 1e-6) if normed else ()))
+        return *out, *torch.autograd.grad(out, inputs[: 4 if normed else 2], [g.to(out[0].dtype) for g in grads])
+
+    ours, exact = run(kernels.norm_rope, q, k, *weights), run(expected, *(x.double() for x in (q, k, *weights)))
     kernels.INTERPRET = False
     try:
-        theirs = kernels.rope(q, k, cos, sin)
+        theirs = run(kernels.norm_rope, q, k, *weights)
     finally:
         kernels.INTERPRET = True
-    assert all(same(a, b) for a, b in zip(ours, theirs))
-    for a, b in zip(torch.autograd.grad(ours, (q, k), grad), torch.autograd.grad(theirs, (q, k), grad)):
-        assert close(a, b)
-    fused = torch.cat((q, k), 1).detach()
-    assert all(same(a, b) for a, b in zip(kernels.rope(fused[:, :heads], fused[:, heads:], cos, sin), ours))
+    assert all(close(a, b, 1e-4) and close(c, b, 1e-4) for a, b, c in zip(ours, exact, theirs))
+    assert normed or all(same(a, b) for a, b in zip(ours[:2], theirs))  # then there is no sum
+    fused = torch.cat((torch.full((N, 1, D), torch.nan), q, k, torch.full((N, 2, D), torch.inf)), 1)
+    views = fused[:, 1 : 1 + heads], fused[:, 1 + heads : -2]
+    norms = (*weights, 1e-6) if normed else ()
+    assert all(same(a, b) for a, b in zip(kernels.norm_rope(*views, cos, sin, *norms), ours))
+    last = kernels.norm_rope(q[-1:], k[-1:], cos[-1:], sin[-1:], *norms)
+    assert all(same(a, b[-1:]) for a, b in zip(last, ours))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1500), (2, 3, 64), (0, 8)])
@@ -221,7 +241,7 @@ def test_attention_sees_no_tile_of_rows_and_takes_packs_without_tokens(monkeypat
         return out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())
 
     whole = run()
-    monkeypatch.setattr(kernels, "_attention_config", lambda *_: dict(ROWS=64))  # in place of 16
+    monkeypatch.setattr(kernels, "_attention_config", lambda *_: dict(ROWS=64, KEYS=16))  # in place of 16
     assert all(same(a, b) for a, b in zip(run(), whole))
     for lengths in ([0], [0, 0]):
         q, k, v = (x.requires_grad_() for x in qkv(0, 3, 1, 64))
@@ -254,7 +274,7 @@ def paged(lengths, heads, kv_heads, D):
 def test_packed_training_equals_prefill_equals_any_chunking_equals_decode(monkeypatch):
     monkeypatch.setattr(kernels, "SPLIT", 128)  # so that short sequences have several
     # decode has smaller tiles than the rest, as on a GPU
-    monkeypatch.setattr(kernels, "_attention_config", lambda dtype, rows, *_: dict(ROWS=rows // 4))
+    monkeypatch.setattr(kernels, "_attention_config", lambda dtype, rows, *_: dict(ROWS=rows // 4, KEYS=64))
     lengths = [150, 3, 64, 65, 1]
     step = paged(lengths, 6, 2, 64)
     assert step([(i, 0, n) for i, n in enumerate(lengths)])
@@ -268,7 +288,8 @@ def test_packed_training_equals_prefill_equals_any_chunking_equals_decode(monkey
     assert step([(0, 149, 150), (3, 64, 65), (4, 0, 1)])
 
 
-def test_decode_beyond_the_first_split_of_the_real_size_equals_prefill():
+def test_decode_within_and_beyond_the_first_split_of_the_real_size_equals_prefill():
+    assert paged([90, 3], 2, 1, 64)([(0, 89, 90), (1, 2, 3)])  # a table of one split: nothing to merge
     step = paged([1090], 1, 1, 64)
     assert all(step([(0, i, i + 1)]) for i in (1023, 1024, 1089))
     assert step([(0, 1000, 1090)])
@@ -281,7 +302,7 @@ def test_a_moved_split_boundary_is_caught(monkeypatch):
     monkeypatch.setattr(kernels, "SPLIT", 64)
     assert not step([(0, 149, 150)]) and not step([(0, 0, 150)])
     monkeypatch.setattr(kernels, "SPLIT", 128)
-    monkeypatch.setattr(kernels, "KEYS", 32)
+    monkeypatch.setattr(kernels, "_attention_config", lambda *_: dict(ROWS=16, KEYS=32))
     assert not step([(0, 149, 150)])
 
 

@@ -185,17 +185,19 @@ def cases(model):
 
             size = 2 * (rows * K_ + K_ * columns) + (4 if dtype else 2) * rows * columns
             yield f"matmul {layout}", f"{name} {rows}x{columns}x{K_}", size, 2 * rows * columns * K_, make, bits
-    for name, C, n in (("rms_norm", hidden, R), ("q-norm", D, R * heads)):
-        weight = random(C)
-        theirs = lambda x, w: F.rms_norm(x, (C,), w, 1e-6)  # noqa: E731
-        ours = lambda x, w: kernels.rms_norm(x, w, 1e-6)  # noqa: E731
-        inputs = lambda: (random(n, C), weight)  # noqa: E731
-        yield from both(name, f"{n}x{C}", n * C, (2, 3), ours, "F.rms_norm", theirs, inputs)
     weight = random(hidden)
+
+    def norm(x, w):
+        return F.rms_norm(x, w.shape, w, 1e-6)
+
+    yield from both(
+        "rms_norm", f"{R}x{hidden}", R * hidden, (2, 3), lambda x, w: kernels.rms_norm(x, w, 1e-6),
+        "F.rms_norm", norm, lambda: (random(R, hidden), weight),
+    )  # fmt: skip
 
     def sum_and_norm(x, residual, w):
         s = x + residual
-        return F.rms_norm(s, (hidden,), w, 1e-6), s
+        return norm(s, w), s
 
     yield from both(
         "rms_norm + residual", f"{R}x{hidden}", R * hidden, (4, 4), lambda x, r, w: kernels.rms_norm(x, w, 1e-6, r),
@@ -207,17 +209,18 @@ def cases(model):
     )  # fmt: skip
     cos, sin = kernels.rope_table(1e6 ** -(torch.arange(0, D, 2, device=DEVICE) / D), torch.arange(R, device=DEVICE))
 
-    def rope(q, k):  # the same positions for few rows as for many
+    def norm_rope(q, k, *weights):  # the same positions for few rows as for many
         at = some if len(q) == 5 else slice(None)
-        return kernels.rope(q, k, cos[at], sin[at])
+        return kernels.norm_rope(q, k, cos[at], sin[at], *weights, 1e-6)
 
-    def turn(q, k, c=cos.repeat(1, 2).bfloat16()[:, None], s=sin.repeat(1, 2).bfloat16()[:, None]):
-        return tuple(x * c + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * s for x in (q, k))
+    def norm_and_turn(q, k, *weights, c=cos.repeat(1, 2).bfloat16()[:, None], s=sin.repeat(1, 2).bfloat16()[:, None]):
+        normed = (norm(x, w) for x, w in zip((q, k), weights))
+        return tuple(x * c + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * s for x in normed)
 
     size = R * (heads + kv_heads) * D
     shape = f"{R} x ({heads} + {kv_heads}) x {D}"
-    inputs = lambda: (random(R, heads, D), random(R, kv_heads, D))  # noqa: E731
-    yield from both("rope", shape, size, (2, 2), rope, "x cos + turned x sin", turn, inputs)
+    inputs = lambda: (random(R, heads, D), random(R, kv_heads, D), random(D), random(D))  # noqa: E731
+    yield from both("norm_rope", shape, size, (2, 3), norm_rope, "F.rms_norm, RoPE", norm_and_turn, inputs)
 
     M, w = HEAD_TOKENS, random(VOCABULARY, hidden) / hidden**0.5
     targets = torch.randint(VOCABULARY, (M,), device=DEVICE)

@@ -449,7 +449,7 @@ def row_operators(size):
         some_rows(row, f, x, check=lambda a, b: row.control(name, a, b))
 
     R = size.rows
-    row = Row("rms_norm", f"rows, offsets, alignments; with and without residual; q/k-norm, strided heads; {KINDS}")
+    row = Row("rms_norm", f"rows, offsets, alignments; with and without residual; {KINDS}")
     for dtype in DTYPES:
         for C in size.widths:
             x, residual, w = random(R, C, dtype=dtype), random(R, C, dtype=dtype), random(C, dtype=dtype)
@@ -458,10 +458,6 @@ def row_operators(size):
             row.check(kernels.rms_norm(s, w, 1e-6), kernels.rms_norm(x, w, 1e-6, residual)[0])
             row.control("row rolled", kernels.rms_norm(x.roll(1, 1), w.roll(1), 1e-6).roll(-1, 1), plain)
             library(row, "torch.mean", lambda x: x.float().pow(2).mean(-1), x)
-        w, fused = random(size.D, dtype=dtype), random(R, 12, size.D, dtype=dtype)
-        heads = some_rows(row, lambda x: kernels.rms_norm(x, w, 1e-6), fused[:, 2:10].contiguous())
-        fused[:, :2], fused[:, 10:] = torch.nan, torch.inf
-        row.check(kernels.rms_norm(fused[:, 2:10], w, 1e-6), heads)
     yield row
     inv_freq = 1.0 / 1e6 ** (torch.arange(0, size.D, 2, device=DEVICE) / size.D)
     positions = torch.arange(R, device=DEVICE) * 19
@@ -469,14 +465,16 @@ def row_operators(size):
     cos, sin = some_rows(row, lambda p: kernels.rope_table(inv_freq, p), positions)
     row.control("angle in float64", (positions.double()[:, None] * inv_freq.double()).cos().float(), cos)
     yield row
-    row = Row("rope", f"rows, offsets, alignments, views of a fused qkv; {KINDS}")
+    row = Row("norm_rope", f"rows, offsets, alignments, views of a fused qkv; with and without norm; {KINDS}")
     for dtype in DTYPES:
         fused = random(R, 12, size.D, dtype=dtype)
         q, k = fused[:, :8].contiguous(), fused[:, 8:10].contiguous()
-        whole = some_rows(row, kernels.rope, q, k, cos, sin)
         fused[:, 10:] = torch.nan
-        row.check(kernels.rope(fused[:, :8], fused[:, 8:10], cos, sin), whole)
-        row.control("table in bf16", kernels.rope(q, k, cos.bfloat16().float(), sin.bfloat16().float()), whole)
+        for norms in ((random(size.D, dtype=dtype), random(size.D, dtype=dtype), 1e-6), ()):
+            whole = some_rows(row, lambda *x: kernels.norm_rope(*x, *norms), q, k, cos, sin)
+            row.check(kernels.norm_rope(fused[:, :8], fused[:, 8:10], cos, sin, *norms), whole)
+            rounded = kernels.norm_rope(q, k, cos.bfloat16().float(), sin.bfloat16().float(), *norms)
+            row.control("table in bf16", rounded, whole)
     yield row
     row = Row("swiglu", f"rows, offsets, alignments, halves of one tensor; {KINDS}")
     for dtype in DTYPES:
@@ -565,8 +563,10 @@ def backward(size):
     cases = {
         "rms_norm": (norm, [random(R, C)], [random(C)]),
         "rms_norm + residual": (norm_of_sum, [random(R, C), random(R, C)], [random(C)]),
-        "q/k-norm": (norm, [random(R, 8, size.D)], [random(size.D)]),
-        "rope": (kernels.rope, [random(R, 8, size.D), random(R, 2, size.D), angle.cos(), angle.sin()], []),
+        "norm_rope": (
+            lambda *x: kernels.norm_rope(*x, 1e-6),
+            [random(R, 8, size.D), random(R, 2, size.D), angle.cos(), angle.sin()], [random(size.D), random(size.D)],
+        ),
         "swiglu": (kernels.swiglu, [random(R, C), random(R, C)], []),
         "token_logprobs": (
             lambda h, t, w: kernels.token_logprobs(h, w, t, 0.7),
@@ -672,17 +672,16 @@ def right(size):
         targets = torch.randint(99, (65,), device=DEVICE)
         plan = kernels.packed_plan([size.tokens], DEVICE)
 
-        def norm(x, r, w):
-            s = x + r
-            return s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * w
-
         def logprobs(h, b):
             return torch.log_softmax(h @ b.t() / 0.7, -1).gather(1, targets[:, None])[:, 0]
 
         cos, sin = kernels.rope_table(torch.rand(size.D // 2, device=DEVICE), torch.arange(size.tokens, device=DEVICE))
 
-        def turned(q, k):
-            x1, x2 = torch.cat((q, k), 1).chunk(2, -1)
+        def normed(x, w):
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+        def turned(q, k, *weights):
+            x1, x2 = torch.cat([normed(x, w) for x, w in zip((q, k), weights)], 1).chunk(2, -1)
             c, s = cos[:, None], sin[:, None]
             return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1)
 
@@ -692,9 +691,14 @@ def right(size):
         pairs = {  # ours, the reference, inputs, whether it can be differentiated
             "matmul": (lambda a, b: ours(a, b.t()), lambda a, b: a @ b.t(), (x, b), False),
             "matmul TN": (lambda a, b: ours(a.t(), b), lambda a, b: a.t() @ b, (x, r), False),
-            "rms_norm": (lambda x, r, w: kernels.rms_norm(x, w, 1e-6, r)[0], norm, (x, r, w), True),
+            "rms_norm": (
+                lambda x, r, w: kernels.rms_norm(x, w, 1e-6, r)[0], lambda x, r, w: normed(x + r, w), (x, r, w), True,
+            ),
             "swiglu": (kernels.swiglu, lambda g, u: F.silu(g) * u, (x, r), True),
-            "rope": (lambda q, k: torch.cat(kernels.rope(q, k, cos, sin), 1), turned, (q, k), True),
+            "norm_rope": (
+                lambda q, k, *w: torch.cat(kernels.norm_rope(q, k, cos, sin, *w, 1e-6), 1), turned,
+                (q, k, *random(2, size.D, dtype=dtype)), True,
+            ),
             "embedding": (
                 lambda grad: kernels.embedding_backward(grad.detach(), targets, 99, -1, False), embedding, (x,), False,
             ),
@@ -755,7 +759,9 @@ class Size:
             self.tiles = (64, 16, 128, 4, 3), (128, 32, 64, 4, 3), (16, 64, 32, 4, 3)
             self.repeats, self.chunks = 2, (19, 64)
             # splits of 128 keys, so that short sequences have several
-            self.small_attention = dict(SPLIT=128, _attention_config=lambda dtype, rows, *_: dict(ROWS=rows // 4))
+            self.small_attention = dict(
+                SPLIT=128, _attention_config=lambda _, rows, *__: dict(ROWS=rows // 4, KEYS=kernels.KEYS)
+            )
             self.attention = [(f32, 64, 2, 1, [150, 5, 64]), (f32, 128, 4, 1, [135, 5, 64])]
             self.attention_backward = [(f32, 64, 3, 1, [70, 33, 140])]
             self.models_text = "tiny shapes"
