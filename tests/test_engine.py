@@ -8,10 +8,13 @@ import asyncio
 import copy
 import itertools
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_train import Record
+from torch.utils._python_dispatch import _disable_current_modes
 
 import kernels
 import rollout_server
@@ -28,20 +31,42 @@ CONFIG = DEFAULTS | dict(
 
 
 OPERATORS = ("rms_norm", "rms_norm, residual", "norm_rope", "rope_table", "swiglu", "head_logits", "attention", "mm")
+REPLACED = {"mm", "addmm", "_log_softmax", "_softmax"}  # by enable_batch_invariant, on CUDA all of them
+OTHERS = set(  # element by element, moved, made, read, of whole numbers, and a largest number, which has no order
+    """
+    __lshift__ __rshift__ _local_scalar_dense _to_copy add add_ any arange argmax bitwise_and bitwise_or bitwise_xor
+    cat clamp_ constant_pad_nd copy_ cumsum detach div div_ embedding empty full_like ge index index_put_ lift_fresh
+    log log_ lt max mul neg_ nextafter nonzero ones_like scalar_tensor select slice split split_with_sizes sub t unbind
+    unsqueeze view where zeros_like""".split()
+)
 
 
-def scheduler_with_faults(*args, **kwargs):
-    """`run_scheduler`, with an RPC that makes one operator of OPERATORS wrong by a rounding, '' none of them."""
+def watched_scheduler(*args, **kwargs):
+    """
+    `run_scheduler`, with two RPCs: one makes one operator of OPERATORS wrong by a rounding, '' none of them; one writes
+    down what forward passes and sampling have reached beside our operators.
+    """
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
-    faulty = [""]
+    faulty, reached = [""], set()
+
+    def recorded(f):
+        def run(*args, **kwargs):
+            with Record() as record:
+                out = f(*args, **kwargs)
+            reached.update(record.seen)
+            return out
+
+        return run
 
     def watched(name, f):
         def operator(*args, **kwargs):
             what = name
             if name == "rms_norm":  # in each of the forms that SGLang calls it in
                 what += ", residual" if args[3] is not None else ""
-            out = f(*args, **kwargs)
+            with _disable_current_modes():
+                out = f(*args, **kwargs)
             if what != faulty[0]:
                 return out
             first, *others = out if isinstance(out, tuple) else (out,)
@@ -52,7 +77,9 @@ def scheduler_with_faults(*args, **kwargs):
 
     for name in {what.split()[0].strip(",") for what in OPERATORS}:
         setattr(kernels, name, watched(name, getattr(kernels, name)))
+    ModelRunner.forward, ModelRunner.sample = recorded(ModelRunner.forward), recorded(ModelRunner.sample)
     Scheduler.make_faulty = lambda self, operator: faulty.__setitem__(0, operator)
+    Scheduler.write_reached = lambda self, path: Path(path).write_text(" ".join(sorted(reached)))
     rollout_server.run_scheduler(*args, **kwargs)
 
 
@@ -91,7 +118,7 @@ def pair(request, tmp_path_factory):
     shards = sync.shards(model, ranks.mesh)
     train.sync.load_weights(shards, folder, hf.tie_word_embeddings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout_server, "run_scheduler", scheduler_with_faults)
+        patch.setattr(rollout_server, "run_scheduler", watched_scheduler)
         engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
     transports = {
         how: sync.WeightSync(how, ranks, shards, engine, "cpu", torch.float32, folder / "sent")
@@ -223,6 +250,14 @@ def test_the_engine_computes_with_each_of_our_operators(pair):
     right = logprobs("")
     assert not any(logprobs(what) == right for what in OPERATORS)
     assert logprobs("") == right
+
+
+def test_the_engine_reaches_no_operator_whose_order_of_sums_is_not_ours(pair, tmp_path):
+    """Prefill, decode and sampling in all that the tests above had it do, on a CPU."""
+    engine, _, _ = pair
+    engine.sglang.collective_rpc("write_reached", path=str(tmp_path / "reached"))
+    reached = set((tmp_path / "reached").read_text().split())
+    assert REPLACED - reached <= {"addmm"} and reached <= REPLACED | OTHERS  # addmm is qwen2's
 
 
 # ---- the pieces
