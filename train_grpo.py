@@ -539,6 +539,9 @@ if __name__ == "__main__":
         with open(out / file, "a") as f:
             f.write(json.dumps(line) + "\n")
 
+    def due(every):
+        return step == max_steps or every and step % every == 0
+
     def look(samples):
         """
         One pass over a batch without gradients: the samples with the trainer's own log-probs, the frozen model's and
@@ -755,7 +758,7 @@ if __name__ == "__main__":
                 tqdm.write(f"supervised step {warm + 1}: loss {metrics['loss']:.4f}")
         if mode == "sft":
             step += 1
-            if checkpoint_every and (step == max_steps or step % checkpoint_every == 0):
+            if checkpoint_every and due(checkpoint_every):
                 checkpoint()
 
     if ranks.engine is not None:
@@ -848,9 +851,9 @@ if __name__ == "__main__":
                     f.writelines(f"- {r:g}: `{text!r}`\n" for r, text in zip(t["rewards"].tolist(), m["responses"]))
             if keep_rollouts and step > keep_rollouts and mode == "grpo":
                 shutil.rmtree(queue / f"rl_{step - 1 - keep_rollouts:06d}", ignore_errors=True)
-        if eval_rows and transport and (step == max_steps or eval_every and step % eval_every == 0):
+        if eval_rows and transport and due(eval_every):
             evaluate()
-        if checkpoint_every and ranks.is_trainer and (step == max_steps or step % checkpoint_every == 0):
+        if checkpoint_every and ranks.is_trainer and due(checkpoint_every):
             checkpoint()
     bar.close()
     sync.meet()
