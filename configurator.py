@@ -120,14 +120,21 @@ def versions():
     return {name: version(name) for name in ("torch", "sglang", "transformers", "triton")}
 
 
+def commit():
+    """The code's commit, with '-dirty' behind it if the code was changed; 'unknown' without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
 def provenance(gpu):
     """Comment lines for a saved config: the command, the code's commit, the versions and the machine (gpu: or '')."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    git = subprocess.run(command, capture_output=True, text=True)
     libraries = ", ".join(f"{name} {number}" for name, number in versions().items())
     chip = gpu or f"{platform.processor() or platform.machine()} CPU"
     return (
-        f"# {shlex.join(sys.argv)}\n# commit {git.stdout.strip() or 'unknown'}\n"
+        f"# {shlex.join(sys.argv)}\n# commit {commit()}\n"
         f"# python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores\n"
     )
 

@@ -103,7 +103,7 @@ def install_operators(backend, inv_freq):
         def init_forward_metadata_in_graph(self, batch):
             q_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
             table = self.req_to_token_pool.req_to_token
-            table[0, 0] = 0  # all that a graph's empty slots read; memory that was lent comes back with anything in it
+            table[:1, :1].zero_()  # all that a graph's empty slots read: memory that was lent comes back with anything
             self.plan = kernels.paged_plan(q_lens, batch.seq_lens, table, batch.req_pool_indices)
             self.rope_table = kernels.rope_table(self.inv_freq, batch.positions)
 
@@ -202,19 +202,25 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
     from sglang.srt import batch_invariant_ops
     from sglang.srt.layers import sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
+    from sglang.srt.model_executor import forward_batch_info
+    from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 
+    batch_invariant_ops.enable_batch_invariant_mode = lambda: None  # SGLang's own, which deterministic mode asks for
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
         sampler.murmur_hash32 = murmur_hash32
-        batch_invariant_ops.enable_batch_invariant_mode = lambda: None
-    else:
+    else:  # SGLang would have nvcc compile this one at the first decode step
+        forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
+    if inv_freq is not None:
+        install_operators(ATTENTION_BACKEND[device], inv_freq)
+        attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
         # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
         # graph's replay, PagedAttention reads it until the end
         os.environ["SGLANG_FORCE_COARSE_WAR_BARRIER"] = "1"
-    if inv_freq is not None:
-        install_operators(ATTENTION_BACKEND[device], inv_freq)
+        # for its own backend's sake SGLang would cut prefills at multiples of 4096, and wait for ever for larger chunks
+        os.environ["SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE"] = "1"
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
@@ -298,6 +304,10 @@ class RolloutEngine:
 
     def _start(self, model_path, device, dtype, gpu):
         on_cpu = device == "cpu"
+        if self.lends:  # SGLang preloads a library into the scheduler, and the loader drops it without these beside it
+            loaded = re.findall(r"(/\S+)/libcuda(?:rt)?\.so", Path("/proc/self/maps").read_text())
+            folders = dict.fromkeys([*loaded, *os.environ.get("LD_LIBRARY_PATH", "").split(":")])
+            os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
         if on_cpu:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         from sglang.srt.entrypoints.engine import Engine
@@ -313,6 +323,7 @@ class RolloutEngine:
 
         tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
         samples = config["prompts_per_step"] * config["group_size"]
+        requests = max(samples, config["eval_size"] * config["eval_samples"])
         args = dict(
             model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
             skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
@@ -330,7 +341,7 @@ class RolloutEngine:
             args |= dict(disable_cuda_graph=True, disable_overlap_schedule=True)
         else:
             args |= dict(
-                disable_cuda_graph=not config["cuda_graphs"],
+                disable_cuda_graph=not config["cuda_graphs"], cuda_graph_max_bs_decode=min(512, requests),
                 disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
                 bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
                 mem_fraction_static=config["engine_memory"], enable_memory_saver=self.lends,
@@ -342,7 +353,7 @@ class RolloutEngine:
             maps = Path(f"/proc/{pid}/maps").read_text()
             inodes = {int(inode) for inode in re.findall(r"(\d+) +/dev/shm/", maps)}  # a semaphore has two names
             for path in Path("/dev/shm").iterdir():
-                if path.stat().st_ino in inodes:
+                if path.stat().st_ino in inodes and not path.name.startswith(("cuda", "nccl")):
                     path.unlink(missing_ok=True)
         return sglang
 
@@ -398,8 +409,12 @@ class RolloutEngine:
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Release
 
             self.flush()  # waits until it is idle
+            free, _ = torch.cuda.mem_get_info()
             self._call(self.manager.release_memory_occupation(Release(tags=LENT)), "giving its memory back")
             self.version, self.asleep = None, True
+            if torch.cuda.mem_get_info()[0] <= free:  # all else goes on as if it had
+                print(f"{self.name}: SGLang lends no memory, its torch_memory_saver is not loaded; see {self.log}")
+                self.lends = False
 
     def wake(self):
         """Takes the memory again; what was in it is lost."""

@@ -37,7 +37,7 @@ OTHERS = set(  # element by element, moved, made, read, of whole numbers, and a 
     __lshift__ __rshift__ _local_scalar_dense _to_copy add add_ any arange argmax bitwise_and bitwise_or bitwise_xor
     cat clamp_ constant_pad_nd copy_ cumsum detach div div_ embedding empty full_like ge index index_put_ lift_fresh
     log log_ lt max mul neg_ nextafter nonzero ones_like scalar_tensor select slice split split_with_sizes sub t unbind
-    unsqueeze view where zeros_like""".split()
+    unsqueeze view where zero_ zeros_like""".split()
 )
 
 
@@ -263,10 +263,13 @@ def test_the_engine_reaches_no_operator_whose_order_of_sums_is_not_ours(pair, tm
 # ---- the pieces
 
 
-@pytest.mark.parametrize("lends", [True, False])
-def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_weights(lends):
+@pytest.mark.parametrize("lends,freed", [(True, 9), (True, 0), (False, 0)])
+def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_weights(
+    lends, freed, capfd, monkeypatch
+):
     """What an engine on CUDA is asked for where its rank trains too, in order; elsewhere it keeps its memory."""
-    calls = []
+    calls, free = [], iter([(5, 20), (5 + freed, 20)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: next(free))
 
     class Manager:
         def __getattr__(self, name):
@@ -284,7 +287,8 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
     engine.rollout(None, job | dict(stream="eval"))
     engine.rollout(None, job | dict(stream="rl"))
     engine.sleep()
-    assert engine.version == (None if lends else 3)
+    assert engine.version == (None if lends else 3) and engine.lends == (freed > 0)
+    assert ("engine 0: SGLang lends no memory" in capfd.readouterr().out) == (lends and not freed)
     for last in (False, True):
         engine.take_weights([("w", torch.ones(4))], 4, last)
     engine.rollout(None, job | dict(stream="eval"))

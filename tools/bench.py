@@ -1,7 +1,8 @@
 """
 Sampled tokens per second in steady state, of rollout and training together.
 
-    python tools/bench.py                                    # 64 samples of 32 tokens, 0.8 M parameters, one process
+    python tools/bench.py                                    # 64 samples of 32 tokens, 0.8 M parameters, one process;
+                                                             # on a GPU 256 of 256 tokens, 250 M parameters
     python tools/bench.py --ranks=2 --new_tokens=128
     python tools/bench.py --onoff                            # with and without our operators, twice each
     python tools/bench.py --operators                        # on a GPU: each operator against the library's
@@ -30,6 +31,11 @@ HEAD_TOKENS = 4096  # of it with the logits of the alternative, which are in mem
 DECODE = 16, 64, 512  # rows of a decode step's matmuls
 PACKS = (8, 1024), (2, 4096)  # sequences, tokens each
 CACHES = (16, 2048), (128, 2048)  # decoded sequences, keys each
+# of the end-to-end runs on a GPU: config/one_gpu.py's model, whose head dim the kernels know
+GPU_SIZE = [
+    "--scratch_layers=16", "--scratch_hidden=1024", "--scratch_heads=16", "--scratch_kv_heads=8",
+    "--scratch_head_dim=128", "--scratch_mlp=3072", "--prompts_per_step=32", "--engine_memory=0.3",
+]  # fmt: skip
 
 
 # ---- end to end
@@ -37,12 +43,17 @@ CACHES = (16, 2048), (128, 2048)  # decoded sequences, keys each
 
 def measure(args, *more):
     """The metrics of a run's steps after the first four."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    args.new_tokens = args.new_tokens or (256 if on_gpu else 32)
+    size = GPU_SIZE if on_gpu else ["--prompts_per_step=8"]
     folder = Path(tempfile.mkdtemp(prefix="bench"))
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={args.ranks}", "--standalone"]
     command = [
         sys.executable, *(torchrun if args.ranks > 1 else []), "train_grpo.py", f"--out_dir={folder / 'run'}",
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
-        "--prompts_per_step=8", "--group_size=8", "--leaves=4", "--ignore_eos", *args.flags, *more,
+        "--group_size=8", "--leaves=4", "--ignore_eos", *size, *args.flags, *more,
     ]  # fmt: skip
     # rewards that differ, so that no gradient is zero and nothing is skipped
     (folder / "reward.py").write_text("def length(prompt, response, answer):\n    return float(len(set(response)))\n")
@@ -435,7 +446,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="1: one process in turn; more: torchrun")
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--new_tokens", type=int, default=32)
+    parser.add_argument("--new_tokens", type=int, help="32; on a GPU 256")
     parser.add_argument("--operators", action="store_true", help="each operator at Qwen3's shapes, on a GPU")
     parser.add_argument("--onoff", action="store_true", help="with and without the batch-invariant operators")
     args, args.flags = parser.parse_known_args()

@@ -26,6 +26,7 @@ import triton
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import kernels  # noqa: E402
+from configurator import commit  # noqa: E402
 
 bf16, f32 = torch.bfloat16, torch.float32
 CUDA = torch.cuda.is_available() and not kernels.INTERPRET
@@ -67,7 +68,6 @@ def differing(a, b):
 
 def machine():
     """Card, driver, versions, date and commit: the last line of a table of figures."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     card = "a CPU, interpreted" if kernels.INTERPRET else "a CPU"
     if CUDA:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -77,7 +77,7 @@ def machine():
             driver = []
         card = f"{torch.cuda.get_device_name()}, driver {(driver or ['unknown'])[0]}"
     versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}"
-    return f"{card}, {versions}, {time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip() or 'unknown'}"
+    return f"{card}, {versions}, {time.strftime('%Y-%m-%d')}, commit {commit()}"
 
 
 @contextlib.contextmanager
