@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
 
 import kernels
-from configurator import close_bars, config_source, fail, provenance, require
+from configurator import close_bars, config_source, fail, provenance, require, roles
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 
@@ -103,11 +103,25 @@ def hidden_torchrun():
         os.environ.update(hidden)
 
 
+def check_cuda(config, world):
+    """Ends the run where this machine's GPUs cannot do it."""
+    rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    require(count, "device='cuda': this machine has no CUDA device; use --device=cpu")
+    require(rank < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
+    chip = torch.cuda.get_device_capability(rank)
+    cure = "kernels.py is for 9.0 (Hopper); use --device=cpu"
+    require(chip == (9, 0), f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
+    two_ends = config["weight_sync"] == "broadcast" and roles(config, world) == (world, world)
+    require(not two_ends, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc or disk")
+
+
 def start_process_groups(trainers, engines, device):
     """
     Joins torchrun's ranks (or makes a world of one) and splits them. gloo over all ranks for control; NCCL on
     CUDA, gloo on a CPU, over the trainers.
     """
+    if device == "cuda":  # what SGLang sets in its own processes: the ends of a weight group must agree on it
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0"), os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     store, rank, world = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=FOREVER))

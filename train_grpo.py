@@ -447,8 +447,8 @@ if __name__ == "__main__":
     except ValueError as e:
         require(False, str(e))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    has_device = place == "cpu" or torch.cuda.is_available()
-    require(has_device, "device='cuda': this machine has no CUDA device; use --device=cpu")
+    if place == "cuda":
+        sync.check_cuda(config, world)
     run = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
     queue = Path(queue_dir or out / "queue")
 
@@ -457,8 +457,6 @@ if __name__ == "__main__":
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
     local_rank, master = int(os.environ.get("LOCAL_RANK", 0)), ranks.rank == 0
     if place == "cuda":
-        count = torch.cuda.device_count()
-        require(local_rank < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
         torch.cuda.set_device(local_rank)
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     if master:
@@ -620,8 +618,8 @@ if __name__ == "__main__":
             part = aggregate(losses, counts, kind, len(samples), loss_tokens, max_new_tokens)
             part.backward()
             # FSDP2 gives no gradient to what took no part, as the critic in the warm-up
-            pairs = [(p.to_local(), p.grad) for p in model.parameters()]
-            total.add([torch.zeros_like(x) if g is None else g.to_local() for x, g in pairs])
+            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+            total.add([g.detach().to_local() for g in grads])
             model.zero_grad()
             sums["loss"] = part
             if check:
@@ -654,6 +652,7 @@ if __name__ == "__main__":
         for g in optimizer.param_groups:
             g["lr"] = lr
         optimizer.step()
+        optimizer.zero_grad()  # or they would lie there until the next step's
         hashes["weights"] = sync.tensor_hashes(weights, shards, group)
         first, second = (sync.tensor_hashes([optimizer.state[w][k] for w in weights], shards, group) for k in MOMENTS)
         hashes["optimizer"] = {name: first[name] + second[name] for name in first}
@@ -857,8 +856,8 @@ if __name__ == "__main__":
             checkpoint()
     bar.close()
     sync.meet()
+    dist.destroy_process_group()
     if engine is not None:
         engine.close()
-    dist.destroy_process_group()
     if master:
         print(f"digest {ledger.digest}")

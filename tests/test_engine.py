@@ -317,18 +317,16 @@ def test_a_model_that_the_operators_cannot_compute_is_refused_in_one_line(change
 
 
 @pytest.mark.parametrize(
-    "change,chip,message",
+    "change,message",
     [
-        (dict(head_dim=80), (9, 0), "init_from: head_dim=80; on CUDA it must be 64 or 128"),
-        (dict(num_attention_heads=18, num_key_value_heads=2), (9, 0), "init_from: 9 query heads to a key head"),
-        (dict(), (8, 0), "device='cuda': compute capability 8.0; kernels.py is for 9.0 (Hopper)"),
+        (dict(head_dim=80), "init_from: head_dim=80; on CUDA it must be 64 or 128"),
+        (dict(num_attention_heads=18, num_key_value_heads=2), "init_from: 9 query heads to a key head"),
     ],
 )
-def test_a_gpu_that_the_operators_are_not_for_is_refused_in_one_line(change, chip, message, capsys, monkeypatch):
+def test_a_model_that_the_gpus_operators_are_not_for_is_refused_in_one_line(change, message, capsys, monkeypatch):
     from transformers import Qwen3Config
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: chip)
     with pytest.raises(SystemExit):
         rollout_server.rope_frequencies(Qwen3Config(**dict(num_key_value_heads=8) | change), "cuda")
     line = capsys.readouterr().err

@@ -28,6 +28,28 @@ def alone(tmp_path_factory):
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    "gpus,chip,change,message",
+    [
+        (0, None, {}, "device='cuda': this machine has no CUDA device; use --device=cpu"),
+        (1, (9, 0), {}, "device='cuda': 1 CUDA devices for more ranks; lower --nproc_per_node"),
+        (2, (8, 0), {}, "device='cuda': compute capability 8.0; kernels.py is for 9.0 (Hopper); use --device=cpu"),
+        (2, (9, 0), dict(colocate=True), "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc or disk"),
+        (2, (9, 0), {}, None),
+    ],
+)
+def test_gpus_that_cannot_do_it_are_refused_in_one_line(gpus, chip, change, message, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda rank: chip)
+    config = dict(mode="grpo", colocate=False, rollout_ranks=1, weight_sync="broadcast") | change
+    if message is None:
+        return sync.check_cuda(config, 2)
+    with pytest.raises(SystemExit):
+        sync.check_cuda(config, 2)
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 # ---- sums
 
 
