@@ -173,7 +173,7 @@ def _matmul(
     tl.store(c, acc.to(c.dtype.element_ty), mask=inside_m & inside_n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K", "PROGRAMS"])  # as a constant, K = 1 would be laid out in too much shared memory
 def _matmul_tma(
     c, a, b, M, N, K, c_m, c_n, PROGRAMS,
     A_MK: tl.constexpr, B_NK: tl.constexpr, ADD: tl.constexpr,
@@ -203,27 +203,33 @@ def _matmul_tma(
         tl.store(at, acc.to(c.dtype.element_ty), mask=inside)
 
 
-def _matmul_config(M, N, dtype):
-    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages): follows the shape for speed, and is never seen in the bits."""
+def _matmul_config(M, N, dtype, tma, aligned):
+    """
+    (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages): follows the shape for speed, and is never seen in the bits. Registers
+    suffice for the largest tiles where TMA loads, and for the very largest where the result's rows are aligned too.
+    """
     if dtype == torch.float32:
         return 64, 64, 16, 4, 2
     if N <= 64:  # decode after the swap: the weights' bytes are the whole cost, so many of them under way
         stages = 4 if N <= 32 else 3
         return 64, max(16, triton.next_power_of_2(N)), 128, 4, stages if M > 64 * SMS else 2 * stages
-    for block_m, block_n, block_k, warps, stages in ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4)):
+    if not tma:
+        return 128, 64, 32, 8, 3
+    table = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4))
+    for block_m, block_n, block_k, warps, stages in table[not aligned :]:
         if triton.cdiv(M, block_m) * triton.cdiv(N, block_n) >= SMS:
             return block_m, block_n, block_k, warps, stages
     return 64, 64, 128, 4, 3
 
 
-def _descriptor(x, block, block_k):
-    """(TMA descriptor, whether K is x's contiguous dim) of x (rows, K), or None where the copy engine cannot read x."""
+def _for_tma(x):
+    """(x or its transpose, whether K is the contiguous dim) of x (rows, K), or None where TMA cannot read x."""
     contiguous_k = x.stride(1) == 1
     y = x if contiguous_k else x.t()
     row = y.stride(0)
     if y.stride(1) != 1 or y.data_ptr() % 16 or row * y.element_size() % 16 or row < y.shape[1]:
         return None
-    return TensorDescriptor.from_tensor(y, [block, block_k] if contiguous_k else [block_k, block]), contiguous_k
+    return y, contiguous_k
 
 
 def matmul(a, b, out_dtype=None, out=None):
@@ -247,12 +253,16 @@ def matmul(a, b, out_dtype=None, out=None):
         return result
     if M <= 64 < N:  # the weights' columns become the rows: c^T = b^T a^T
         a, b, c, M, N = b.mT, a.mT, c.mT, N, M
-    block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype)
+    x, y = (_for_tma(a), _for_tma(b.t())) if a.dim() == 2 and K else (None, None)
+    tma, aligned = bool(x and y), c.stride(-2) % 16 == 0
+    block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, tma, aligned)
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     config = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
-    if a.dim() == 2 and K and (x := _descriptor(a, block_m, block_k)) and (y := _descriptor(b.t(), block_n, block_k)):
+    if tma:
         programs = min(tiles, SMS) if block_n == 256 else tiles
-        args = (c, x[0], y[0], M, N, K, *c.stride(), programs, x[1], y[1], add)
+        blocks = ([block, block_k] if k else [block_k, block] for block, k in ((block_m, x[1]), (block_n, y[1])))
+        descriptors = [TensorDescriptor.from_tensor(t, block) for (t, _), block in zip((x, y), blocks)]
+        args = (c, *descriptors, M, N, K, *c.stride(), programs, x[1], y[1], add)
         _launch(_matmul_tma, (programs,), *args, **config)
     else:
         a, b, c = (t if t.dim() == 3 else t[None] for t in (a, b, c))
