@@ -98,7 +98,8 @@ class Row:
 
     def __init__(self, operator, varied, judged=True):
         self.operator, self.varied, self.cases, self.differing, self.controls = operator, varied, 0, 0, {}
-        self.judged = judged  # else it is for information: what differs is no fault of ours
+        self.judged = judged  # else for information: what differs is no fault of ours
+        self.varied += "" if judged else "; for information"
 
     def check(self, ours, expected):
         for a, b in zip(*(x if isinstance(x, (tuple, list)) else (x,) for x in (ours, expected)), strict=True):
@@ -114,10 +115,8 @@ class Row:
         counts = {name: int(n) for name, n in self.controls.items()}
         caught, bad = any(counts.values()), int(self.differing)
         verdict = ("caught: " if caught else "NOT CAUGHT: ") + ", ".join(f"{k} {n}" for k, n in counts.items())
-        kind = "" if self.judged else " (for information)"
-        return f"| {self.operator}{kind} | {self.varied} | {self.cases} | {bad} | {verdict} |", caught and (
-            not bad or not self.judged
-        )
+        line = f"| {self.operator} | {self.varied} | {self.cases} | {bad} | {verdict} |"
+        return line, caught and not (bad and self.judged)
 
 
 class Skipped(Exception):
