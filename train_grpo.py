@@ -772,7 +772,8 @@ if __name__ == "__main__":
         transport = sync.WeightSync(how, ranks, mine, engine, place, compute_dtype, out / "weights")
         transport.publish(step)
 
-    bar = tqdm(total=max_steps, initial=step, disable=not master, unit="step", dynamic_ncols=True, mininterval=0.5)
+    hidden = not master or mode in ("sft", "eval")
+    bar = tqdm(total=max_steps, initial=step, disable=hidden, unit="step", dynamic_ncols=True, mininterval=0.5)
     if mode == "eval" or eval_rows and transport and not saved:
         evaluate()
     if checkpoint_every and ranks.is_trainer and not saved and mode != "sft":
