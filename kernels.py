@@ -390,7 +390,7 @@ def _row_config(C):
     block = max(16, triton.next_power_of_2(C))
     if block > 16384:
         raise ValueError(f"width={C}: a norm's row must fit one program, at most 16384")
-    return dict(C=C, ROWS=max(1, 2048 // block), BLOCK=block, num_warps=8 if block > 2048 else 4, **EXACT)
+    return dict(ROWS=max(1, 2048 // block), BLOCK=block, num_warps=8 if block > 2048 else 4, **EXACT)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -409,7 +409,7 @@ class RMSNorm(torch.autograd.Function):
         x = _aligned(x)
         args = x, x if s is None else _aligned(residual), _aligned(weight), y, y if s is None else s, scale
         grid = (triton.cdiv(R, config["ROWS"]),)
-        _launch(_rms_norm, grid, *args, eps, R, RESIDUAL=s is not None, **config)
+        _launch(_rms_norm, grid, *args, eps, R, C=C, RESIDUAL=s is not None, **config)
         ctx.save_for_backward(x if s is None else s, weight, scale)
         ctx.residual = s is not None
         ctx.set_materialize_grads(False)
@@ -427,7 +427,8 @@ class RMSNorm(torch.autograd.Function):
         steps = max(1, SUM_ROWS // config["ROWS"])
         args = (_aligned(t) for t in (grad, grad if s_grad is None else s_grad, s, weight, scale))
         grid = (triton.cdiv(R, steps * config["ROWS"]),)
-        _launch(_rms_norm_backward, grid, *args, dx, dw, R, RESIDUAL=s_grad is not None, STEPS=steps, **config)
+        flags = dict(C=C, RESIDUAL=s_grad is not None, STEPS=steps)
+        _launch(_rms_norm_backward, grid, *args, dx, dw, R, **flags, **config)
         return dx, _sum_of_rows(dw).to(weight.dtype), None, dx if ctx.residual else None
 
 
@@ -536,9 +537,7 @@ class NormRoPE(torch.autograd.Function):
     @staticmethod
     def config(q, k, norm):
         (N, HQ, D), HK = q.shape, k.shape[1]
-        config = _row_config(D)
-        del config["C"]
-        return N * (HQ + HK), dict(HQ=HQ, HK=HK, D=D, NORM=norm, **config)
+        return N * (HQ + HK), dict(HQ=HQ, HK=HK, D=D, NORM=norm, **_row_config(D))
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, q_weight, k_weight, eps):
