@@ -1,14 +1,27 @@
 """
 The rollout side: a real SGLang engine started inside a torchrun rank; prompts in, scored groups of samples out.
 
-    RolloutEngine(...)             starts SGLang's scheduler as a child process, with our operators switched on in it
-    .receive_weights and the like  take the trainers' weights, flush the prefix cache, remember the version
-    .rollout                       claims prompts, generates, scores, writes one file per prompt into the queue
+    models          all that is known here of Hugging Face's and SGLang's model classes: our operators in both of them
+    the scheduler   SGLang's child process, in which a model runs
+    RolloutEngine   starts that process, notices its death, lends its memory, supplies it with the trainers' weights
+    Sampler         makes samples with it
 
-`install_operators` hooks kernels.py into SGLang's classes in that child, alike on a CPU and on CUDA. On a CPU SGLang
-needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag that keeps RoPE from importing
-vLLM, the noise hash (a Triton kernel there), and its batch-invariant mode (Triton too). Nothing here imports sglang
-before an engine is wanted: that takes ten seconds.
+The life of one prompt:
+
+    plan       which prompts a step has follows from (seed, step) alone, so all ranks make the same Job by themselves
+    claim      an engine with room for it makes the file claim_0003 in the step's folder, which only one of them can;
+               this decides who does the work, and nothing that comes out of it
+    generate   SGLang draws G samples side by side, the noise of each from a seed of its own
+    score      the reward function sees the texts: user code, one prompt at a time, beside what is still generated
+    write      group_0003.safetensors appears whole: tokens, log-probs, rewards and weight version under one checksum
+    take       all ranks wait for the step's groups and read them in the order of the prompts (sync.read_group)
+
+A resume gives back what was claimed and not written; a group that is there is never made again.
+
+`install_operators` hooks kernels.py into SGLang's classes in the scheduler's process, alike on a CPU and on CUDA. On a
+CPU SGLang needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag that keeps RoPE
+from importing vLLM, the noise hash (a Triton kernel there), and its batch-invariant mode (Triton too). Nothing here
+imports sglang before an engine is wanted: that takes ten seconds.
 """
 
 import asyncio
@@ -21,71 +34,139 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import kernels
 from configurator import fail, require
 from rewards import RewardError, score
-from sync import RunError, Shard, claim, group_path, hidden_torchrun, tensor_hashes, write_group
+from sync import RunError, Shard, TreeReduceScatter, claim, group_path, hidden_torchrun, tensor_hashes, write_group
 
+MODEL_TYPES = ("qwen3", "qwen2", "llama")
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
 LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 # ------------------------------------------------------------------------------------------------------------------
-# in the scheduler's process
+# models: all that is known here of Hugging Face's and SGLang's classes
 
 
-def murmur_hash32(seed, positions, columns):
+def check_model(folder, config, key="init_from"):
+    """The Hugging Face config of a model we can train and serve alike."""
+    from transformers import AutoConfig
+
+    try:
+        hf = AutoConfig.from_pretrained(folder)
+    except Exception as e:
+        require(False, f"{key}={str(folder)!r}: no usable config.json: {str(e).splitlines()[0]}")
+    name = f"{key}={str(folder)!r}"
+    require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
+    sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
+    require(not sliding, f"{name}: sliding-window attention is not supported")
+    tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
+    fits = f"max_new_tokens={config['max_new_tokens']}: {tokens} tokens with the prompt, and 8 to spare"
+    require(tokens + 8 <= most, f"{fits}; the model has {most} positions")
+    return hf
+
+
+def rope_frequencies(hf, device):
     """
-    MurmurHash3 (Appleby, 32 bits) of seed (B,) uint64, position (B,) and column (V,) -> (B, V) int64 in [0, 2^32):
-    bit for bit SGLang's Triton kernel, so that a CPU run draws the noise a GPU run would.
+    RoPE's inverse frequencies (head dim / 2,), by transformers on the CPU: trainer and engine take these very numbers.
+    Ends the run if kernels.py cannot compute a model of this Hugging Face config on this device.
     """
-    mask = 0xFFFFFFFF
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    def times(x, c):  # x * c mod 2^32 in two halves: the product of two 32-bit numbers overflows int64
-        return (x * (c & 0xFFFF) + (((x * (c >> 16)) & 0xFFFF) << 16)) & mask
-
-    def rotate(x, r):
-        return ((x << r) | (x >> (32 - r))) & mask
-
-    def mix(h, k):
-        h = rotate(h ^ times(rotate(times(k, 0xCC9E2D51), 15), 0x1B873593), 13)
-        return (h * 5 + 0xE6546B64) & mask
-
-    seed = seed.view(torch.int64)
-    h = mix(torch.zeros_like(seed), seed & mask)
-    h = mix(mix(h, (seed >> 32) & mask), positions.long() & mask)
-    h = mix(h[:, None], columns.long()[None] & mask) ^ 16  # 16 bytes hashed
-    h = times(h ^ (h >> 16), 0x85EBCA6B)
-    h = times(h ^ (h >> 13), 0xC2B2AE35)
-    return h ^ (h >> 16)
+    # the rope_types left out change with the length, or scale cos and sin
+    rope = dict(partial_rotary_factor=1.0) | hf.rope_parameters | dict(hidden_act=hf.hidden_act)
+    known = dict(rope_type=("default", "linear", "llama3"), partial_rotary_factor=(1.0,), hidden_act=("silu",))
+    for key, values in known.items():
+        cure = f"known: {', '.join(map(str, values))}"
+        require(rope[key] in values, f"init_from: {key}={rope[key]!r} in config.json; {cure}")
+    inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
+    if device == "cuda":
+        dim = 2 * len(inv_freq)
+        groups = hf.num_attention_heads / hf.num_key_value_heads
+        require(dim in (64, 128), f"init_from: head_dim={dim}; on CUDA it must be 64 or 128")
+        require(groups in range(1, 9), f"init_from: {groups:g} query heads to a key head; on CUDA 1 to 8")
+    return inv_freq
 
 
-def install_operators(backend, inv_freq):
+def build_model(hf, mesh, device, batch_invariant, critic=False):
     """
-    Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
-    choice of a platform's kernel, so a CPU and CUDA have the same. `backend`: whose name our attention takes, as SGLang
-    decides by the name how the cache is laid out.
-
-    Linear layers, log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces where
-    they need it. Without a hook: VocabParallelEmbedding and set_kv_buffer copy rows; Sampler.forward divides once, by a
-    tensor of temperatures, before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA, is the
-    float64 noise of a hash, element by element, and an argmax.
+    The Hugging Face model, sharded by FSDP2, its weights still unset. fp32 master weights; on CUDA computed with in
+    bfloat16. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,).
     """
-    from sglang.srt import batch_invariant_ops
-    from sglang.srt.layers.activation import SiluAndMul
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # `install_in_trainer` replaces the layers that would call it; under this name no attention mask is made
+    ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.attention)
+    attention = "batch_invariant" if batch_invariant else "sdpa"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation=attention)
+        model.value_head = torch.nn.Parameter(torch.empty(hf.hidden_size)) if critic else None
+    # cast_forward_inputs would round RoPE's float32 cos and sin to bfloat16, which the engine does not do
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = dict(mesh=mesh, mp_policy=bf16 if device == "cuda" else MixedPrecisionPolicy())
+    for part in (*model.model.layers, model):
+        fully_shard(part, **options)
+        part.set_custom_reduce_scatter(TreeReduceScatter())
+    model.to_empty(device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
+    if batch_invariant:
+        install_in_trainer(model, rope_frequencies(hf, device).to(device))
+    model.token_logprobs = functools.partial(token_logprobs, model)
+    register_fsdp_forward_method(model, "token_logprobs")
+    return model
+
+
+def token_logprobs(model, leaf, temperature):
+    """
+    Log-probs of the leaf's targets and the entropies there, (M,) each; with a critic also its values there (M,) and
+    after each sample's last token (samples,), else None.
+    """
+    plan = kernels.packed_plan(leaf.lengths)
+    ids, positions = leaf.ids[None], leaf.positions[None]
+    hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).last_hidden_state[0]
+    logprobs, entropy = kernels.token_logprobs(hidden[leaf.rows], model.lm_head.weight, leaf.targets, temperature)
+    if model.value_head is None:
+        return logprobs, entropy, None, None
+    values = (hidden @ model.value_head[:, None])[:, 0].float()
+    return logprobs, entropy, values[leaf.rows], values[leaf.lengths.cumsum(0) - 1]
+
+
+def head_norms(attention):
+    """The weights and eps of the norms of a layer's queries and keys; () of a model that has none."""
+    if not hasattr(attention, "q_norm"):
+        return ()
+    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+
+
+def install_in_trainer(model, inv_freq):
+    """The same for a Hugging Face model in the trainer's process: its own rotary embedding, attention, norms, MLPs."""
+
+    def attend(self, hidden_states, position_embeddings, plan, **_):
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (p(hidden_states[0]).unflatten(1, (-1, self.head_dim)) for p in projections)
+        q, k = kernels.norm_rope(q, k, *position_embeddings, *head_norms(self))
+        return self.o_proj(kernels.attention(q, k, v, plan, self.scaling).flatten(1))[None], None
+
+    model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
+    for name, module in model.named_modules():
+        if name.endswith(".self_attn"):
+            module.forward = functools.partial(attend, module)
+        elif name.endswith("norm"):
+            module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
+        elif name.endswith(".mlp"):
+            module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x), m.up_proj(x)))
+
+
+def paged_attention(inv_freq):
+    """The class of an attention backend, as SGLang wants one; made here, as its base is imported late."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.layers.layernorm import RMSNorm
-    from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-    from sglang.srt.model_executor.forward_context import get_attn_backend
-    from sglang.srt.models.llama import LlamaAttention
-    from sglang.srt.models.qwen2 import Qwen2Attention
-    from sglang.srt.models.qwen3 import Qwen3Attention
 
     class PagedAttention(AttentionBackend):
         """
@@ -122,6 +203,27 @@ def install_operators(backend, inv_freq):
 
         forward_decode = forward_extend
 
+    return PagedAttention
+
+
+def install_operators(backend, inv_freq):
+    """
+    Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
+    choice of a platform's kernel, so a CPU and CUDA have the same. `backend`: whose name our attention takes, as SGLang
+    decides by the name how the cache is laid out.
+
+    Linear layers, log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces where
+    they need it. Without a hook: VocabParallelEmbedding and set_kv_buffer copy rows; Sampler.forward divides once, by a
+    tensor of temperatures, before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA, is the
+    float64 noise of a hash, element by element, and an argmax.
+    """
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+    from sglang.srt.models import llama, qwen2, qwen3
+
     def attend(self, positions, hidden_states, forward_batch):
         qkv = self.qkv_proj(hidden_states)[0].view(len(hidden_states), -1, self.head_dim)
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
@@ -133,58 +235,59 @@ def install_operators(backend, inv_freq):
         return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
 
     RMSNorm.forward = rms_norm
-    LlamaAttention.forward = Qwen2Attention.forward = Qwen3Attention.forward = attend
+    llama.LlamaAttention.forward = qwen2.Qwen2Attention.forward = qwen3.Qwen3Attention.forward = attend
     SiluAndMul.forward = lambda self, x: kernels.swiglu(*x.chunk(2, -1))
     LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
-    batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant
-    register_attention_backend(backend)(PagedAttention)
+    register_attention_backend(backend)(paged_attention(inv_freq))
 
 
-def head_norms(attention):
-    """The weights and eps of the norms of a layer's queries and keys; () of a model that has none."""
-    if not hasattr(attention, "q_norm"):
-        return ()
-    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
-
-
-def install_in_trainer(model, inv_freq):
-    """The same for a Hugging Face model in the trainer's process: its own rotary embedding, attention, norms, MLPs."""
-
-    def attend(self, hidden_states, position_embeddings, plan, **_):
-        projections = self.q_proj, self.k_proj, self.v_proj
-        q, k, v = (p(hidden_states[0]).unflatten(1, (-1, self.head_dim)) for p in projections)
-        q, k = kernels.norm_rope(q, k, *position_embeddings, *head_norms(self))
-        return self.o_proj(kernels.attention(q, k, v, plan, self.scaling).flatten(1))[None], None
-
-    model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
-    for name, module in model.named_modules():
-        if name.endswith(".self_attn"):
-            module.forward = functools.partial(attend, module)
-        elif name.endswith("norm"):
-            module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
-        elif name.endswith(".mlp"):
-            module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x), m.up_proj(x)))
-
-
-def check_weights(scheduler, expected):
+def hugging_face_parameters(model):
     """
-    Raises ValueError unless the model that this scheduler runs has the parameters {Hugging Face's name: hash}. SGLang
-    has q, k and v, and gate and up, as the rows of one parameter, and fills an embedding up to a multiple of 64 rows.
+    Yields (Hugging Face's name, tensor) of an SGLang model: views, nothing is copied. SGLang has q, k and v, and gate
+    and up, as the rows of one parameter, and fills an embedding up to a multiple of 64 rows.
     """
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    model = scheduler.tp_worker.model_runner.model
-    found = {}
     for module_name, module in model.named_modules():
         path, _, last = module_name.rpartition(".")
         for kind, parameter in module.named_parameters(recurse=False):
             rows = getattr(module, "output_sizes", None) or [getattr(module, "org_vocab_size", len(parameter))]
             for part, tensor in zip(fused.get(last, (last,)), parameter.data[: sum(rows)].split(rows)):
-                found[f"{path}.{part}.{kind}".lstrip(".")] = tensor
-    wrong = [name for name in expected if name not in found]
-    if not wrong:
-        shards = [Shard(name, tuple(found[name].shape), 0, found[name]) for name in expected]
-        hashes = tensor_hashes([s.data for s in shards], shards, None)
-        wrong = [name for name in expected if hashes[name] != expected[name]]
+                yield f"{path}.{part}.{kind}".lstrip("."), tensor
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# in the scheduler's process
+
+
+def murmur_hash32(seed, positions, columns):
+    """
+    MurmurHash3 (Appleby, 32 bits) of seed (B,) uint64, position (B,) and column (V,) -> (B, V) int64 in [0, 2^32):
+    bit for bit SGLang's Triton kernel, so that a CPU run draws the noise a GPU run would.
+    """
+    mask = 0xFFFFFFFF  # a product that overflows int64 still has the right lower 32 bits
+
+    def rotate(x, r):
+        return ((x << r) | (x >> (32 - r))) & mask
+
+    def mix(h, k):
+        k = rotate(((k & mask) * 0xCC9E2D51) & mask, 15) * 0x1B873593
+        return (rotate(h ^ (k & mask), 13) * 5 + 0xE6546B64) & mask
+
+    h, seed = 0, seed.view(torch.int64)[:, None]
+    for block in (seed, seed >> 32, positions.long()[:, None], columns.long()[None]):
+        h = mix(h, block)
+    h = h ^ 16  # bytes hashed
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & mask
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & mask
+    return h ^ (h >> 16)
+
+
+def check_weights(scheduler, expected):
+    """Raises ValueError unless the model that this scheduler runs has the parameters {Hugging Face's name: hash}."""
+    found = hugging_face_parameters(scheduler.tp_worker.model_runner.model)
+    shards = [Shard(name, tuple(t.shape), 0, t) for name, t in found if name in expected]
+    hashes = tensor_hashes([s.data for s in shards], shards, None)
+    wrong = [name for name in expected if hashes.get(name) != expected[name]]
     if wrong:
         raise ValueError(", ".join(wrong[:3]) + ", .." * (len(wrong) > 3))
 
@@ -205,7 +308,8 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 
-    batch_invariant_ops.enable_batch_invariant_mode = lambda: None  # SGLang's own, which deterministic mode asks for
+    # what deterministic mode switches on; SGLang's own would put its Triton kernels in
+    batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant if inv_freq else lambda: None
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
@@ -213,7 +317,7 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
         sampler.murmur_hash32 = murmur_hash32
     else:  # SGLang would have nvcc compile this one at the first decode step
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
-    if inv_freq is not None:
+    if inv_freq:
         install_operators(ATTENTION_BACKEND[device], inv_freq)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
         # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
@@ -228,7 +332,7 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# in the rollout rank
+# the engine, in its rank
 
 
 @contextmanager
@@ -247,49 +351,60 @@ def output_to(path):
             os.close(old)
 
 
-def sampling_seed(*key):
-    """64 bits, signed, of (run seed, stream, step, prompt, sample, turn): each sample its own, whoever draws it."""
-    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
-
-
-def rope_frequencies(hf, device):
+def unlink_shared_memory(pids):
     """
-    RoPE's inverse frequencies (head dim / 2,), by transformers on the CPU: trainer and engine take these very numbers.
-    Ends the run if kernels.py cannot compute a model of this Hugging Face config on this device.
+    Takes from /dev/shm the names of what these processes have there: tqdm's lock, statistics for a router. SGLang's
+    processes are ended by SIGKILL and would leave them behind; nobody opens them by name again, and without the names
+    the memory goes when the processes go, however that happens.
     """
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    for pid in pids:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        inodes = {int(inode) for inode in re.findall(r"(\d+) +/dev/shm/", maps)}  # a semaphore has two names
+        for path in Path("/dev/shm").iterdir():
+            if path.stat().st_ino in inodes and not path.name.startswith(("cuda", "nccl")):
+                path.unlink(missing_ok=True)
 
-    # the rope_types left out change with the length, or scale cos and sin
-    rope = dict(partial_rotary_factor=1.0) | hf.rope_parameters | dict(hidden_act=hf.hidden_act)
-    known = dict(rope_type=("default", "linear", "llama3"), partial_rotary_factor=(1.0,), hidden_act=("silu",))
-    for key, values in known.items():
-        cure = f"known: {', '.join(map(str, values))}"
-        require(rope[key] in values, f"init_from: {key}={rope[key]!r} in config.json; {cure}")
-    inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
-    if device == "cuda":
-        dim = 2 * len(inv_freq)
-        groups = hf.num_attention_heads / hf.num_key_value_heads
-        require(dim in (64, 128), f"init_from: head_dim={dim}; on CUDA it must be 64 or 128")
-        require(groups in range(1, 9), f"init_from: {groups:g} query heads to a key head; on CUDA 1 to 8")
-    return inv_freq
+
+def engine_arguments(config, model_path, device, dtype, gpu, lends):
+    """What SGLang is started with, as its ServerArgs name it."""
+    on_cpu = device == "cpu"
+    tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
+    samples = config["prompts_per_step"] * config["group_size"]
+    requests = max(samples, config["eval_size"] * config["eval_samples"])
+    args = dict(
+        model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
+        skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
+        context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu,
+        disable_radix_cache=not config["radix_cache"], attention_backend=ATTENTION_BACKEND[device],
+        max_total_tokens=config["engine_kv_tokens"] or (on_cpu and samples * (tokens + 1)) or None,
+        max_running_requests=config["engine_max_running"] or (on_cpu and samples) or None,
+        chunked_prefill_size=config["engine_prefill_chunk"] or None, weight_version="0",
+        sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
+    )  # fmt: skip
+    if on_cpu:
+        return args | dict(disable_cuda_graph=True, disable_overlap_schedule=True)
+    return args | dict(
+        disable_cuda_graph=not config["cuda_graphs"], cuda_graph_max_bs_decode=min(512, requests),
+        disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
+        bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
+        mem_fraction_static=config["engine_memory"], enable_memory_saver=lends,
+    )  # fmt: skip
 
 
 class RolloutEngine:
     """
-    One SGLang engine. `config` has the keys of train_grpo.py's block. Raises RunError when the engine dies while it
-    is asked for something, or says nothing for `engine_timeout` seconds; a death at another moment ends the process
-    with one line.
+    One SGLang engine, kept alive and supplied with weights. Raises RunError when it dies while it is asked for
+    something, or says nothing for `engine_timeout` seconds; a death at another moment ends the process with one line.
+
+    hf: the model's Hugging Face config. config: the keys of train_grpo.py's block. log: the file that takes SGLang's
+    output. lends: `sleep` gives the memory of weights and cache to this rank's trainer.
     """
 
-    def __init__(self, index, model_path, config, device, dtype, log, gpu=0):
-        from transformers import AutoConfig
-
+    def __init__(self, index, model_path, hf, config, device, dtype, log, gpu=0, lends=False):
         self.index, self.config, self.log, self.version = index, config, log, 0  # as loaded
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
-        hf = AutoConfig.from_pretrained(model_path)
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
-        trains = config["mode"] == "grpo" and (config["colocate"] or os.environ.get("WORLD_SIZE", "1") == "1")
-        self.lends, self.asleep = trains and device == "cuda", False
+        self.lends, self.asleep = lends, False
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         try:
@@ -297,64 +412,35 @@ class RolloutEngine:
                 self.sglang = self._start(model_path, device, dtype, gpu)
         except Exception as e:
             raise RunError(f"{self.name}: SGLang did not start: {e} (see {log})")
-        self.loop, self.manager = self.sglang.loop, self.sglang.tokenizer_manager
+        from sglang.srt.managers import io_struct
+
+        self.loop, self.manager, self.requests = self.sglang.loop, self.sglang.tokenizer_manager, io_struct
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
-        on_cpu = device == "cpu"
-        if not on_cpu:
+        if device == "cpu":
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
+            allow_deterministic_backend()
+        else:
             torch.cuda.empty_cache()  # SGLang measures what is free
-        if self.lends:  # SGLang preloads a library into the scheduler, and the loader drops it without these beside it
+        if self.lends:
+            # torch_memory_saver is LD_PRELOADed into the scheduler; ld.so drops it unless CUDA's folders are on
+            # LD_LIBRARY_PATH
             loaded = re.findall(r"(/\S+)/libcuda(?:rt)?\.so", Path("/proc/self/maps").read_text())
             folders = dict.fromkeys([*loaded, *os.environ.get("LD_LIBRARY_PATH", "").split(":")])
             os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
-        if on_cpu:
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         from sglang.srt.entrypoints.engine import Engine
 
-        config, threads = self.config, torch.get_num_threads()
+        threads = torch.get_num_threads()
 
         class EngineInRank(Engine):
             run_scheduler_process_func = functools.partial(run_scheduler, device, threads, self.inv_freq)
+            # tokens in, tokens out: the detokenizer's process would only import SGLang once more and wait
+            _launch_detokenizer_subprocesses = staticmethod(lambda *_, **__: ([], []))
 
-            @classmethod
-            def _launch_detokenizer_subprocesses(cls, *args, **kwargs):
-                return [], []  # tokens in, tokens out: the process would only import SGLang once more and wait
-
-        tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
-        samples = config["prompts_per_step"] * config["group_size"]
-        requests = max(samples, config["eval_size"] * config["eval_samples"])
-        args = dict(
-            model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
-            skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
-            context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu,
-            disable_radix_cache=not config["radix_cache"], attention_backend=ATTENTION_BACKEND[device],
-            max_total_tokens=config["engine_kv_tokens"] or (on_cpu and samples * (tokens + 1)) or None,
-            max_running_requests=config["engine_max_running"] or (on_cpu and samples) or None,
-            chunked_prefill_size=config["engine_prefill_chunk"] or None,
-            weight_version="0",
-            sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
-            custom_sigquit_handler=self._died,
-        )  # fmt: skip
-        if on_cpu:
-            allow_deterministic_backend()
-            args |= dict(disable_cuda_graph=True, disable_overlap_schedule=True)
-        else:
-            args |= dict(
-                disable_cuda_graph=not config["cuda_graphs"], cuda_graph_max_bs_decode=min(512, requests),
-                disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
-                bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
-                mem_fraction_static=config["engine_memory"], enable_memory_saver=self.lends,
-            )  # fmt: skip
-        sglang = EngineInRank(**args)
-        # SGLang's processes are ended by SIGKILL, and would leave behind what they have in /dev/shm (tqdm's lock,
-        # statistics for a router). Nobody opens it by name again: without the names it goes when they go, however
-        for pid in sglang.get_all_child_pids():
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            inodes = {int(inode) for inode in re.findall(r"(\d+) +/dev/shm/", maps)}  # a semaphore has two names
-            for path in Path("/dev/shm").iterdir():
-                if path.stat().st_ino in inodes and not path.name.startswith(("cuda", "nccl")):
-                    path.unlink(missing_ok=True)
+        args = engine_arguments(self.config, model_path, device, dtype, gpu, self.lends)
+        sglang = EngineInRank(**args, custom_sigquit_handler=self._died)
+        unlink_shared_memory(sglang.get_all_child_pids())
         return sglang
 
     def _died(self, *_):
@@ -368,22 +454,36 @@ class RolloutEngine:
         with output_to(self.log):
             self.sglang.shutdown()
 
-    def _call(self, request, doing):
-        """Runs one of SGLang's coroutines to its end; RunError after `engine_timeout` seconds of silence."""
-        timeout = self.config["engine_timeout"]
+    def run(self, coroutines, when):
+        """The results of coroutines that wait for SGLang, run side by side. Raises RunError where it falls silent."""
+        return self.loop.run_until_complete(self._watched(coroutines, when))
+
+    async def _watched(self, coroutines, when):
+        tasks = [asyncio.ensure_future(c) for c in coroutines]
+        results = asyncio.gather(*tasks)  # done when all are, or at the first error
+        timeout, started = self.config["engine_timeout"], time.time()
         try:
-            return self.loop.run_until_complete(asyncio.wait_for(request, timeout))
-        except TimeoutError:
-            raise RunError(f"{self.name}: silent for {timeout:g} s while {doing}; see {self.log}")
+            while not (await asyncio.wait([results], timeout=min(1, timeout / 4)))[0]:
+                # SGLang sends a sign of life every 50 tokens of the slowest sample
+                if time.time() - max(started, self.manager.last_receive_tstamp) > timeout:
+                    raise RunError(f"{self.name}: silent for {timeout:g} s {when}; see {self.log}")
+            return results.result()
+        except Exception:  # the first error is the one to report (a RunError is a SystemExit and ends us as it is)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    def _call(self, request, doing):
+        """The result of one of SGLang's coroutines."""
+        return self.run([request], f"while {doing}")[0]
 
     # ---- weights
 
     def join_weight_group(self, host, port, name, backend):
         """Enters the group in which trainer rank 0 broadcasts; returns when both are in it."""
-        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
-
         self.group = name
-        request = InitWeightsUpdateGroupReqInput(
+        request = self.requests.InitWeightsUpdateGroupReqInput(
             master_address=host, master_port=port, rank_offset=1, world_size=2, group_name=name, backend=backend
         )
         ok, message = self._call(self.manager.init_weights_update_group(request), "joining the weight group")
@@ -404,13 +504,12 @@ class RolloutEngine:
             time.sleep(0.002)
 
     def sleep(self):
-        """Where a rank trains too, on CUDA: lends it the memory of weights and cache, until the next weights come."""
+        """If it lends: gives up the memory of weights and cache until the next weights come."""
         if self.lends:
-            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Release
-
             self.flush()  # waits until it is idle
             free, _ = torch.cuda.mem_get_info()
-            self._call(self.manager.release_memory_occupation(Release(tags=LENT)), "giving its memory back")
+            request = self.requests.ReleaseMemoryOccupationReqInput(tags=LENT)
+            self._call(self.manager.release_memory_occupation(request), "giving its memory back")
             self.version, self.asleep = None, True
             if torch.cuda.mem_get_info()[0] <= free:  # all else goes on as if it had
                 print(f"{self.name}: SGLang lends no memory, its torch_memory_saver is not loaded; see {self.log}")
@@ -419,10 +518,9 @@ class RolloutEngine:
     def wake(self):
         """Takes the memory again; what was in it is lost."""
         if self.asleep:
-            from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Resume
-
             torch.cuda.empty_cache()  # what this rank's trainer holds and does not use now
-            self._call(self.manager.resume_memory_occupation(Resume(tags=LENT)), "taking its memory again")
+            request = self.requests.ResumeMemoryOccupationReqInput(tags=LENT)
+            self._call(self.manager.resume_memory_occupation(request), "taking its memory again")
             self.asleep = False
 
     def _load(self, update, request, version, last=True):
@@ -438,9 +536,7 @@ class RolloutEngine:
 
     def receive_weights(self, bucket, dtype, version, last):
         """One bucket [(name, shape)] that trainer rank 0 broadcasts, all its bytes in one tensor."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
-
-        request = UpdateWeightsFromDistributedReqInput(
+        request = self.requests.UpdateWeightsFromDistributedReqInput(
             names=[name for name, _ in bucket], dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
             shapes=[list(shape) for _, shape in bucket], group_name=self.group, load_format="flattened_bucket",
         )  # fmt: skip
@@ -448,22 +544,20 @@ class RolloutEngine:
 
     def take_weights(self, tensors, version, last):
         """One bucket [(name, tensor)] out of this process's own memory."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         flat = FlattenedTensorBucket(named_tensors=tensors)
         content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        request = UpdateWeightsFromTensorReqInput(
+        request = self.requests.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(content)], load_format="flattened_bucket"
         )
         self._load(self.manager.update_weights_from_tensor, request, version, last)
 
     def read_weights(self, folder, version):
         """All weights, from the safetensors files in the folder."""
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
-        self._load(self.manager.update_weights_from_disk, UpdateWeightFromDiskReqInput(model_path=str(folder)), version)
+        request = self.requests.UpdateWeightFromDiskReqInput(model_path=str(folder))
+        self._load(self.manager.update_weights_from_disk, request, version)
 
     def check_weights(self, expected):
         """Raises RunError unless the parameters the engine computes with have these hashes, {name: hash}."""
@@ -473,91 +567,101 @@ class RolloutEngine:
         except Exception as e:
             raise RunError(f"{self.name}: weights {self.version} did not arrive as sent: {e or 'no answer'}")
 
-    # ---- samples
 
-    def rollout(self, folder, job):
-        """
-        Does prompts of this job until none is left unclaimed: writes their group files into `folder`.
+# ------------------------------------------------------------------------------------------------------------------
+# samples
 
-        job: stream ('rl' or 'eval'), step, rows {index: (prompt, answer, prompt_tokens)}, samples per row,
-        temperature, reward (a function), decode (tokens -> text), stop_tokens, engines, run (the run's id).
+
+def sampling_seed(*key):
+    """64 bits, signed, of (run seed, stream, step, prompt, sample, turn): each sample its own, whoever draws it."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
+
+
+class Job(NamedTuple):
+    """Prompts to do, by all engines together: one step's, or the held-out ones."""
+
+    stream: str  # 'rl' or 'eval'; samples of the two never share a seed
+    step: int  # RL steps done before it, and so the version of the weights
+    rows: dict  # {prompt's index in the step: dict(prompt text, answer text, prompt_tokens list)}
+    samples: int  # G, per prompt
+    temperature: float  # 0: greedy
+
+
+class Sampler:
+    """
+    Makes samples with one of a run's `engines` engines: prompts in, group files out.
+
+    config has the keys of train_grpo.py's block, run is the run's id; reward(prompt, response, answer) -> number;
+    decode(tokens) -> text; a sample ends with the first of the stop_tokens.
+    """
+
+    def __init__(self, engine, config, run, engines, reward, decode, stop_tokens):
+        self.engine, self.seed, self.run, self.engines = engine, config["seed"], run, engines
+        self.reward, self.decode, self.stop_tokens = reward, decode, stop_tokens
+        self.params = {key: config[key] for key in ("max_new_tokens", "ignore_eos")} | dict(stop_token_ids=stop_tokens)
+        self.scoring = asyncio.Lock()  # user code is not asked to be thread-safe, nor to be quick
+
+    def sample(self, folder, job):
         """
+        Does prompts of this job until none is left unclaimed: writes their group files into `folder`. Each engine holds
+        its share of the prompts in flight; who is done first takes what is left.
+        """
+        unclaimed, share = iter(job.rows), -(-len(job.rows) // self.engines)
         try:
-            self.loop.run_until_complete(self._rollout(folder, job))
+            self.engine.run([self._work(unclaimed, folder, job) for _ in range(share)], f"in step {job.step}")
         except RewardError as e:
             fail(str(e))
 
-    async def _rollout(self, folder, job):
-        unclaimed = iter(job["rows"])
-        one_at_a_time = asyncio.Lock()
-
-        async def worker():
-            for index in unclaimed:
-                if not group_path(folder, index).exists() and claim(folder, index):
-                    tensors, meta = await self._generate(index, job)
-                    async with one_at_a_time:  # user code is not asked to be thread-safe, nor to be quick
-                        await asyncio.to_thread(self._score, tensors, meta, index, job)
-                    await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
-
-        # each engine holds its share in flight; who is done first takes what is left
-        tasks = pending = [asyncio.create_task(worker()) for _ in range(-(-len(job["rows"]) // job["engines"]))]
-        timeout, started = self.config["engine_timeout"], time.time()
-        try:
-            while pending:
-                done, pending = await asyncio.wait(pending, timeout=min(1, timeout / 4))
-                for task in done:
-                    task.result()  # raises what the worker raised
-                # SGLang sends a sign of life every 50 tokens of the slowest sample
-                if pending and time.time() - max(started, self.manager.last_receive_tstamp) > timeout:
-                    raise RunError(f"{self.name}: silent for {timeout:g} s in step {job['step']}; see {self.log}")
-        except Exception:  # the first error is the one to report (a RunError is a SystemExit and ends us as it is)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+    async def _work(self, unclaimed, folder, job):
+        """Prompts one after the other, from the claim to the file."""
+        for index in unclaimed:
+            if group_path(folder, index).exists() or not claim(folder, index):
+                continue
+            started = time.monotonic()
+            outputs, seeds = await self._generate(index, job)
+            seconds = time.monotonic() - started
+            texts = [self.decode(o["output_ids"]) for o in outputs]
+            async with self.scoring:
+                rewards = await asyncio.to_thread(self._score, index, texts, job)
+            tensors = self._tensors(job.rows[index], outputs, seeds, rewards)
+            meta = dict(
+                run=self.run, stream=job.stream, step=job.step, prompt=index, version=self.engine.version,
+                prompt_text=job.rows[index]["prompt"], answer=job.rows[index]["answer"], responses=texts,
+                engine=self.engine.index, time=time.strftime("%Y-%m-%dT%H:%M:%S"), seconds=seconds,
+                retractions=sum(o["meta_info"]["num_retractions"] for o in outputs),
+            )  # fmt: skip
+            await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
 
     async def _generate(self, index, job):
-        """G samples of one prompt, as the tensors and the meta of a group file; packed, sample after sample."""
-        started, row, G = time.monotonic(), job["rows"][index], job["samples"]
-        seeds = [sampling_seed(self.config["seed"], job["stream"], job["step"], index, g, 0) for g in range(G)]
-        params = dict(
-            temperature=job["temperature"], max_new_tokens=self.config["max_new_tokens"],
-            stop_token_ids=job["stop_tokens"], ignore_eos=self.config["ignore_eos"],
-        )  # fmt: skip
-        outputs = await self.sglang.async_generate(
-            input_ids=[row["prompt_tokens"]] * G,
-            sampling_params=[dict(params, sampling_seed=s) for s in seeds],
+        """(SGLang's answers, seeds) of the G samples of a prompt."""
+        seeds = [sampling_seed(self.seed, job.stream, job.step, index, g, 0) for g in range(job.samples)]
+        outputs = await self.engine.sglang.async_generate(
+            input_ids=[job.rows[index]["prompt_tokens"]] * job.samples,
+            sampling_params=[dict(self.params, temperature=job.temperature, sampling_seed=s) for s in seeds],
             return_logprob=True,
         )
-        tokens = [o["output_ids"] for o in outputs]
-        logprobs = [[lp for lp, _, _ in o["meta_info"]["output_token_logprobs"]] for o in outputs]
-        versions = [int(o["meta_info"]["weight_version"]) for o in outputs]
-        if set(versions) != {self.version}:
-            raise RunError(f"{self.name}: samples of weights {set(versions)}, expected {self.version}")
-        flat = [t for sample in tokens for t in sample]
-        tensors = dict(
-            prompt_tokens=torch.tensor(row["prompt_tokens"]),
-            lengths=torch.tensor([len(t) for t in tokens]),
-            tokens=torch.tensor(flat),
-            logprobs=torch.tensor([lp for sample in logprobs for lp in sample], dtype=torch.float32),
-            loss_mask=torch.ones(len(flat), dtype=torch.bool),  # one turn: every token is the model's own, EOS too
-            weight_version=torch.tensor([v for v, sample in zip(versions, tokens) for _ in sample]),
-            truncated=torch.tensor([t[-1] not in job["stop_tokens"] for t in tokens]),
-            seeds=torch.tensor(seeds),
-        )
-        texts = [job["decode"](t) for t in tokens]
-        meta = dict(
-            run=job["run"], stream=job["stream"], step=job["step"], prompt=index, version=self.version,
-            prompt_text=row["prompt"], answer=row["answer"], responses=texts, engine=self.index,
-            time=datetime.now().isoformat(timespec="seconds"), seconds=time.monotonic() - started,
-            retractions=sum(o["meta_info"]["num_retractions"] for o in outputs),
-        )  # fmt: skip
-        return tensors, meta
+        versions = {int(o["meta_info"]["weight_version"]) for o in outputs}
+        if versions != {self.engine.version}:
+            raise RunError(f"{self.engine.name}: samples of weights {versions}, expected {self.engine.version}")
+        return outputs, seeds
 
-    def _score(self, tensors, meta, index, job):
-        where = f"{job['stream']} step {job['step']}, prompt {index}, sample "
-        rewards = [
-            score(job["reward"], meta["prompt_text"], text, meta["answer"], where + str(g))
-            for g, text in enumerate(meta["responses"])
-        ]
-        tensors["rewards"] = torch.tensor(rewards, dtype=torch.float32)
+    def _score(self, index, texts, job):
+        row, where = job.rows[index], f"{job.stream} step {job.step}, prompt {index}, sample "
+        return [score(self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
+
+    def _tensors(self, row, outputs, seeds, rewards):
+        """A group file's: the samples' tokens end to end, T of them in all; `lengths` cuts them apart again."""
+        tokens = [o["output_ids"] for o in outputs]
+        logprobs = [lp for o in outputs for lp, _, _ in o["meta_info"]["output_token_logprobs"]]
+        total = len(logprobs)
+        return dict(
+            prompt_tokens=torch.tensor(row["prompt_tokens"]),
+            lengths=torch.tensor([len(t) for t in tokens]),  # (G,)
+            tokens=torch.tensor([t for sample in tokens for t in sample]),  # (T,)
+            logprobs=torch.tensor(logprobs, dtype=torch.float32),  # (T,)
+            loss_mask=torch.ones(total, dtype=torch.bool),  # one turn: every token is the model's own, EOS too
+            weight_version=torch.full((total,), self.engine.version),  # (T,)
+            truncated=torch.tensor([t[-1] not in self.stop_tokens for t in tokens]),  # (G,)
+            seeds=torch.tensor(seeds),  # (G,)
+            rewards=torch.tensor(rewards, dtype=torch.float32),  # (G,)
+        )

@@ -4,10 +4,8 @@ The real SGLang engine in this process, against the trainer's model: the same 32
     pytest tests/test_engine.py
 """
 
-import asyncio
 import copy
 import itertools
-import types
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ import rollout_server
 import sync
 import train_grpo as train
 from configurator import block
-from rollout_server import RolloutEngine, murmur_hash32, sampling_seed
+from rollout_server import Job, RolloutEngine, Sampler, murmur_hash32, sampling_seed
 
 DEFAULTS = block(vars(train))
 # so small a cache that the engine has to retract requests, and takes them up again later
@@ -113,13 +111,13 @@ def pair(request, tmp_path_factory):
     make_model(request.param, folder)
     ranks = sync.start_process_groups(1, 1, "cpu")
     kernels.enable_batch_invariant()
-    hf = train.sync.check_model(folder, CONFIG)
-    model = train.build_model(hf, ranks.mesh, "cpu", True)
+    hf = rollout_server.check_model(folder, CONFIG)
+    model = rollout_server.build_model(hf, ranks.mesh, "cpu", True)
     shards = sync.shards(model, ranks.mesh)
     train.sync.load_weights(shards, folder, hf.tie_word_embeddings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout_server, "run_scheduler", watched_scheduler)
-        engine = RolloutEngine(0, folder, CONFIG, "cpu", torch.float32, folder / "engine.log")
+        engine = RolloutEngine(0, folder, hf, CONFIG, "cpu", torch.float32, folder / "engine.log")
     transports = {
         how: sync.WeightSync(how, ranks, shards, engine, "cpu", torch.float32, folder / "sent")
         for how in ("broadcast", "ipc", "disk")
@@ -144,12 +142,10 @@ def prompts(n, seed, shared=0):
 
 
 def roll_out(engine, folder, rows, temperature):
-    job = dict(
-        stream="rl", step=0, samples=4, run="test", engines=1, stop_tokens=[1],
-        rows={i: dict(prompt="", answer="", prompt_tokens=p) for i, p in enumerate(rows)},
-        temperature=temperature, reward=lambda *_: 1.0, decode=str,
-    )  # fmt: skip
-    engine.rollout(folder, job)
+    """The group files' tensors of 4 samples of each row of tokens."""
+    rows = {i: dict(prompt="", answer="", prompt_tokens=tokens) for i, tokens in enumerate(rows)}
+    sampler = Sampler(engine, CONFIG, "test", engines=1, reward=lambda *_: 1.0, decode=str, stop_tokens=[1])
+    sampler.sample(folder, Job("rl", 0, rows, 4, temperature))
     return [sync.read_group(folder, i, {})[0] for i in range(len(rows))]
 
 
@@ -260,42 +256,52 @@ def test_the_engine_reaches_no_operator_whose_order_of_sums_is_not_ours(pair, tm
     assert REPLACED - reached <= {"addmm"} and reached <= REPLACED | OTHERS  # addmm is qwen2's
 
 
-# ---- the pieces
-
-
-@pytest.mark.parametrize("lends,freed", [(True, 9), (True, 0), (False, 0)])
+@pytest.mark.parametrize("freed", [9, 0])
 def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_weights(
-    lends, freed, capfd, monkeypatch
+    pair, tmp_path, freed, capfd, monkeypatch
 ):
-    """What an engine on CUDA is asked for where its rank trains too, in order; elsewhere it keeps its memory."""
-    calls, free = [], iter([(5, 20), (5 + freed, 20)])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: next(free))
+    """
+    As on CUDA where a rank trains too; SGLang can lend a GPU's memory only. So the real engine, but for a stand-in that
+    knows what is lent: it does not lend what is in use, and nothing is sampled or loaded while it is.
+    """
+    engine, _, transports = pair
+    sglang, lent = engine.manager, []
 
-    class Manager:
-        def __getattr__(self, name):
-            async def call(request=None):
-                calls.append(name.removesuffix("_communicator"))
-                assert getattr(request, "tags", None) in (None, ["kv_cache", "weights"])
-                return types.SimpleNamespace(success=True) if name == "flush_cache" else (True, "")
+    async def release(request):
+        assert (await sglang.flush_cache()).success, "SGLang is not idle"
+        lent.extend(request.tags)
 
-            return call
+    async def resume(request):
+        for tag in request.tags:
+            lent.remove(tag)
 
-    engine = RolloutEngine.__new__(RolloutEngine)
-    engine.config, engine.manager, engine.name, engine.log, engine.version = CONFIG, Manager(), "engine 0", "log", 3
-    engine.lends, engine.asleep, engine.loop = lends, False, asyncio.new_event_loop()
-    job = dict(rows={}, engines=1, step=0)
-    engine.rollout(None, job | dict(stream="eval"))
-    engine.rollout(None, job | dict(stream="rl"))
+    def only_awake(method):
+        def call(*args, **kwargs):
+            assert not lent, f"{method.__name__} while the memory is lent"
+            return method(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (freed if lent else 0, 20))
+    monkeypatch.setattr(sglang, "release_memory_occupation", release)
+    monkeypatch.setattr(sglang, "resume_memory_occupation", resume)
+    for name in ("generate_request", "update_weights_from_tensor"):
+        monkeypatch.setattr(sglang, name, only_awake(getattr(sglang, name)))
+
+    rows, version = prompts(8, seed=6), engine.version
     engine.sleep()
-    assert engine.version == (None if lends else 3) and engine.lends == (freed > 0)
-    assert ("engine 0: SGLang lends no memory" in capfd.readouterr().out) == (lends and not freed)
-    for last in (False, True):
-        engine.take_weights([("w", torch.ones(4))], 4, last)
-    engine.rollout(None, job | dict(stream="eval"))
-    engine.loop.close()
-    lent = ["flush_cache", "release_memory_occupation", "resume_memory_occupation"] if lends else []
-    assert calls == [*lent, "update_weights_from_tensor", "flush_cache", "update_weights_from_tensor"]
-    assert engine.version == 4
+    assert not lent and engine.version == version  # an engine that does not lend keeps its weights
+    monkeypatch.setattr(engine, "lends", True)
+    roll_out(engine, tmp_path / "before", rows, 1.0)
+    engine.sleep()
+    assert set(lent) == {"kv_cache", "weights"} and engine.lends == (freed > 0)
+    assert ("engine 0: SGLang lends no memory" in capfd.readouterr().out) == (not freed)
+    transports["ipc"].publish(9)
+    assert not lent and engine.version == 9
+    roll_out(engine, tmp_path / "after", rows, 1.0)
+
+
+# ---- the pieces
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from triton_interpreted import kernels
 
 import rollout_server
 import sync
-import train_grpo as train
 
 
 def interpreted_scheduler(*args, **kwargs):
@@ -28,10 +27,10 @@ def test_engine_and_trainer_compute_the_same_logprobs_on_triton(tmp_path, monkey
     monkeypatch.setattr(rollout_server, "run_scheduler", interpreted_scheduler)
     ranks = sync.start_process_groups(1, 1, "cpu")
     kernels.enable_batch_invariant()
-    hf = sync.check_model(tmp_path, config)
-    model = train.build_model(hf, ranks.mesh, "cpu", True)
+    hf = rollout_server.check_model(tmp_path, config)
+    model = rollout_server.build_model(hf, ranks.mesh, "cpu", True)
     sync.load_weights(sync.shards(model, ranks.mesh), tmp_path, hf.tie_word_embeddings)
-    engine = rollout_server.RolloutEngine(0, tmp_path, config, "cpu", torch.float32, tmp_path / "engine.log")
+    engine = rollout_server.RolloutEngine(0, tmp_path, hf, config, "cpu", torch.float32, tmp_path / "engine.log")
     try:
         groups = roll_out(engine, tmp_path / "queue", prompts(3, seed=1, shared=20), 1.0)
         different, tokens = differing(model, groups, 1.0)
