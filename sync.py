@@ -228,13 +228,11 @@ def grad_norm(grads, shards, group):
 # ------------------------------------------------------------------------------------------------------------------
 # models: a folder in Hugging Face's format, from which every weight starts its way
 
-MODEL_TYPES = ("qwen3", "qwen2", "llama")
-
 
 def make_scratch_model(folder, config):
     """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -245,14 +243,14 @@ def make_scratch_model(folder, config):
     # pad and eos are two tokens: where they are one, masking the padding masks the end of every answer
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     torch.manual_seed(config["seed"])
-    Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(characters), hidden_size=config["scratch_hidden"], intermediate_size=config["scratch_mlp"],
-            num_hidden_layers=config["scratch_layers"], num_attention_heads=config["scratch_heads"],
-            num_key_value_heads=config["scratch_kv_heads"], head_dim=config["scratch_head_dim"],
-            max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-        )
-    ).save_pretrained(folder)  # fmt: skip
+    hf = AutoConfig.for_model(
+        "qwen3", vocab_size=len(characters), hidden_size=config["scratch_hidden"],
+        intermediate_size=config["scratch_mlp"], num_hidden_layers=config["scratch_layers"],
+        num_attention_heads=config["scratch_heads"], num_key_value_heads=config["scratch_kv_heads"],
+        head_dim=config["scratch_head_dim"], max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(hf).save_pretrained(folder)
 
 
 def fetch_model(name, key="init_from"):
@@ -266,24 +264,6 @@ def fetch_model(name, key="init_from"):
     except Exception as e:
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         require(False, f"{key}={name!r}: neither a model folder nor to be had from the hub: {reason}")
-
-
-def check_model(folder, config, key="init_from"):
-    """The Hugging Face config of a model we can train and serve alike."""
-    from transformers import AutoConfig
-
-    try:
-        hf = AutoConfig.from_pretrained(folder)
-    except Exception as e:
-        require(False, f"{key}={str(folder)!r}: no usable config.json: {str(e).splitlines()[0]}")
-    name = f"{key}={str(folder)!r}"
-    require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
-    sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
-    require(not sliding, f"{name}: sliding-window attention is not supported")
-    tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
-    fits = f"max_new_tokens={config['max_new_tokens']}: {tokens} tokens with the prompt, and 8 to spare"
-    require(tokens + 8 <= most, f"{fits}; the model has {most} positions")
-    return hf
 
 
 def load_weights(shards, folder, tied):

@@ -16,6 +16,7 @@ Letters: P prompts per step, G samples per prompt, B = P * G samples, T tokens, 
 tokens of it, V vocabulary. A leaf is a fixed micro-batch of B / leaves samples.
 """
 
+import functools
 import json
 import math
 import os
@@ -23,7 +24,6 @@ import shutil
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ import kernels
 import sync
 from configurator import FREE_KEYS, ORIGINS, block, check_config, configure, require, resume_config, roles, versions
 from rewards import encode_answers, encode_prompts, load_reward, load_rows, permutation
-from rollout_server import RolloutEngine, install_in_trainer, rope_frequencies
+from rollout_server import Job, RolloutEngine, Sampler, build_model, check_model
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -290,40 +290,7 @@ def rows_of_step(n, per_step, step, *key):
     return [permutation(n, *key, epoch)[place] for epoch, place in places]
 
 
-# ---- the model ----------------------------------------------------------------------------------------------------
-
-
-def build_model(hf, mesh, device, batch_invariant, critic=False):
-    """
-    The Hugging Face model, sharded by FSDP2, its weights still unset. fp32 master weights; on CUDA computed with in
-    bfloat16. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,).
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    # `install_in_trainer` replaces the layers that would call it; under this name no attention mask is made
-    ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.attention)
-    attention = "batch_invariant" if batch_invariant else "sdpa"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation=attention)
-        model.value_head = torch.nn.Parameter(torch.empty(hf.hidden_size)) if critic else None
-    # cast_forward_inputs would round RoPE's float32 cos and sin to bfloat16, which the engine does not do
-    bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options = dict(mesh=mesh, mp_policy=bf16 if device == "cuda" else MixedPrecisionPolicy())
-    for part in (*model.model.layers, model):
-        fully_shard(part, **options)
-        part.set_custom_reduce_scatter(sync.TreeReduceScatter())
-    model.to_empty(device=device)
-    model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
-    if batch_invariant:
-        install_in_trainer(model, rope_frequencies(hf, device).to(device))
-    model.token_logprobs = types.MethodType(token_logprobs, model)
-    register_fsdp_forward_method(model, "token_logprobs")
-    return model
-
-
-# ---- a leaf, and the forward pass over it --------------------------------------------------------------------------
+# ---- a leaf -------------------------------------------------------------------------------------------------------
 
 
 class Sample(NamedTuple):
@@ -401,21 +368,6 @@ def scatter(mask, x):
     return torch.zeros(len(mask)).masked_scatter(mask, x)
 
 
-def token_logprobs(model, leaf, temperature):
-    """
-    Log-probs of the leaf's targets and the entropies there, (M,) each; with a critic also its values there (M,) and
-    after each sample's last token (samples,), else None.
-    """
-    plan = kernels.packed_plan(leaf.lengths)
-    ids, positions = leaf.ids[None], leaf.positions[None]
-    hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).last_hidden_state[0]
-    logprobs, entropy = kernels.token_logprobs(hidden[leaf.rows], model.lm_head.weight, leaf.targets, temperature)
-    if model.value_head is None:
-        return logprobs, entropy, None, None
-    values = (hidden @ model.value_head[:, None])[:, 0].float()
-    return logprobs, entropy, values[leaf.rows], values[leaf.lengths.cumsum(0) - 1]
-
-
 def describe_mismatch(leaf, logprobs, first_sample, group_size):
     """One line about the first token of the leaf whose two log-probs differ."""
     i = int((logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)).nonzero()[0])
@@ -467,7 +419,7 @@ if __name__ == "__main__":
             sync.fetch_model(init_from)
     sync.meet()
     model_path = out / "model" if init_from == "scratch" else sync.fetch_model(init_from)
-    hf = sync.check_model(model_path, config)
+    hf = check_model(model_path, config)
 
     # ---- the state of the loop, and where an interrupted run takes it up again
     step = 0  # RL steps done; also the version of the weights
@@ -520,7 +472,7 @@ if __name__ == "__main__":
         if frozen := teacher or kl_coef and (reference or init_from):
             key = "teacher" if teacher else "reference"
             folder = sync.fetch_model(frozen, key)
-            its = sync.check_model(folder, config, key)
+            its = check_model(folder, config, key)
             require(its.vocab_size == hf.vocab_size, f"{key}={frozen!r}: of another vocabulary than the model")
             frozen_model = build_model(its, ranks.mesh, place, batch_invariant)
             sync.load_weights(sync.shards(frozen_model, ranks.mesh), folder, its.tie_word_embeddings)
@@ -670,12 +622,7 @@ if __name__ == "__main__":
         """
         folder = queue / f"{stream}_{step:06d}"
         if engine is not None:
-            job = dict(
-                stream=stream, step=step, rows=rows, samples=samples, temperature=temperature, reward=reward_function,
-                decode=lambda t: tokenizer.decode(t, skip_special_tokens=True), stop_tokens=stop_tokens,
-                engines=ranks.engines, run=run,
-            )  # fmt: skip
-            engine.rollout(folder, job)
+            sampler.sample(folder, Job(stream, step, rows, samples, temperature))
         sync.wait_for_groups(folder, max(rows) + 1, engine_timeout + 15 if ranks.engines else 0)
         expected = dict(run=run, stream=stream, step=step, version=step if ranks.trainers else 0)
         return [sync.read_group(folder, i, expected | {"prompt": i}) for i in rows]
@@ -762,7 +709,10 @@ if __name__ == "__main__":
 
     if ranks.engine is not None:
         log = out / f"engine_{ranks.engine}.log"
-        engine = RolloutEngine(ranks.engine, model_path, config, place, compute_dtype, log, gpu=local_rank)
+        lends = place == "cuda" and ranks.is_trainer
+        engine = RolloutEngine(ranks.engine, model_path, hf, config, place, compute_dtype, log, local_rank, lends)
+        decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+        sampler = Sampler(engine, config, run, ranks.engines, reward_function, decode, stop_tokens)
     transport = None
     if mode == "grpo":
         how = weight_sync or ("ipc" if place == "cuda" and ranks.trainers == ranks.engines == world else "broadcast")

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import train_grpo as train
 from configurator import CHOICES, configure
+from rollout_server import MODEL_TYPES
 
 ROOT = Path(train.__file__).parent
 DEFAULTS = train.DEFAULTS
@@ -341,7 +342,7 @@ def test_trainer_logprobs_and_gradients_are_those_of_plain_transformers(scratch,
     """Right, and not only equal to the engine: against float64, through FSDP2, packing and our operators."""
     from transformers import AutoModelForCausalLM
 
-    model = train.build_model(train.sync.check_model(scratch, DEFAULTS), mesh, "cpu", batch_invariant)
+    model = train.build_model(train.check_model(scratch, DEFAULTS), mesh, "cpu", batch_invariant)
     shards = train.sync.shards(model, mesh)
     train.sync.load_weights(shards, scratch, tied=True)
     samples = make_samples()
@@ -368,7 +369,7 @@ def test_trainer_logprobs_and_gradients_are_those_of_plain_transformers(scratch,
 
 def test_a_critic_learns_the_returns_and_starts_at_zero(scratch, mesh):
     torch.manual_seed(0)
-    model = train.build_model(train.sync.check_model(scratch, DEFAULTS), mesh, "cpu", True, critic=True)
+    model = train.build_model(train.check_model(scratch, DEFAULTS), mesh, "cpu", True, critic=True)
     policy = [s for s in train.sync.shards(model, mesh) if s.name != "value_head"]
     train.sync.load_weights(policy, scratch, tied=True)
     model.value_head.to_local().detach().zero_()
@@ -390,7 +391,7 @@ def test_a_sample_does_not_see_what_it_is_packed_with_nor_the_gradient_the_cut_i
     samples = [
         s._replace(advantages=torch.full((len(s.loss_mask),), i - 2.5)) for i, s in enumerate(make_samples() * 2)
     ]
-    model = train.build_model(train.sync.check_model(scratch, DEFAULTS), mesh, "cpu", True)
+    model = train.build_model(train.check_model(scratch, DEFAULTS), mesh, "cpu", True)
     train.sync.load_weights(train.sync.shards(model, mesh), scratch, tied=True)
     tokens = sum(int(s.loss_mask.sum()) for s in samples)
 
@@ -505,7 +506,7 @@ def operators_of_a_step(family, mesh, batch_invariant, checkpointing, monkeypatc
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", train.sync.MODEL_TYPES)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 def test_a_step_reaches_no_operator_whose_order_of_sums_is_not_ours(mesh, family, checkpointing, monkeypatch):
     allowed = {name for names in ALLOWED.values() for name in names.split()}
     assert operators_of_a_step(family, mesh, True, checkpointing, monkeypatch) <= allowed
@@ -533,7 +534,7 @@ def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, paramete
         tie_word_embeddings=name == "qwen3_0p6b", **SIZES[name],
     )  # fmt: skip
     hf.save_pretrained(tmp_path)
-    hf = train.sync.check_model(tmp_path, config)
+    hf = train.check_model(tmp_path, config)
     model = train.build_model(hf, mesh, "meta", True)
     shapes = [(s.name, s.shape) for s in train.sync.shards(model, mesh)]
     assert sum(math.prod(s) for _, s in shapes) == pytest.approx(parameters, rel=0.01)
@@ -624,7 +625,7 @@ def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, capsys, mo
     def refusal(hf, **change):
         hf.save_pretrained(tmp_path)
         with pytest.raises(SystemExit) as e:
-            train.sync.check_model(tmp_path, DEFAULTS | change)
+            train.check_model(tmp_path, DEFAULTS | change)
         assert e.value.code == 2
         return capsys.readouterr().err
 
