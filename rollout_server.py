@@ -360,9 +360,9 @@ def unlink_shared_memory(pids):
     for pid in pids:
         maps = Path(f"/proc/{pid}/maps").read_text()
         inodes = {int(inode) for inode in re.findall(r"(\d+) +/dev/shm/", maps)}  # a semaphore has two names
-        for path in Path("/dev/shm").iterdir():
-            if path.stat().st_ino in inodes and not path.name.startswith(("cuda", "nccl")):
-                path.unlink(missing_ok=True)
+        for entry in os.scandir("/dev/shm"):  # its inode came with the name: the file itself may just have gone
+            if entry.inode() in inodes and not entry.name.startswith(("cuda", "nccl")):
+                Path(entry).unlink(missing_ok=True)
 
 
 def engine_arguments(config, model_path, device, dtype, gpu, lends):

@@ -6,6 +6,8 @@ The real SGLang engine in this process, against the trainer's model: the same 32
 
 import copy
 import itertools
+import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -302,6 +304,20 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
 
 
 # ---- the pieces
+
+
+def test_a_name_that_another_engine_removes_meanwhile_does_not_end_a_start():
+    """Two engines that started at a time raced: a name was listed in /dev/shm, and gone when it was looked at."""
+    mine, gone = (Path(f"/dev/shm/onecurve_{what}_{os.getpid()}") for what in ("mine", "gone"))
+    try:
+        mine.write_bytes(b"lock")
+        gone.symlink_to("/nowhere")  # a name that is listed, and nothing there when it is looked at
+        with open(mine, "r+b") as file, mmap.mmap(file.fileno(), 4):
+            rollout_server.unlink_shared_memory([os.getpid()])
+        assert not mine.exists() and gone.is_symlink()
+    finally:
+        mine.unlink(missing_ok=True)
+        gone.unlink()
 
 
 @pytest.mark.parametrize(
