@@ -14,6 +14,7 @@ All of it serves any script; only the last section knows the keys of train_grpo.
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -97,7 +98,7 @@ def configure(namespace, argv=None):
 
 def resume_config(config, path, free):
     """
-    The config saved in `path`, in which what the command line and its files set counts only for the keys in `free`.
+    (the config saved in `path`, the same where what the command line and its files set counts for the keys in `free`).
     Ends with one line that names the others, if their values differ.
     """
     saved = _run_file(str(path), path.parent, config)
@@ -106,7 +107,7 @@ def resume_config(config, path, free):
     changed = [key for key in ORIGINS if key not in free and config[key] != saved[key]]
     values = ", ".join(f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in changed)
     require(not changed, f"{values}: cannot change on resume; what can: {', '.join(sorted(free))}")
-    return saved | {key: config[key] for key in ORIGINS if key in free}
+    return saved, saved | {key: config[key] for key in ORIGINS if key in free}
 
 
 def config_source(config, origins=ORIGINS):
@@ -117,7 +118,7 @@ def config_source(config, origins=ORIGINS):
 
 def versions():
     """{name: version} of the libraries whose change may change bits."""
-    return {name: version(name) for name in ("torch", "sglang", "transformers", "triton")}
+    return {name: version(name).partition("+")[0] for name in ("torch", "sglang", "transformers", "triton")}
 
 
 def commit():
@@ -207,10 +208,43 @@ CHOICES = {
     "importance": ("", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
+POSITIVE = (
+    "prompts_per_step", "group_size", "max_new_tokens", "max_prompt_tokens", "eval_samples", "reject_best",
+    "engine_timeout", "keep_checkpoints", "updates_per_batch",
+)  # fmt: skip
 ONLY_WITH = {  # keys that say nothing without another
     "gamma": ("advantage", "gae"), "gae_lambda": ("advantage", "gae"), "value_coef": ("advantage", "gae"),
     "value_clip": ("advantage", "gae"), "teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay"),
 }  # fmt: skip
+
+
+def resolve(namespace, defaults):
+    """
+    Reads the command line of train_grpo.py, whose globals() are `namespace`, into its block and checks it; imports
+    nothing that takes time. Returns (the config, the saved config of the run in out_dir that goes on or {}, whether it
+    goes on because torchrun restarts it).
+    """
+    config, saved = configure(namespace), {}
+    path, by_user = Path(config["out_dir"], "config.py"), config["init_from"] == "resume"
+    restarted = not by_user and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and path.exists()
+    if by_user or restarted:
+        require(path.is_file(), f"init_from='resume': out_dir={config['out_dir']!r} holds no run")
+        if by_user:
+            del ORIGINS["init_from"]  # it is this command's; the run has its own
+        saved, config = resume_config(config, path, FREE_KEYS)
+        namespace.update(config)
+    check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
+    check_versions()
+    return config, saved, restarted
+
+
+def check_versions():
+    """Refuses other versions than pyproject.toml's: the hooks into these libraries are written for them."""
+    pins = (Path(__file__).parent / "pyproject.toml").read_text()
+    for name, found in versions().items():
+        wanted = re.search(rf'"{name}==([\w.]+)"', pins)[1]
+        cure = "install that one (uv sync), or adapt the hooks and the pin in pyproject.toml"
+        require(found == wanted, f"{name} {found}: the hooks into it are written for {name} {wanted}; {cure}")
 
 
 def roles(config, world):
@@ -227,53 +261,51 @@ def roles(config, world):
 def check_config(config, world, defaults):
     """Refuses values that make no sense together, before anything is started. world: number of ranks."""
     c = types.SimpleNamespace(**config)
-    batch = c.prompts_per_step * c.group_size
-    grouped = c.advantage not in ("reinforce++", "gae", "distill")
-    alone = f"group_size={c.group_size}: the baseline of advantage={c.advantage!r} is"
-    require(c.group_size > 1 or not grouped, f"{alone} the mean of the group; use at least 2")
-    positive = "prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout"
-    for key in (*positive.split(), "keep_checkpoints"):
-        require(config[key] > 0, f"{key}={config[key]}: must be more than 0")
-    require(c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, f"leaves={c.leaves}: not a power of two; use 1, 2, 4, ..")
-    product = "prompts_per_step * group_size"
-    require(batch % c.leaves == 0, f"leaves={c.leaves}: does not divide the {batch} samples of a step ({product})")
-    sft_fits = c.mode != "sft" and not c.warmup_sft_steps or c.sft_batch % c.leaves == 0
-    require(sft_fits, f"sft_batch={c.sft_batch}: not a multiple of leaves={c.leaves}")
+
+    def check(key, fits, why):
+        require(fits, f"{key}={config[key]!r}: {why}")
+
     for key, known in CHOICES.items():
-        require(config[key] in known, f"{key}={config[key]!r}: use {', '.join(filter(None, known))}")
+        check(key, config[key] in known, f"use {', '.join(filter(None, known))}")
+    for key in POSITIVE:
+        check(key, config[key] > 0, "must be more than 0")
     for key, (other, value) in ONLY_WITH.items():
-        only = f"{key}={config[key]!r}: is for --{other}={value}"
-        require(config[key] == defaults[key] or config[other] == value, only)
-    per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
-    require(per_sequence, "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation=sequence")
-    several = c.updates_per_batch == 1 or c.loss != "pg" and c.updates_per_batch > 1
-    require(several, f"updates_per_batch={c.updates_per_batch}: loss='pg' has no ratio; use 1, or --loss=ppo")
-    refers = not c.kl_coef or c.reference or c.init_from != "scratch"
-    require(refers, f"kl_coef={c.kl_coef}: to what? a scratch model is random; --reference=model folder")
+        check(key, config[key] == defaults[key] or config[other] == value, f"is for --{other}={value}")
     for key in ("reference", "kl_in_reward"):
-        require(c.kl_coef or not config[key], f"{key}={config[key]!r}: is for kl_coef, which is 0")
-    distills = c.advantage == "distill"
-    require(c.teacher or not distills, "advantage='distill': from whom? --teacher=model folder")
-    require(not c.kl_coef or not distills, f"kl_coef={c.kl_coef}: advantage='distill' is the KL to the teacher; use 0")
-    drops = f"dynamic_sampling={c.dynamic_sampling}: advantage={c.advantage!r} learns from groups of equal rewards, too"
-    require(grouped or not c.dynamic_sampling, f"{drops}; use 0")
-    window = f"importance_floor={c.importance_floor}, importance_cap={c.importance_cap}: the weight of equal log-probs"
-    require(c.importance_floor < 1 < c.importance_cap, f"{window}, 1, must lie between")
-    tail = f"overlong_cache={c.overlong_cache}: not within max_new_tokens={c.max_new_tokens}"
-    require(0 <= c.overlong_cache < c.max_new_tokens, tail)
-    require(not c.dual_clip or c.dual_clip > 1, f"dual_clip={c.dual_clip}: a bound of the ratio; use more than 1, or 0")
-    sample = c.max_prompt_tokens + c.max_new_tokens
+        check(key, c.kl_coef or not config[key], "is for kl_coef, which is 0")
+    # the algorithm
+    grouped, distills = c.advantage not in ("reinforce++", "gae", "distill"), c.advantage == "distill"
+    why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
+    check("group_size", c.group_size > 1 or not grouped, why)
+    why = f"advantage={c.advantage!r} learns from groups of equal rewards, too; use 0"
+    check("dynamic_sampling", grouped or not c.dynamic_sampling, why)
+    check("advantage", c.teacher or not distills, "from whom? --teacher=model folder")
+    check("kl_coef", not c.kl_coef or not distills, "advantage='distill' is the KL to the teacher; use 0")
+    refers = not c.kl_coef or c.reference or c.init_from != "scratch"
+    check("kl_coef", refers, "to what? a scratch model is random; --reference=model folder")
+    per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
+    check("loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence")
+    one = c.updates_per_batch == 1 or c.loss != "pg"
+    check("updates_per_batch", one, "loss='pg' has no ratio; use 1, or --loss=ppo")
+    why = f"the weight of equal log-probs, 1, must lie between it and importance_cap={c.importance_cap}"
+    check("importance_floor", c.importance_floor < 1 < c.importance_cap, why)
+    within = 0 <= c.overlong_cache < c.max_new_tokens
+    check("overlong_cache", within, f"not within max_new_tokens={c.max_new_tokens}")
+    check("dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0")
+    check("temperature", c.temperature > 0, "samples of a group must differ; use more than 0")
+    check("eval_temperature", c.eval_temperature >= 0, "below 0")
+    check("eval_size", c.eval_size > 0 or c.mode != "eval", "mode='eval' is of held-out prompts; use more than 0")
+    # the machine
+    sample, trainers, engines = c.max_prompt_tokens + c.max_new_tokens, *roles(config, world)
     holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
-    require(holds, f"engine_kv_tokens={c.engine_kv_tokens}: one sample may take {sample + 1}; use more, or 0")
-    require(c.temperature > 0, f"temperature={c.temperature}: samples of a group must differ; use more than 0")
-    require(c.eval_temperature >= 0, f"eval_temperature={c.eval_temperature}: below 0")
-    trainers, engines = roles(config, world)
-    advice = "at least one must roll out and one train; or use --colocate"
+    check("engine_kv_tokens", holds, f"one sample may take {sample + 1}; use more, or 0")
     split = c.mode != "grpo" or trainers > 0 < engines
-    require(split, f"rollout_ranks={c.rollout_ranks}: of {world} ranks {advice}")
-    shared = not trainers or c.leaves % trainers == 0
-    require(shared, f"leaves={c.leaves}: {trainers} trainer ranks cannot share them; use 1, 2, 4, ..")
+    why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
+    check("rollout_ranks", split, why)
+    check("leaves", c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, "not a power of two; use 1, 2, 4, ..")
+    why = f"{trainers} trainer ranks cannot share them; use 1, 2, 4, .."
+    check("leaves", not trainers or c.leaves % trainers == 0, why)
     replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
-    require(replays, f"queue_dir={c.queue_dir!r}: mode='replay' needs the queue of a run, such as 'out/tiny/queue'")
-    same = c.weight_sync != "ipc" or trainers == engines == world
-    require(same, "weight_sync='ipc': engine and trainer must be one process; use --colocate or another transport")
+    check("queue_dir", replays, "mode='replay' needs the queue of a run, such as 'out/tiny/queue'")
+    why = "engine and trainer must be one process; use --colocate or another transport"
+    check("weight_sync", c.weight_sync != "ipc" or trainers == engines == world, why)

@@ -192,6 +192,23 @@ def _describe(error):
     return text + "".join(deepest)
 
 
+def pass_at_k(n, right, k):
+    """Chance that one of k samples is right, from n of which `right` are, unbiased: Chen et al. 2021, equation 1."""
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def pass_rates(rewards, pass_reward):
+    """{metric: value} of rewards (P, n): the mean, and pass@k for k = 1, 2, 4 .. n with 95 % intervals over prompts."""
+    n, right = rewards.shape[1], (rewards >= pass_reward).sum(1).tolist()
+    scores = {"eval_reward_mean": float(rewards.double().mean())}
+    for k in (2**i for i in range(n.bit_length())):
+        chances = torch.tensor([pass_at_k(n, m, k) for m in right], dtype=torch.float64)
+        # 95 % of the normal distribution of a mean over prompts: Miller 2024 (arXiv:2411.00640), section 2
+        half = 1.96 * float(chances.std()) / math.sqrt(len(right))
+        scores |= {f"pass@{k}": float(chances.mean()), f"pass@{k}_ci95": half}
+    return scores
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # data
 
@@ -207,6 +224,15 @@ def permutation(n, *key):
     """Of 0 .. n-1, from a hash of the key."""
     source = torch.Generator().manual_seed(int(content_hash(list(key)), 16) % 2**63)
     return torch.randperm(n, generator=source).tolist()
+
+
+def rows_of_step(n, per_step, step, *key):
+    """
+    Indices of the rows of a step: the data in a new order every epoch, epochs end to end. A function of the step's
+    number, so there is no iterator to save.
+    """
+    places = (divmod(step * per_step + i, n) for i in range(per_step))
+    return [permutation(n, *key, epoch)[place] for epoch, place in places]
 
 
 def load_rows(config):

@@ -130,11 +130,11 @@ def token_logprobs(model, leaf, temperature):
     plan = kernels.packed_plan(leaf.lengths)
     ids, positions = leaf.ids[None], leaf.positions[None]
     hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).last_hidden_state[0]
-    logprobs, entropy = kernels.token_logprobs(hidden[leaf.rows], model.lm_head.weight, leaf.targets, temperature)
+    logprobs, entropy = kernels.token_logprobs(hidden[leaf.predictors], model.lm_head.weight, leaf.targets, temperature)
     if model.value_head is None:
         return logprobs, entropy, None, None
     values = (hidden @ model.value_head[:, None])[:, 0].float()
-    return logprobs, entropy, values[leaf.rows], values[leaf.lengths.cumsum(0) - 1]
+    return logprobs, entropy, values[leaf.predictors], values[leaf.lengths.cumsum(0) - 1]
 
 
 def head_norms(attention):
@@ -581,7 +581,8 @@ class Job(NamedTuple):
     """Prompts to do, by all engines together: one step's, or the held-out ones."""
 
     stream: str  # 'rl' or 'eval'; samples of the two never share a seed
-    step: int  # RL steps done before it, and so the version of the weights
+    step: int  # RL steps done before it
+    version: int  # of the weights to sample with
     rows: dict  # {prompt's index in the step: dict(prompt text, answer text, prompt_tokens list)}
     samples: int  # G, per prompt
     temperature: float  # 0: greedy
@@ -623,9 +624,9 @@ class Sampler:
             texts = [self.decode(o["output_ids"]) for o in outputs]
             async with self.scoring:
                 rewards = await asyncio.to_thread(self._score, index, texts, job)
-            tensors = self._tensors(job.rows[index], outputs, seeds, rewards)
+            tensors = self._tensors(index, job, outputs, seeds, rewards)
             meta = dict(
-                run=self.run, stream=job.stream, step=job.step, prompt=index, version=self.engine.version,
+                run=self.run, stream=job.stream, step=job.step, prompt=index, version=job.version,
                 prompt_text=job.rows[index]["prompt"], answer=job.rows[index]["answer"], responses=texts,
                 engine=self.engine.index, time=time.strftime("%Y-%m-%dT%H:%M:%S"), seconds=seconds,
                 retractions=sum(o["meta_info"]["num_retractions"] for o in outputs),
@@ -641,26 +642,26 @@ class Sampler:
             return_logprob=True,
         )
         versions = {int(o["meta_info"]["weight_version"]) for o in outputs}
-        if versions != {self.engine.version}:
-            raise RunError(f"{self.engine.name}: samples of weights {versions}, expected {self.engine.version}")
+        if versions != {job.version}:
+            raise RunError(f"{self.engine.name}: samples of weights {versions}, expected {job.version}")
         return outputs, seeds
 
     def _score(self, index, texts, job):
         row, where = job.rows[index], f"{job.stream} step {job.step}, prompt {index}, sample "
         return [score(self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
 
-    def _tensors(self, row, outputs, seeds, rewards):
+    def _tensors(self, index, job, outputs, seeds, rewards):
         """A group file's: the samples' tokens end to end, T of them in all; `lengths` cuts them apart again."""
         tokens = [o["output_ids"] for o in outputs]
         logprobs = [lp for o in outputs for lp, _, _ in o["meta_info"]["output_token_logprobs"]]
         total = len(logprobs)
         return dict(
-            prompt_tokens=torch.tensor(row["prompt_tokens"]),
+            prompt_tokens=torch.tensor(job.rows[index]["prompt_tokens"]),
             lengths=torch.tensor([len(t) for t in tokens]),  # (G,)
             tokens=torch.tensor([t for sample in tokens for t in sample]),  # (T,)
             logprobs=torch.tensor(logprobs, dtype=torch.float32),  # (T,)
             loss_mask=torch.ones(total, dtype=torch.bool),  # one turn: every token is the model's own, EOS too
-            weight_version=torch.full((total,), self.engine.version),  # (T,)
+            weight_version=torch.full((total,), job.version),  # (T,)
             truncated=torch.tensor([t[-1] not in self.stop_tokens for t in tokens]),  # (G,)
             seeds=torch.tensor(seeds),  # (G,)
             rewards=torch.tensor(rewards, dtype=torch.float32),  # (G,)

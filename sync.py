@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
+from tqdm import tqdm
 
 import kernels
 from configurator import close_bars, config_source, fail, provenance, require, roles
@@ -165,22 +166,24 @@ class TreeReduceScatter(ReduceScatter):
 
 
 class LeafSum:
-    """Adds the gradients of a rank's leaves like a binary counter adds ones: equal-sized subtrees merge."""
+    """
+    Adds the gradients of a rank's `leaves` leaves, a power of two, like a binary counter adds ones: equal-sized
+    subtrees merge, in place. `total` is the sum once all are there.
+    """
 
-    def __init__(self):
-        self.stack = []  # (number of leaves, [tensors]), sizes strictly falling
+    def __init__(self, leaves):
+        self.leaves, self.stack, self.total = leaves, [], None  # (number of leaves, [tensors]), sizes strictly falling
 
     def add(self, grads):
+        """Takes the tensors as its own."""
         leaves = 1
         while self.stack and self.stack[-1][0] == leaves:
             _, left = self.stack.pop()
-            grads = [a + b for a, b in zip(left, grads)]
-            leaves *= 2
+            torch._foreach_add_(left, grads)
+            grads, leaves = left, 2 * leaves
         self.stack.append((leaves, grads))
-
-    def total(self):
-        ((_, grads),) = self.stack  # one entry: the number of leaves is a power of two
-        return grads
+        if leaves == self.leaves:
+            self.total = grads
 
 
 class Shard(NamedTuple):
@@ -201,10 +204,10 @@ def shards(model, mesh):
     return out
 
 
-def whole(tensor, shard, mesh):
+def whole(shard, mesh):
     """The whole tensor, on every rank, of the rows that each has. Collective over the trainers."""
     stride = tuple(math.prod(shard.shape[i + 1 :]) for i in range(len(shard.shape)))
-    return DTensor.from_local(tensor, mesh, [ByRows(0)], shape=shard.shape, stride=stride).full_tensor()
+    return DTensor.from_local(shard.data, mesh, [ByRows(0)], shape=shard.shape, stride=stride).full_tensor()
 
 
 def _by_row(tensor, shard):
@@ -343,10 +346,16 @@ class WeightSync:
     broadcast   trainer rank 0 and an engine's worker form a group of two, by SGLang's own weight-update group
     ipc         a rank that has both hands its engine the memory itself (CUDA's handles; shared memory on a CPU)
     disk        safetensors in `folder`
+
+    how: one of these; '' is ipc where every rank of a GPU is both, and broadcast elsewhere. dtype: what is sent.
     """
 
     def __init__(self, how, ranks, shards, engine, device, dtype, folder):
         self.ranks, self.shards, self.engine, self.dtype, self.folder = ranks, shards, engine, dtype, folder
+        both = ranks.trainers == ranks.engines == ranks.world
+        how = how or ("ipc" if device == "cuda" and both else "broadcast")
+        if ranks.rank == 0:
+            print(f"weights travel by {how}", flush=True)
         self.send = {"broadcast": self._broadcast, "ipc": self._ipc, "disk": self._disk}[how]
         shared = [[(s.name, s.shape) for s in shards] if shards else None]
         meet()
@@ -380,25 +389,28 @@ class WeightSync:
                 self.engine.join_weight_group(*meeting[0], names[self.ranks.engine], backend)
             return entering.result() if entering else []
 
-    def publish(self, version):
-        """Returns when every engine holds the weights as `version`. Raises RunError if one does not."""
+    def publish(self, version, hashes=None):
+        """
+        Returns when every engine holds the weights as `version`. Raises RunError if one does not. hashes: {name: hash}
+        of the shards, if the caller has them already; they count where nothing is rounded on the way.
+        """
         meet()
-        expected = [None]
+        expected, cast = [None], None
         if self.shards:
-            cast = [s.data.to(self.dtype) for s in self.shards]
-            expected = [tensor_hashes(cast, self.shards, self.ranks.mesh.get_group())]
-            self.send(version, cast)
-        else:
-            self.send(version, None)
+            cast = [s._replace(data=s.data.to(self.dtype)) for s in self.shards]
+            if hashes is None or self.shards[0].data.dtype != self.dtype:
+                hashes = tensor_hashes([s.data for s in cast], cast, self.ranks.mesh.get_group())
+            expected = [{s.name: hashes[s.name] for s in cast}]
+        self.send(version, cast)
         dist.broadcast_object_list(expected, src=0)
         if self.engine is not None:
             self.engine.check_weights(expected[0])
 
     def _buckets(self, cast):
         """Per bucket [(name, shape)]: itself, whether it is the last, and, on a trainer, its whole tensors."""
-        rows = iter(zip(cast or (), self.shards or ()))
+        rest = iter(cast or ())
         for bucket in self.plan:
-            tensors = [whole(*next(rows), self.ranks.mesh) for _ in bucket] if cast else None
+            tensors = [whole(next(rest), self.ranks.mesh) for _ in bucket] if cast else None
             yield bucket, bucket is self.plan[-1], tensors
 
     def _broadcast(self, version, cast):
@@ -420,14 +432,14 @@ class WeightSync:
             self.folder.mkdir(parents=True, exist_ok=True)
         meet()  # the folder is there
         if cast:
-            write_tensors(self.folder, "model", cast, self.shards, self.ranks.mesh)
+            write_tensors(self.folder, "model", cast, self.ranks.mesh)
         meet()  # and so are the files
         if self.engine is not None:
             self.engine.read_weights(self.folder, version)
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# rollouts: queue/step_000012/group_0003.safetensors, written once and whole; claim_0003 beside it says who does it
+# rollouts: queue/rl_000012/group_0003.safetensors, written once and whole; claim_0003 beside it says that it is taken
 
 
 def write_atomic(path, data):
@@ -503,64 +515,168 @@ def wait_for_groups(folder, count, timeout):
             time.sleep(0.002)
 
 
+class Queue:
+    """
+    The groups of a run, for every rank: it has its own engine sample (`sampler`, or None), and reads what all of them
+    have made. timeout: seconds that a rank waits for the next file; 0 where there is nobody to make it.
+    """
+
+    def __init__(self, folder, sampler, run, timeout):
+        self.folder, self.sampler, self.run, self.timeout = folder, sampler, run, timeout
+
+    def take(self, job):
+        """
+        The groups [(tensors, meta)] of the job's prompts, in their order, on every rank. Blocks until they and those of
+        all smaller indices exist.
+        """
+        folder = self.folder / f"{job.stream}_{job.step:06d}"
+        if self.sampler is not None:
+            self.sampler.sample(folder, job)
+        wait_for_groups(folder, max(job.rows) + 1, self.timeout)
+        expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
+        return [read_group(folder, i, expected | {"prompt": i}) for i in job.rows]
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # the run folder
 
 LOGS = ("ledger.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to
 
 
-def open_run(out, config, resuming, gpu):
+def open_run(folder, config, resumed, restarted, gpu):
     """
-    Makes the folder this process's own until it ends, however it ends, and prints and saves the config. Ends with one
-    line if the folder is another's, or holds a run that is not resumed. Keep what it returns: the lock's file.
+    Makes the folder this process's own until it ends, however it ends, and prints and saves the config. A folder in
+    which nothing was computed yet is nobody's. Ends with one line if it is another's, or holds a run that is not to go
+    on. Keep what it returns: the lock's file.
+
+    resumed: the saved config of the run that is to go on, or {}; restarted: torchrun says so, not the user.
     """
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / "lock", "a")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / "lock", "a")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        fail(f"out_dir={str(out)!r}: another run is writing there; choose another")
+        fail(f"out_dir={str(folder)!r}: another run is writing there; choose another")
     except OSError as e:
-        fail(f"out_dir={str(out)!r}: {e.strerror}; choose another")
-    path = out / "config.py"
-    if path.exists() and not resuming:
-        fail(f"out_dir={str(out)!r}: holds a run already; choose another, or go on with --init_from=resume")
+        fail(f"out_dir={str(folder)!r}: {e.strerror}; choose another")
+    lock, owner = folder / "lock", f"torchrun {os.getppid()}"
+    begun = (*folder.glob("queue/*/group_*"), *(folder / name for name in LOGS))
+    begun = any(path.is_file() and path.stat().st_size for path in begun)
+    # A torchrun that was refused starts this rank once more: it goes on with no run but its own.
+    if begun and not resumed or restarted and lock.read_text() != owner:
+        fail(f"out_dir={str(folder)!r}: holds a run already; choose another, or go on with --init_from=resume")
+    lock.write_text(owner)
     print(config_source(config), flush=True)
-    earlier = "".join(x for x in path.read_text().splitlines(True) if x[0] == "#") if resuming else ""
-    write_atomic(path, (earlier + provenance(gpu) + config_source(config)).encode())
+    path = folder / "config.py"
+    earlier = "".join(x for x in path.read_text().splitlines(True) if x[0] == "#") if resumed else ""
+    # What a resume did without an engine, say, is not what the run is.
+    kept = {key: resumed[key] for key in ("mode", "queue_dir") if resumed}
+    write_atomic(path, (earlier + provenance(gpu) + config_source(config | kept)).encode())
     return file
 
 
-def open_record(out, saved, strict):
-    """The Ledger, it and the other logs cut back to where the checkpoint `saved` (or None, the start) had them."""
-    sizes = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
-    ledger = Ledger(out / LOGS[0], "onecurve 1", sizes[LOGS[0]], strict)
-    if saved and ledger.digest != saved["digest"]:
-        raise RunError(f"{ledger.path}: does not lead to the checkpoint of step {saved['step']}; was it edited?")
-    for name in LOGS[1:]:
-        (out / name).touch()
-        os.truncate(out / name, sizes[name])
-    (out / "best.jsonl").unlink(missing_ok=True)  # of mode='reject', which has no checkpoints: it starts again
-    return ledger
+class Record:
+    """
+    What the first rank writes down of a run: the ledger, metrics.jsonl, samples.md to read and, with mode='reject',
+    best.jsonl. It and the logs are cut back to where the checkpoint that `saved` describes (None: the start) had them.
+    c: the config as a namespace; origin: what a checkpoint must say to be this run's.
+    """
+
+    def __init__(self, folder, saved, c, origin):
+        self.folder, self.c, self.origin = folder, c, origin
+        sizes = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
+        self.ledger = Ledger(folder / LOGS[0], "onecurve 1", sizes[LOGS[0]], c.strict)
+        if saved and self.ledger.digest != saved["digest"]:
+            step = saved["step"]
+            raise RunError(f"{self.ledger.path}: does not lead to the checkpoint of step {step}; was it edited?")
+        for name in LOGS[1:]:
+            (folder / name).touch()
+            os.truncate(folder / name, sizes[name])
+        (folder / "best.jsonl").unlink(missing_ok=True)  # mode='reject' has no checkpoints: it starts again
+
+    def state(self):
+        """What a checkpoint must say of the run and of its logs."""
+        sizes = {name: (self.folder / name).stat().st_size for name in LOGS}
+        return self.origin | dict(digest=self.ledger.digest, bytes=sizes)
+
+    def line(self, file, **line):
+        """Appends a line of JSON to a file."""
+        with open(self.folder / file, "a") as f:
+            f.write(json.dumps(line) + "\n")
+
+    def supervised(self, step, samples, metrics, hashes):
+        """A step on known answers."""
+        self.line("metrics.jsonl", phase="sft", step=step, **metrics)
+        self.ledger.append(phase="sft", step=step, tokens=content_hash(*(s.tokens for s in samples)), **hashes)
+        if (step + 1) % 50 == 0:
+            tqdm.write(f"supervised step {step + 1}: loss {metrics['loss']:.4f}")
+
+    def evaluation(self, step, scores):
+        """{metric: value} on the held-out prompts."""
+        c = self.c
+        self.line("metrics.jsonl", phase="eval", step=step, **scores)
+        rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)
+        what = f"{c.eval_size} prompts, {c.eval_samples} samples each, reward {c.reward!r}"
+        tqdm.write(f"held out after {step} RL steps: {', '.join(rates)} ({what}, temperature {c.eval_temperature})")
+
+    def step(self, step, groups, made, metrics, hashes, times, sent):
+        """
+        An RL step: the P groups (tensors, meta) it trained on, all that were sampled for it, the trainer's metrics and
+        hashes (none where nobody trains), when it began, had its samples, had learned and had published; the bytes of
+        weights sent. Returns the line of metrics.jsonl.
+        """
+        c, meta = self.c, [m for _, m in groups]
+        stages = {k: content_hash(*(t[k] for t, _ in groups)) for k in ("tokens", "logprobs", "rewards")}
+        prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t, _ in groups))
+        self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
+        rewards, lengths, cut = (torch.stack([t[k] for t, _ in groups]) for k in ("rewards", "lengths", "truncated"))
+        right = torch.stack([t["rewards"] >= c.pass_reward for t, _ in made])
+        wait, train, publish = (after - before for before, after in zip(times, times[1:]))
+        seconds = time.monotonic() - times[0]
+        line = dict(
+            phase="rl", step=step, reward_mean=float(rewards.double().mean()),
+            reward_std=float(rewards.double().std()), zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
+            groups=len(made), easy_groups=int(right.all(1).sum()), hard_groups=int((~right).all(1).sum()),
+            **metrics,
+            response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
+            truncated_fraction=float(cut.double().mean()), weight_version=meta[0]["version"],
+            engine_retractions=sum(m["retractions"] for _, m in made),
+            wait_seconds=wait, rollout_seconds=max(m["seconds"] for _, m in made), train_seconds=train,
+            sync_seconds=publish, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
+            sync_gb_per_second=sent / 1e9 / publish,
+        )  # fmt: skip
+        self.line("metrics.jsonl", **line)
+        for t, m in groups if c.mode == "reject" else ():
+            best = sorted(range(c.group_size), key=lambda g: (-t["rewards"][g], g))[: c.reject_best]
+            for g in (g for g in best if t["rewards"][g] >= c.pass_reward):
+                self.line("best.jsonl", prompt=m["prompt_text"], answer=m["responses"][g])
+        if c.sample_every and step % c.sample_every == 0:
+            with open(self.folder / "samples.md", "a") as f:
+                t, m = groups[0]
+                f.write(f"\n## step {step}\n\nprompt `{m['prompt_text']!r}`, answer `{m['answer']!r}`\n\n")
+                f.writelines(f"- {r:g}: `{text!r}`\n" for r, text in zip(t["rewards"].tolist(), m["responses"]))
+        if c.mode == "grpo" and 0 < c.keep_rollouts <= step:
+            shutil.rmtree(self.folder / "queue" / f"rl_{step - c.keep_rollouts:06d}", ignore_errors=True)
+        return line
 
 
 # ------------------------------------------------------------------------------------------------------------------
 # checkpoints: ckpt/step_000100/ is a Hugging Face model folder; optimizer/ and checkpoint.json in it are ours
 
 
-def write_tensors(folder, prefix, tensors, shards, mesh, max_bytes=4 << 30):
+def write_tensors(folder, prefix, shards, mesh, max_bytes=4 << 30):
     """
     Writes whole tensors, of which each rank has rows, into `folder` as <prefix>-00001-of-00003.safetensors and so on,
     with Hugging Face's index; the trainers take turns with the files. Collective over them.
     """
-    plan = buckets([(s.name, s.shape) for s in shards], tensors[0].dtype, max_bytes)
+    plan = buckets([(s.name, s.shape) for s in shards], shards[0].data.dtype, max_bytes)
     files = [f"{prefix}-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
-    rows = iter(zip(tensors, shards))
+    rest = iter(shards)
     for i, (file, bucket) in enumerate(zip(files, plan)):
         mine = i % mesh.size() == mesh.get_local_rank()
         content = {}
         for name, _ in bucket:
-            tensor = whole(*next(rows), mesh)
+            tensor = whole(next(rest), mesh)
             if mine:
                 content[name] = tensor.cpu()
         if mine:
@@ -660,6 +776,11 @@ def clean_queue(queue, first_step):
 # ledger
 
 
+HASHED = (
+    1 << 24
+)  # elements that are multiplied at a time: their int64 products take four times a bfloat16 weight's room
+
+
 @cache
 def _odd(first, count, device):
     """`count` fixed pseudo-random odd int64, numbers `first` on of splitmix64's stream (Steele et al. 2014)."""
@@ -678,9 +799,14 @@ def tensor_hashes(tensors, shards, group):
     """
     sums = []
     for t, s in zip(tensors, shards):
-        bits = _by_row(t, s).view({2: torch.int16, 4: torch.int32}[t.itemsize])
-        by_row = (bits * _odd(0, bits.shape[1], t.device)).sum(1)
-        sums.append((by_row * _odd(s.first + (1 << 40), len(t), t.device)).sum())
+        rows = _by_row(t, s).view({2: torch.int16, 4: torch.int32}[t.itemsize])
+        odd_rows, odd_columns = (
+            _odd(*which, t.device) for which in ((s.first + (1 << 40), len(t)), (0, rows.shape[1]))
+        )
+        size, total = max(1, HASHED // rows.shape[1]), torch.zeros((), dtype=torch.int64, device=t.device)
+        for some, odd in zip(rows.split(size), odd_rows.split(size)):
+            total += ((some * odd_columns).sum(1) * odd).sum()
+        sums.append(total)
     sums = torch.stack(sums)
     if group is not None:
         dist.all_reduce(sums, group=group)

@@ -3,8 +3,8 @@ GRPO, top to bottom in the order it runs. One seed gives one curve, bit for bit.
 
     python train_grpo.py config/tiny.py                                    # one process does both roles in turn
     torchrun --nproc_per_node=2 train_grpo.py config/tiny.py               # one trainer, one engine
-    torchrun --nproc_per_node=8 train_grpo.py config/qwen3_8b.py --seed=2  # six trainers would not divide the leaves:
-                                                                           # that preset has 4 trainers and 4 engines
+    torchrun --nproc_per_node=8 train_grpo.py config/qwen3_8b.py --seed=2  # 4 trainers, 4 engines
+
 What differs from the GRPO paper (Shao et al. 2024, arXiv:2402.03300):
   1. no KL term by default and no reference model: the policy is compared with itself, and exactly (DAPO, Yu et al.
      2025, arXiv:2503.14476, drops it too)
@@ -12,30 +12,22 @@ What differs from the GRPO paper (Shao et al. 2024, arXiv:2402.03300):
   3. `clip_low` and `clip_high` are separate (DAPO, "clip-higher")
   4. before each first update of a batch the trainer's log-probs are compared with the engine's, as bits
 
-Letters: P prompts per step, G samples per prompt, B = P * G samples, T tokens, N tokens of a packed leaf, M loss
-tokens of it, V vocabulary. A leaf is a fixed micro-batch of B / leaves samples.
+Letters: P prompts per step, G samples per prompt, B = P * G samples, T tokens of a sample, R tokens of its response,
+N tokens of a packed leaf, M loss tokens of it, V vocabulary. A leaf is a fixed micro-batch of B / leaves samples.
 """
 
-import functools
-import json
 import math
 import os
 import shutil
 import sys
 import threading
 import time
+import types
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-from tqdm import tqdm
-
-import kernels
-import sync
-from configurator import FREE_KEYS, ORIGINS, block, check_config, configure, require, resume_config, roles, versions
-from rewards import encode_answers, encode_prompts, load_reward, load_rows, permutation
-from rollout_server import Job, RolloutEngine, Sampler, build_model, check_model
+from configurator import FREE_KEYS, block, require, resolve, roles, versions
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -142,8 +134,20 @@ scratch_mlp = 384
 # ------------------------------------------------------------------------------------------------------------------
 
 DEFAULTS = block(globals())
+if __name__ == "__main__":
+    # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
+    config, resumed, restarted = resolve(globals(), DEFAULTS)
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import kernels
+import sync
+from rewards import encode_answers, encode_prompts, load_reward, load_rows, pass_rates, rows_of_step
+from rollout_server import Job, RolloutEngine, Sampler, build_model, check_model
+
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
-FIGURES = ("rewards", "lengths", "truncated")  # (G,) each, of a group
 
 
 # ---- the algorithm: pure functions --------------------------------------------------------------------------------
@@ -266,11 +270,6 @@ def aggregate(losses, counts, kind, samples, tokens, longest):
     return torch.stack([part.sum() / max(1, len(part)) for part in losses.split(counts)]).sum() / samples
 
 
-def pass_at_k(n, right, k):
-    """Chance that one of k samples is right, from n of which `right` are, unbiased: Chen et al. 2021, equation 1."""
-    return 1 - math.comb(n - right, k) / math.comb(n, k)
-
-
 def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
     """Linear from 0 over warmup_steps, then cosine to min_lr at decay_steps (constant if 0). Steps from 0."""
     if step < warmup_steps:
@@ -281,41 +280,33 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
     return min_lr + (peak - min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-# ---- the data: what step s reads is a function of (seed, s), so there is no iterator to save -----------------------
-
-
-def rows_of_step(n, per_step, step, *key):
-    """Indices of the rows of a step: the data in a new order every epoch, epochs end to end."""
-    places = (divmod(step * per_step + i, n) for i in range(per_step))
-    return [permutation(n, *key, epoch)[place] for epoch, place in places]
-
-
-# ---- a leaf -------------------------------------------------------------------------------------------------------
+# ---- samples, and the leaves they are packed into -------------------------------------------------------------------
 
 
 class Sample(NamedTuple):
+    name: str  # 'prompt 3, sample 5', for errors
     tokens: torch.Tensor  # (T,) prompt and response
-    prompt_tokens: int
+    prompt_tokens: int  # T - R
     truncated: bool  # cut off at max_new_tokens
-    loss_mask: torch.Tensor  # (R,) bool; R response tokens, here and below
+    bootstrap: float  # the critic's value after the last token; 0 unless cut off
+    loss_mask: torch.Tensor  # (R,) bool
     logprobs: torch.Tensor  # (R,) of the engine
     old_logprobs: torch.Tensor  # (R,) of the trainer before the first update; the engine's, if `importance` is off
     advantages: torch.Tensor  # (R,)
     reference: torch.Tensor  # (R,) log-probs of the reference or the teacher
     values: torch.Tensor  # (R,) of the critic before the first update
     returns: torch.Tensor  # (R,) what the critic learns
-    end: float = 0.0  # the critic's value after the last token, if the sample was cut off
 
 
 class Leaf(NamedTuple):
     ids: torch.Tensor  # (N,) samples end to end: no padding, so none can leak
-    positions: torch.Tensor  # (N,)
+    positions: torch.Tensor  # (N,) of each token in its sample
     lengths: torch.Tensor  # (samples,) tokens
     counts: torch.Tensor  # (samples,) loss tokens
     sample: torch.Tensor  # (M,) index of each loss token's sample in the leaf
-    place: torch.Tensor  # (M,) index of the token in its response
-    rows: torch.Tensor  # (M,) the token before it: that one's output is the prediction
-    targets: torch.Tensor  # (M,)
+    response_index: torch.Tensor  # (M,) index of the token in its response
+    predictors: torch.Tensor  # (M,) index of the token before it, whose output is the prediction
+    targets: torch.Tensor  # (M,) the loss tokens themselves
     logprobs: torch.Tensor  # (M,), and so on as in Sample
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
@@ -324,23 +315,48 @@ class Leaf(NamedTuple):
     returns: torch.Tensor
 
 
-def make_sample(prompt, response, loss_mask, logprobs, truncated=False):
-    """What is not known yet is 0. prompt (tokens,), the others (R,)."""
+def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False):
+    """A Sample of prompt (T - R,) and response (R,); what is not known yet is 0."""
     zeros = [torch.zeros(len(response))] * 4
-    return Sample(torch.cat([prompt, response]), len(prompt), truncated, loss_mask, logprobs, logprobs, *zeros)
+    return Sample(
+        name, torch.cat([prompt, response]), len(prompt), truncated, 0.0, loss_mask, logprobs, logprobs, *zeros
+    )
+
+
+def samples_of(groups, overlong_filter=False):
+    """The samples of rollout groups [(tensors, meta)], in their order. overlong_filter: those cut off teach nothing."""
+    samples = []
+    for t, meta in groups:
+        fields = (t[k].split(t["lengths"].tolist()) for k in ("tokens", "loss_mask", "logprobs"))
+        for g, (tokens, mask, logprobs, cut) in enumerate(zip(*fields, t["truncated"].tolist())):
+            mask = mask & (not (cut and overlong_filter))
+            name = f"prompt {meta['prompt']}, sample {g}"
+            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, name, cut))
+    return samples
 
 
 def pack(samples, device):
-    """Samples end to end, with the loss tokens picked out."""
+    """Samples end to end as one Leaf on the device, with the loss tokens picked out."""
     parts, start = [], 0
     for i, s in enumerate(samples):
-        place, n = s.loss_mask.nonzero()[:, 0], len(s.tokens)
-        at = place + s.prompt_tokens
-        sizes = torch.tensor([n]), torch.tensor([len(at)])
-        token = torch.full((len(at),), i), place, start + at - 1, s.tokens[at]
-        parts.append((s.tokens, torch.arange(n), *sizes, *token, *(field[place] for field in s[4:-1])))
-        start += n
+        chosen, length = s.loss_mask.nonzero()[:, 0], len(s.tokens)
+        at = chosen + s.prompt_tokens
+        of_sample = s.tokens, torch.arange(length), torch.tensor([length]), torch.tensor([len(at)])
+        of_tokens = torch.full((len(at),), i), chosen, start + at - 1, s.tokens[at]
+        parts.append((*of_sample, *of_tokens, *(field[chosen] for field in s[Sample._fields.index("logprobs") :])))
+        start += length
     return Leaf(*(torch.cat(field).to(device) for field in zip(*parts)))
+
+
+def cut_into_leaves(samples, c):
+    """The indices of each leaf's samples."""
+    size = len(samples) // c.leaves
+    return [range(i * size, (i + 1) * size) for i in range(c.leaves)]
+
+
+def scatter(mask, x):
+    """(R,) zeros with x where the mask (R,) is set."""
+    return torch.zeros(len(mask)).masked_scatter(mask, x)
 
 
 def critic_advantages(samples, rewards, costs, gamma, lam):
@@ -351,464 +367,449 @@ def critic_advantages(samples, rewards, costs, gamma, lam):
     states, gains = [], []
     for s, reward, cost in zip(samples, rewards.tolist(), costs):
         gains.append(torch.cat([-cost[:-1], reward - cost[-1:]]))
-        states.append(torch.cat([s.values[s.loss_mask], torch.tensor([s.end])]))
+        states.append(torch.cat([s.values[s.loss_mask], torch.tensor([s.bootstrap])]))
     at_the_end = dict(batch_first=True, padding_side="left")  # where the recursion starts, so padding comes after all
     padded = (torch.nn.utils.rnn.pad_sequence(x, **at_the_end) for x in (gains, states))
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
     mean, std = torch.cat(advantages).mean(), torch.cat(advantages).std()
-    out = []
+    done = []
     for s, a, v in zip(samples, advantages, states):
         advantage, target = (scatter(s.loss_mask, x) for x in ((a - mean) / (std + 1e-6), a + v[:-1]))
-        out.append(s._replace(advantages=advantage, returns=target))
-    return out
+        done.append(s._replace(advantages=advantage, returns=target))
+    return done
 
 
-def scatter(mask, x):
-    """(R,) zeros with x where the mask (R,) is set."""
-    return torch.zeros(len(mask)).masked_scatter(mask, x)
+def with_advantages(samples, rewards, c):
+    """The samples with advantages, and a critic's returns, of rewards (P, G). c: the config."""
+    if c.advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
+        return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
+    costs = [torch.zeros(int(s.loss_mask.sum())) for s in samples]
+    if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
+        costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator)[s.loss_mask] for s in samples]
+    if c.advantage == "gae":
+        return critic_advantages(samples, rewards.flatten(), costs, c.gamma, c.gae_lambda)
+    net = rewards - torch.stack([cost.sum() for cost in costs]).view(rewards.shape)
+    each = zip(samples, advantages_of(net, c.advantage).flatten().tolist())
+    return [s._replace(advantages=torch.full(s.logprobs.shape, a)) for s, a in each]
 
 
-def describe_mismatch(leaf, logprobs, first_sample, group_size):
-    """One line about the first token of the leaf whose two log-probs differ."""
+def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
+    """
+    A leaf's part of the loss of a step of so many samples and loss tokens, to be added over leaves; and the figures of
+    its tokens, {metric: (M,)}. output: of the model's `token_logprobs`; phase: 'rl', or 'sft' for the negative
+    log-likelihood. Pure: a forward pass goes in, nothing but the numbers comes out.
+    """
+    logprobs, entropy, values, _ = output
+    counts, figures = leaf.counts.tolist(), {"entropy": entropy}
+    if phase == "sft":
+        return aggregate(-logprobs, counts, "token", samples, tokens, 0), figures
+    ends, old = (c.clip_low, c.clip_high, c.dual_clip), leaf.old_logprobs
+    losses, figures["clip_fraction"] = policy_loss(c.loss, logprobs, old, leaf.advantages, counts, *ends)
+    if c.importance:
+        w = importance_weights(old, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
+        losses, figures["importance_mean"], figures["importance_not_one"] = losses * w, w, w != 1
+    if c.entropy_coef:  # Schulman et al. 2017, equation 9
+        losses = losses - c.entropy_coef * entropy
+    if c.teacher or c.kl_coef:
+        figures["kl_reference"] = kl(logprobs, leaf.reference, c.kl_estimator)
+    if c.kl_coef and not c.kl_in_reward:
+        losses = losses + c.kl_coef * figures["kl_reference"]
+    if values is not None:
+        figures["value_loss"] = value_loss(values, leaf.values, leaf.returns, c.value_clip)
+        losses = losses + c.value_coef * figures["value_loss"]
+    return aggregate(losses, counts, c.loss_aggregation, samples, tokens, c.max_new_tokens), figures
+
+
+def first_mismatch(leaf, logprobs, samples):
+    """(index of the sample, line) of the first token of the leaf of these samples whose two log-probs differ."""
     i = int((logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)).nonzero()[0])
-    prompt, sample = divmod(first_sample + int(leaf.sample[i]), group_size)
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
-    return f"prompt {prompt}, sample {sample}, token {int(leaf.place[i])}: engine {bits[0]}, trainer {bits[1]}"
+    j, token = int(leaf.sample[i]), int(leaf.response_index[i])
+    return j, f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}"
 
 
-# ---- the loop ------------------------------------------------------------------------------------------------------
+# ---- the trainer ---------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """
+    A rank's share of the model and of AdamW's state, and what is done with them. Every method is collective over the
+    trainers: each rank calls it with all the samples of a step, and works on the leaves that are its own.
+
+    c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from: a
+    checkpoint if `optimizer_steps` have been taken.
+    """
+
+    def __init__(self, c, ranks, hf, folder, device, optimizer_steps=0):
+        self.c, self.mesh, self.device = c, ranks.mesh, device
+        self.rank, self.group = ranks.rank, ranks.mesh.get_group()
+        self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic=c.advantage == "gae")
+        if c.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self.model.train()
+        self.shards = sync.shards(self.model, self.mesh)
+        self.policy = [s for s in self.shards if s.name != "value_head"]  # what engines and Hugging Face's folders know
+        sync.load_weights(self.policy, folder, hf.tie_word_embeddings)
+        # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
+        self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
+        matrices = [len(s.shape) > 1 for s in self.shards]
+        decayed, others = ([w for w, m in zip(self.weights, matrices) if m == kind] for kind in (True, False))
+        groups = [dict(params=decayed, weight_decay=c.weight_decay), dict(params=others, weight_decay=0.0)]
+        self.optimizer = torch.optim.AdamW(groups, betas=(c.beta1, c.beta2))
+        for w in self.weights:  # what AdamW would make at its first step, so that a checkpoint can be read into it
+            zeros = {name: torch.zeros_like(w) for name in MOMENTS}
+            self.optimizer.state[w] = dict(step=torch.tensor(float(optimizer_steps)), **zeros)
+        if self.model.value_head is not None:
+            self.model.value_head.to_local().detach().zero_()
+        if optimizer_steps:
+            sync.load_weights(self.optimizer_state(), folder / "optimizer", tied=False)
+        if self.rank == 0:
+            print(f"model: {sum(math.prod(s.shape) for s in self.shards):,} parameters", flush=True)
+        self.frozen = None  # the reference of the KL or the teacher of the distillation
+        if name := c.teacher or c.kl_coef and (c.reference or c.init_from):
+            key = "teacher" if c.teacher else "reference"
+            folder = sync.fetch_model(name, key)
+            its = check_model(folder, vars(c), key)
+            require(its.vocab_size == hf.vocab_size, f"{key}={name!r}: of another vocabulary than the model")
+            self.frozen = build_model(its, self.mesh, device, c.batch_invariant)
+            sync.load_weights(sync.shards(self.frozen, self.mesh), folder, its.tie_word_embeddings)
+
+    def optimizer_state(self):
+        """AdamW's moments, named and cut like the parameters; and the critic's head, which no engine knows."""
+        pairs = [(s, self.optimizer.state[w]) for s, w in zip(self.shards, self.weights)]
+        moments = [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
+        return moments + [s for s in self.shards if s.name == "value_head"]
+
+    def save(self, ckpt, tokenizer, stop_tokens, record, step):
+        """Writes ckpt/step_000100, from which `step` goes on, on any number of ranks. record: the first rank's."""
+        unfinished = ckpt / f".step_{step:06d}"
+        if record:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            (unfinished / "optimizer").mkdir(parents=True)
+            self.model.config.save_pretrained(unfinished)
+            sync.save_tokenizer(unfinished, tokenizer, stop_tokens)
+        sync.meet(self.group)
+        sync.write_tensors(unfinished, "model", self.policy, self.mesh)
+        sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(), self.mesh)
+        if record:
+            steps = int(self.optimizer.state[self.weights[0]]["step"])
+            sync.seal_checkpoint(
+                unfinished, ckpt / f"step_{step:06d}", step=step, optimizer_steps=steps, **record.state()
+            )
+            sync.prune_checkpoints(ckpt, self.c.keep_checkpoints)
+
+    @torch.no_grad()
+    def forward_only(self, samples):
+        """
+        One pass over a batch before its first update: the samples with the trainer's own log-probs (where importance
+        weights need them), the frozen model's log-probs and the critic's values filled in.
+        """
+        if not (self.frozen or self.c.importance or self.c.advantage == "gae"):
+            return samples
+        ranks, mine = self.mesh.size(), {}  # {leaf: per sample (own log-probs, frozen ones, values, bootstrap)}
+        leaves = cut_into_leaves(samples, self.c)
+        for i in range(self.rank, len(leaves), ranks):
+            leaf = pack([samples[j] for j in leaves[i]], self.device)
+            ours, _, values, ends = self.model.token_logprobs(leaf, self.c.temperature)
+            self.model.reshard()  # FSDP2 reshards after a backward pass; there is none, so we do.
+            theirs = ours
+            if self.frozen:
+                theirs = self.frozen.token_logprobs(leaf, self.c.temperature)[0]
+                self.frozen.reshard()
+            per_token = (ours, theirs, leaf.values if values is None else values)
+            split = (x.cpu().split(leaf.counts.tolist()) for x in per_token)
+            mine[i] = list(zip(*split, [0.0] * len(leaves[i]) if ends is None else ends.tolist()))
+        # Every rank needs every sample: advantages are normalised over the batch.
+        everyone = [None] * ranks
+        dist.all_gather_object(everyone, mine, group=self.group)
+        done = list(samples)
+        for i, leaf in enumerate(leaves):
+            for j, (*per_token, end) in zip(leaf, everyone[i % ranks][i]):
+                s = samples[j]
+                ours, theirs, values = (scatter(s.loss_mask, x) for x in per_token)
+                ours = ours if self.c.importance else s.logprobs
+                # A sample that ended by itself is followed by nothing, so nothing is what its last state is worth.
+                end = end if s.truncated else 0.0
+                done[j] = s._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=end)
+        return done
+
+    def gradients(self, samples, phase="rl", check=False):
+        """
+        The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and, if
+        the log-probs are checked, the first mismatch: (index of the sample, line), or None. Whatever is added up is a
+        row per leaf first and then one tree over the leaves, so that no sum sees the number of ranks.
+        check: the samples were made with these very weights, so every log-prob must be the engine's.
+        """
+        ranks, tokens = self.mesh.size(), max(1, sum(int(s.loss_mask.sum()) for s in samples))
+        leaves = cut_into_leaves(samples, self.c)
+        total, rows, first = sync.LeafSum(len(leaves) // ranks), {}, None
+        for i in range(self.rank, len(leaves), ranks):
+            chosen = [samples[j] for j in leaves[i]]
+            leaf = pack(chosen, self.device)
+            output = self.model.token_logprobs(leaf, self.c.temperature if phase == "rl" else 1.0)
+            loss, figures = leaf_loss(output, leaf, self.c, len(samples), tokens, phase)
+            loss.backward()
+            # FSDP2 gives no gradient to what took no part, as the critic in supervised steps.
+            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters())
+            total.add([g.detach().to_local() for g in grads])
+            self.model.zero_grad()  # they are the sum's now: the next leaf's must not be added to them
+            figures = {"loss": loss, **figures}
+            if check:
+                ours = output[0].detach()
+                figures["logprob_mismatch_tokens"] = differ = ours.view(torch.int32) != leaf.logprobs.view(torch.int32)
+                distance = torch.nn.functional.pad((ours - leaf.logprobs).abs(), (0, 1))  # a leaf may have no tokens
+                figures["logprob_mismatch_max"] = distance.max()
+                if differ.any():
+                    j, line = first_mismatch(leaf, ours, chosen)
+                    first = min(first or (len(samples),), (leaves[i][j], line))
+            rows[i] = torch.stack([x.detach().double().sum() for x in figures.values()])
+        # The rows of all ranks, put in their places by adding zeros.
+        table = torch.zeros(len(leaves), len(figures), dtype=torch.float64, device=self.device)
+        for i, row in rows.items():
+            table[i] = row
+        dist.all_reduce(table, group=self.group)
+        sums = dict(zip(figures, sync.tree_sum(table).tolist()))
+        metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
+        if check:
+            metrics["logprob_mismatch_tokens"] = int(sums["logprob_mismatch_tokens"])
+            metrics["logprob_mismatch_max"] = float(table[:, -1].max())
+        return total.total, metrics, first
+
+    def apply(self, grads, lr, where):
+        """
+        Clips the gradients and takes AdamW's step with them: (their norm before the clip, {stage: {name: hash}}). Ends
+        the run, the weights as they were, if the norm is not finite; `where` says in which step.
+        """
+        norm = sync.grad_norm(grads, self.shards, self.group)
+        require(math.isfinite(norm), f"{where}: the gradient norm is {norm}; the weights are as they were")
+        if self.c.grad_clip and norm > self.c.grad_clip:
+            for g in grads:
+                g.mul_((self.c.grad_clip / norm).float())
+        hashes = {"gradients": sync.tensor_hashes(grads, self.shards, self.group)}
+        for w, g in zip(self.weights, grads):
+            w.grad = g
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # or they would lie there until the next step's
+        hashes["weights"] = sync.tensor_hashes(self.weights, self.shards, self.group)
+        moments = ([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS)
+        first, second = (sync.tensor_hashes(m, self.shards, self.group) for m in moments)
+        hashes["optimizer"] = {name: first[name] + second[name] for name in first}
+        return float(norm), hashes
+
+    def update(self, samples, step, lr, phase="rl", check=False):
+        """
+        One optimizer step on the samples of a step: (metrics, {stage: hash or {name: hash}}). Ends the run with one
+        line, the weights as they were, at a loss that is not finite and, if `strict`, at a log-prob that differs.
+        """
+        grads, metrics, first = self.gradients(samples, phase, check)
+        if metrics.get("logprob_mismatch_tokens") and self.c.strict:
+            firsts = [None] * self.mesh.size()
+            dist.all_gather_object(firsts, first, group=self.group)
+            _, line = min(x for x in firsts if x)
+            count = f"{metrics['logprob_mismatch_tokens']} of {sum(int(s.loss_mask.sum()) for s in samples)}"
+            require(False, f"step {step}, {line}; {count} log-probs differ (strict=True)")
+        where, value = f"{phase} step {step}", metrics["loss"]
+        require(math.isfinite(value), f"{where}: the loss is {value}; the weights are as they were")
+        norm, hashes = self.apply(grads, lr, where)
+        if phase == "rl":
+            hashes = {"advantages": sync.content_hash(*(s.advantages for s in samples))} | hashes
+        return metrics | dict(grad_norm=norm, lr=lr), hashes
+
+
+# ---- a step's prompts, and the held-out ones ------------------------------------------------------------------------
+
+
+def take_step(queue, step, rows, c, version):
+    """
+    The P groups that step `step` trains on, and all that were sampled for it, as lists of (tensors, meta). With dynamic
+    sampling (DAPO, equation 11) groups of equal rewards are replaced by the next round's, and fill up what is missing
+    after the last one; all in the order of the prompts. Each round has its own prompts, so what one step needs moves
+    no other step's.
+    """
+    kept, dropped, rounds, P = [], [], 1 + c.dynamic_sampling, c.prompts_per_step
+    for k in range(rounds):
+        chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, "rl")
+        job = Job(
+            "rl", step, version, {k * P + i: rows[row] for i, row in enumerate(chosen)}, c.group_size, c.temperature
+        )
+        for t, meta in queue.take(job):
+            equal = c.dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()
+            (dropped if equal else kept).append((t, meta))
+        if len(kept) >= P:
+            break
+    return (kept + dropped)[:P], kept + dropped
+
+
+def evaluate(queue, step, rows, c, version, record):
+    """pass@k and the mean reward on the held-out rows, under the weights the engines hold, for the record."""
+    groups = queue.take(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, c.eval_temperature))
+    if record:
+        record.evaluation(step, pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward))
+
+
+def supervised_samples(rows, step, c):
+    """The rows of supervised step `step`, whose answers are known, as samples without log-probs."""
+    chosen = (rows[i] for i in rows_of_step(len(rows), c.sft_batch, step, c.seed, "sft"))
+    pairs = ((torch.tensor(row["prompt_tokens"]), torch.tensor(row["answer_tokens"])) for row in chosen)
+    return [make_sample(p, a, torch.ones(len(a), dtype=torch.bool), torch.zeros(len(a))) for p, a in pairs]
+
+
+def due(step, every, last):
+    """Whether what comes every so many steps comes after `step` of them; it always does after the last."""
+    return step == last or every > 0 and step % every == 0
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    config = configure(globals())
-    os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # transformers imports it by the way; it leaves semaphores behind,
-    tqdm.set_lock(threading.RLock())  # and so would tqdm: the engine's end takes the process that should remove them
+    c, folder = types.SimpleNamespace(**config), Path(out_dir)
+    # joblib (through transformers) and tqdm leave semaphores in /dev/shm: the engine's exit kills the process that
+    # would remove them. So neither may make one.
+    os.environ["JOBLIB_MULTIPROCESSING"] = "0"
+    tqdm.set_lock(threading.RLock())
     sys.excepthook = sync.report_disk_error
-    out = Path(out_dir)
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun --max-restarts
-    resuming = init_from == "resume" or restarted and (out / "config.py").exists()
-    if resuming:
-        require((out / "config.py").is_file(), f"init_from='resume': out_dir={out_dir!r} holds no run")
-        if init_from == "resume":
-            del ORIGINS["init_from"]  # it is this command's; the run has its own
-        config = resume_config(config, out / "config.py", FREE_KEYS)
-        globals().update(config)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    check_config(config, world, DEFAULTS)
     try:
         reward_function = load_reward(reward)
     except ValueError as e:
         require(False, str(e))
+    # What the mode means, said once: below nobody asks for it. Who trains and who samples is in `ranks`.
+    only_sft, only_eval, publishes = mode == "sft", mode == "eval", mode == "grpo"
+    rl_steps = 0 if only_sft or only_eval else max_steps
+    sft_steps = max_steps if only_sft else warmup_sft_steps
+    sft_schedule = (sft_learning_rate, 20, 0, 0.0)  # of the warm-up: peak, warm-up, decay, minimum
+    rl_schedule = (learning_rate, warmup_steps, lr_decay_steps, min_lr)
+
+    # ---- who this rank is, and what it works on
+    world, gpu = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if place == "cuda":
         sync.check_cuda(config, world)
-    run = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
-    queue = Path(queue_dir or out / "queue")
-
+        torch.cuda.set_device(gpu)
     ranks = sync.start_process_groups(*roles(config, world), place)
     alike = ranks.trainers if ranks.is_trainer else ranks.engines  # trainers and engines mostly work in turn
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
-    local_rank, master = int(os.environ.get("LOCAL_RANK", 0)), ranks.rank == 0
-    if place == "cuda":
-        torch.cuda.set_device(local_rank)
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
-    if master:
-        lock = sync.open_run(out, config, resuming, torch.cuda.get_device_name() if place == "cuda" else "")
+    if ranks.rank == 0:
+        chip = torch.cuda.get_device_name() if place == "cuda" else ""
+        # Keep it: the lock lasts as long as this file is open.
+        lock = sync.open_run(folder, config, resumed, restarted, chip)
         if init_from == "scratch":
-            sync.make_scratch_model(out / "model", config)
+            sync.make_scratch_model(folder / "model", config)
         else:
-            sync.fetch_model(init_from)
+            sync.fetch_model(init_from)  # the others then find it on this disk
     sync.meet()
-    model_path = out / "model" if init_from == "scratch" else sync.fetch_model(init_from)
+    model_path = folder / "model" if init_from == "scratch" else sync.fetch_model(init_from)
     hf = check_model(model_path, config)
-
-    # ---- the state of the loop, and where an interrupted run takes it up again
-    step = 0  # RL steps done; also the version of the weights
-    saved = None  # the latest checkpoint
-    if resuming and (found := sync.checkpoints(out / "ckpt")):
-        saved = sync.read_checkpoint(found[-1], ranks.rank, world, run=run, versions=versions())
-        step = saved["step"]
-    sync.meet()
-    if master:
-        ledger = sync.open_record(out, saved, strict)
-        if resuming:
-            torn = sync.clean_queue(queue, step) if mode != "replay" else 0
-            print(f"resuming at step {step}; {torn} torn rollout files deleted", flush=True)
-    sync.meet()
     tokenizer, stop_tokens = sync.load_tokenizer(model_path)
     train_rows, eval_rows = load_rows(config)
     train_rows = encode_prompts(train_rows, tokenizer, config, "training")
     eval_rows = encode_prompts(eval_rows, tokenizer, config, "held-out")
-
-    # ---- what a rank has: a trainer, an engine, or both
-    model = engine = optimizer = None
-
-    def optimizer_state():
-        """AdamW's moments, named and cut like the parameters; and the critic's head, which no engine knows."""
-        pairs = [(s, optimizer.state[w]) for s, w in zip(shards, weights)]
-        moments = [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
-        return moments + [s for s in shards if s.name == "value_head"]
-
     if batch_invariant:
         kernels.enable_batch_invariant()
+
+    # ---- the state of the loop, and where an interrupted run takes it up again. All that a step needs beside it is a
+    # function of the config and the step's number: that is why so little has to be saved.
+    step = 0  # RL steps done (supervised ones with mode='sft')
+    saved = None  # what the latest checkpoint says of itself
+    run_id = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
+    origin = dict(run=run_id, versions=versions())
+    if resumed and (checkpoints := sync.checkpoints(folder / "ckpt")):
+        saved = sync.read_checkpoint(checkpoints[-1], ranks.rank, ranks.world, **origin)
+        model_path, step = checkpoints[-1], saved["step"]
+    version = step if ranks.trainers else 0  # of the weights that the engines sample with
+    sync.meet()  # every rank has checked its share before the first cuts the logs back
+    record = sync.Record(folder, saved, c, origin) if ranks.rank == 0 else None
+    queue_path = Path(queue_dir or folder / "queue")
+    torn = sync.clean_queue(queue_path, step) if record and mode != "replay" else 0
+    if record and resumed:
+        print(f"resuming at step {step}; {torn} torn rollout files deleted", flush=True)
+    sync.meet()
+
+    # ---- what this rank has: a trainer, an engine, or both
+    trainer = engine = sampler = transport = None
     if ranks.is_trainer:
-        model = build_model(hf, ranks.mesh, place, batch_invariant, critic=advantage == "gae")
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-        model.train()
-        group = ranks.mesh.get_group()
-        shards = sync.shards(model, ranks.mesh)
-        policy = [s for s in shards if s.name != "value_head"]  # what engines and Hugging Face's folders know
-        sync.load_weights(policy, found[-1] if saved else model_path, hf.tie_word_embeddings)
-        # plain tensors that share the shards' storage: elementwise arithmetic needs no DTensor
-        weights = [torch.nn.Parameter(s.data) for s in shards]
-        decay = [w for w, s in zip(weights, shards) if len(s.shape) > 1]
-        no_decay = [w for w, s in zip(weights, shards) if len(s.shape) == 1]
-        optimizer = torch.optim.AdamW(
-            [dict(params=decay, weight_decay=weight_decay), dict(params=no_decay, weight_decay=0.0)],
-            betas=(beta1, beta2),
-        )
-        if model.value_head is not None:
-            model.value_head.to_local().detach().zero_()
-        if frozen := teacher or kl_coef and (reference or init_from):
-            key = "teacher" if teacher else "reference"
-            folder = sync.fetch_model(frozen, key)
-            its = check_model(folder, config, key)
-            require(its.vocab_size == hf.vocab_size, f"{key}={frozen!r}: of another vocabulary than the model")
-            frozen_model = build_model(its, ranks.mesh, place, batch_invariant)
-            sync.load_weights(sync.shards(frozen_model, ranks.mesh), folder, its.tie_word_embeddings)
-        for w in weights:  # what AdamW would make at its first step
-            zeros = {name: torch.zeros_like(w) for name in MOMENTS}
-            optimizer.state[w] = dict(step=torch.tensor(float(saved["optimizer_steps"] if saved else 0)), **zeros)
-        if saved:
-            sync.load_weights(optimizer_state(), found[-1] / "optimizer", tied=False)
-        if master:
-            count = sum(math.prod(s.shape) for s in shards)
-            print(f"model: {count:,} parameters, {len(train_rows)} prompts", flush=True)
+        trainer = Trainer(c, ranks, hf, model_path, place, saved["optimizer_steps"] if saved else 0)
+        save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
+    saves = bool(trainer and checkpoint_every)
 
-    def record(file, **line):
-        with open(out / file, "a") as f:
-            f.write(json.dumps(line) + "\n")
-
-    def due(every):
-        return step == max_steps or every and step % every == 0
-
-    def look(samples):
-        """
-        One pass over a batch without gradients: the samples with the trainer's own log-probs, the frozen model's and
-        the critic's values filled in. Collective over the trainers.
-        """
-        size, mine = len(samples) // leaves, {}
-        for i in range(ranks.rank, leaves, ranks.trainers):
-            leaf = pack(samples[i * size : (i + 1) * size], place)
-            with torch.no_grad():
-                ours, _, values, ends = model.token_logprobs(leaf, temperature)
-                model.reshard()  # FSDP2 would after a backward pass, which does not come
-                theirs = ours
-                if frozen:
-                    theirs = frozen_model.token_logprobs(leaf, temperature)[0]
-                    frozen_model.reshard()
-            columns = (ours, theirs, leaf.values if values is None else values)
-            columns = (x.cpu().split(leaf.counts.tolist()) for x in columns)
-            mine[i] = [*zip(*columns, [0.0] * size if ends is None else ends.tolist())]
-        found = [None] * ranks.trainers
-        dist.all_gather_object(found, mine, group=group)
-        out = []
-        for s, (*columns, end) in zip(samples, sum((found[i % ranks.trainers][i] for i in range(leaves)), [])):
-            ours, theirs, values = (scatter(s.loss_mask, x) for x in columns)
-            ours = ours if importance else s.logprobs
-            out.append(s._replace(old_logprobs=ours, reference=theirs, values=values, end=end if s.truncated else 0.0))
-        return out
-
-    def with_advantages(samples, rewards):
-        """The samples with advantages, and a critic's returns, of rewards (P, G)."""
-        if advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
-            return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
-        costs = [torch.zeros(int(s.loss_mask.sum())) for s in samples]
-        if kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
-            costs = [kl_coef * kl(s.logprobs, s.reference, kl_estimator)[s.loss_mask] for s in samples]
-        if advantage == "gae":
-            return critic_advantages(samples, rewards.flatten(), costs, gamma, gae_lambda)
-        net = rewards - torch.stack([c.sum() for c in costs]).view(rewards.shape)
-        each = zip(samples, advantages_of(net, advantage).flatten().tolist())
-        return [s._replace(advantages=torch.full(s.logprobs.shape, a)) for s, a in each]
-
-    def update(samples, phase, lr, check=False):
-        """
-        One optimizer step on B samples, leaf by leaf: (metrics, hashes). Collective over the trainers. The sums of the
-        metrics are made like the gradients': a row per leaf, the rows of all ranks, then one tree. check: the samples
-        were made with these very weights, so every log-prob must be the rollout's.
-        """
-        size, n = len(samples) // leaves, ranks.trainers
-        loss_tokens = max(1, sum(int(s.loss_mask.sum()) for s in samples))
-        total, rows, first_mismatch = sync.LeafSum(), {}, None
-        for i in range(ranks.rank, leaves, n):
-            leaf = pack(samples[i * size : (i + 1) * size], place)
-            counts, kind = leaf.counts.tolist(), loss_aggregation if phase == "rl" else "token"
-            logprobs, entropy, values, _ = model.token_logprobs(leaf, temperature if phase == "rl" else 1.0)
-            losses, sums = -logprobs, {"entropy": entropy}
-            if check:
-                sums["logprob_mismatch_tokens"] = logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)
-                if sums["logprob_mismatch_tokens"].any() and first_mismatch is None:
-                    first_mismatch = describe_mismatch(leaf, logprobs.detach(), i * size, group_size)
-            if phase == "rl":
-                ends = clip_low, clip_high, dual_clip
-                old = leaf.old_logprobs
-                losses, sums["clip_fraction"] = policy_loss(loss, logprobs, old, leaf.advantages, counts, *ends)
-                if importance:
-                    ends = importance_floor, importance_cap
-                    w = importance_weights(old, leaf.logprobs, importance, *ends)
-                    losses, sums["importance_mean"], sums["importance_not_one"] = losses * w, w, w != 1
-                if entropy_coef:  # Schulman et al. 2017, equation 9
-                    losses = losses - entropy_coef * entropy
-                if frozen:
-                    sums["kl_reference"] = kl(logprobs, leaf.reference, kl_estimator)
-                if kl_coef and not kl_in_reward:
-                    losses = losses + kl_coef * sums["kl_reference"]
-                if values is not None:
-                    sums["value_loss"] = value_loss(values, leaf.values, leaf.returns, value_clip)
-                    losses = losses + value_coef * sums["value_loss"]
-            part = aggregate(losses, counts, kind, len(samples), loss_tokens, max_new_tokens)
-            part.backward()
-            # FSDP2 gives no gradient to what took no part, as the critic in the warm-up
-            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
-            total.add([g.detach().to_local() for g in grads])
-            model.zero_grad()
-            sums["loss"] = part
-            if check:
-                distance = (logprobs - leaf.logprobs).abs()
-                sums["logprob_mismatch_max"] = torch.nn.functional.pad(distance, (0, 1)).max()  # there may be none
-            rows[i] = torch.stack([x.detach().double().sum() for x in sums.values()])
-        table = torch.zeros(leaves, len(sums), dtype=torch.float64, device=place)
-        for i, row in rows.items():
-            table[i] = row
-        dist.all_reduce(table, group=group)
-        totals = dict(zip(sums, sync.tree_sum(table).tolist()))
-        mean_loss, mismatches = totals.pop("loss"), totals.pop("logprob_mismatch_tokens", 0)
-        if mismatches and strict:
-            found = [None] * n
-            dist.all_gather_object(found, first_mismatch, group=group)
-            first = next(line for line in found if line)
-            line = f"step {step}, {first}; {mismatches:.0f} of {loss_tokens} log-probs differ (strict=True)"
-            require(False, line)
-        finite = math.isfinite(mean_loss)
-        require(finite, f"{phase} step {step}: the loss is {mean_loss}; the weights are as they were")
-        grads = total.total()
-        norm = sync.grad_norm(grads, shards, group)
-        require(math.isfinite(norm), f"{phase} step {step}: the gradient norm is {norm}; the weights are as they were")
-        if grad_clip and norm > grad_clip:
-            for g in grads:
-                g.mul_((grad_clip / norm).float())
-        hashes = {"gradients": sync.tensor_hashes(grads, shards, group)}
-        for w, g in zip(weights, grads):
-            w.grad = g
-        for g in optimizer.param_groups:
-            g["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()  # or they would lie there until the next step's
-        hashes["weights"] = sync.tensor_hashes(weights, shards, group)
-        first, second = (sync.tensor_hashes([optimizer.state[w][k] for w in weights], shards, group) for k in MOMENTS)
-        hashes["optimizer"] = {name: first[name] + second[name] for name in first}
-        metrics = dict(loss=mean_loss, grad_norm=float(norm), lr=lr)
-        if check:
-            totals.pop("logprob_mismatch_max")
-            largest = float(table[:, -1].max())
-            metrics |= dict(logprob_mismatch_tokens=int(mismatches), logprob_mismatch_max=largest)
-        return metrics | {name: x / loss_tokens for name, x in totals.items()}, hashes
-
-    def rollouts(stream, step, rows, samples, temperature):
-        """
-        Has the engines do the prompts {index: row}, the groups of all smaller indices being there; the groups
-        [(tensors, meta)] in their order, on every rank: the next round's prompts depend on them.
-        """
-        folder = queue / f"{stream}_{step:06d}"
-        if engine is not None:
-            sampler.sample(folder, Job(stream, step, rows, samples, temperature))
-        sync.wait_for_groups(folder, max(rows) + 1, engine_timeout + 15 if ranks.engines else 0)
-        expected = dict(run=run, stream=stream, step=step, version=step if ranks.trainers else 0)
-        return [sync.read_group(folder, i, expected | {"prompt": i}) for i in rows]
-
-    def collect():
-        """
-        The step's P groups, and all that were made for it. With dynamic sampling (DAPO, equation 11) groups of equal
-        rewards are replaced by the next round's, and fill up what is missing after the last one; all in the order of
-        the prompts. Each round has its own prompts, so what one step needs moves no other step's.
-        """
-        kept, dropped, rounds = [], [], 1 + dynamic_sampling
-        for k in range(rounds):
-            chosen = rows_of_step(len(train_rows), prompts_per_step, step * rounds + k, seed, "rl")
-            rows = {k * prompts_per_step + i: train_rows[row] for i, row in enumerate(chosen)}
-            for t, m in rollouts("rl", step, rows, group_size, temperature):
-                equal = dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()
-                (dropped if equal else kept).append((t, m))
-            if len(kept) >= prompts_per_step:
-                break
-        return (kept + dropped)[:prompts_per_step], kept + dropped
-
-    def evaluate():
-        """pass@k and the mean reward on the held-out prompts, under the weights the engines hold."""
-        groups = rollouts("eval", step, dict(enumerate(eval_rows)), eval_samples, eval_temperature)
-        if not master:
-            return
-        rewards = torch.stack([t["rewards"] for t, _ in groups]).double()
-        scores = dict(eval_reward_mean=float(rewards.mean()))
-        right = (rewards >= pass_reward).sum(1).tolist()
-        line = []
-        for k in (2**i for i in range(eval_samples.bit_length())):
-            chances = torch.tensor([pass_at_k(eval_samples, n, k) for n in right], dtype=torch.float64)
-            # 95 % of the normal distribution of a mean over prompts: Miller 2024 (arXiv:2411.00640), section 2
-            mean, half = float(chances.mean()), 1.96 * float(chances.std()) / math.sqrt(len(right))
-            scores |= {f"pass@{k}": mean, f"pass@{k}_ci95": half}
-            line.append(f"pass@{k} {mean:.4f} +- {half:.4f}")
-        record("metrics.jsonl", phase="eval", step=step, **scores)
-        what = f"{len(right)} prompts, {eval_samples} samples each, reward {reward!r}, temperature {eval_temperature}"
-        tqdm.write(f"held out after {step} RL steps: {', '.join(line)} ({what})")
-
-    def checkpoint():
-        """What is needed to go on from here on any number of ranks. Collective over the trainers."""
-        partial = out / "ckpt" / f".step_{step:06d}"
-        if master:
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / "optimizer").mkdir(parents=True)
-            model.config.save_pretrained(partial)
-            sync.save_tokenizer(partial, tokenizer, stop_tokens)
-        sync.meet(group)
-        sync.write_tensors(partial, "model", [s.data for s in policy], policy, ranks.mesh)
-        state = optimizer_state()
-        sync.write_tensors(partial / "optimizer", "optimizer", [s.data for s in state], state, ranks.mesh)
-        if master:
-            sync.seal_checkpoint(
-                partial, out / "ckpt" / f"step_{step:06d}", step=step, run=run, versions=versions(),
-                digest=ledger.digest, optimizer_steps=int(optimizer.state[weights[0]]["step"]),
-                bytes={name: (out / name).stat().st_size for name in sync.LOGS},
-            )  # fmt: skip
-            sync.prune_checkpoints(out / "ckpt", keep_checkpoints)
-
-    # ---- supervised learning: the warm-up, for which ranks with an engine do not wait, or all of mode='sft'
-    sft_steps = max_steps if mode == "sft" else warmup_sft_steps if ranks.is_trainer and not saved else 0
-    if sft_steps:
+    # ---- supervised steps: the warm-up before RL, or all that mode='sft' does. Ranks with an engine only go on to
+    # start it meanwhile.
+    if saves and only_sft and not saved:
+        save(step)
+    if trainer and sft_steps and (only_sft or not saved):
         answered = encode_answers(train_rows, tokenizer, stop_tokens, config)
-    if mode == "sft" and checkpoint_every and not saved:
-        checkpoint()
-    for warm in range(step if mode == "sft" else 0, sft_steps):
-        chosen = (answered[i] for i in rows_of_step(len(answered), sft_batch, warm, seed, "sft"))
-        pairs = ((torch.tensor(row["prompt_tokens"]), torch.tensor(row["answer_tokens"])) for row in chosen)
-        samples = [make_sample(p, a, torch.ones(len(a), dtype=torch.bool), torch.zeros(len(a))) for p, a in pairs]
-        lr = learning_rate_at(warm, sft_learning_rate, 20, 0, 0.0)
-        if mode == "sft":
-            lr = learning_rate_at(warm, learning_rate, warmup_steps, lr_decay_steps, min_lr)
-        metrics, hashes = update(samples, "sft", lr)
-        if master:
-            record("metrics.jsonl", phase="sft", step=warm, **metrics)
-            ledger.append(phase="sft", step=warm, tokens=sync.content_hash(*(s.tokens for s in samples)), **hashes)
-            if (warm + 1) % 50 == 0:
-                tqdm.write(f"supervised step {warm + 1}: loss {metrics['loss']:.4f}")
-        if mode == "sft":
-            step += 1
-            if checkpoint_every and due(checkpoint_every):
-                checkpoint()
+        for i in range(step, sft_steps):
+            samples = supervised_samples(answered, i, c)
+            rate = learning_rate_at(i, *(rl_schedule if only_sft else sft_schedule))
+            metrics, hashes = trainer.update(samples, i, rate, "sft")
+            if record:
+                record.supervised(i, samples, metrics, hashes)
+            if saves and only_sft and due(i + 1, checkpoint_every, sft_steps):
+                save(i + 1)
 
+    # ---- the engines, and the first weights for them
     if ranks.engine is not None:
-        log = out / f"engine_{ranks.engine}.log"
-        lends = place == "cuda" and ranks.is_trainer
-        engine = RolloutEngine(ranks.engine, model_path, hf, config, place, compute_dtype, log, local_rank, lends)
-        decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-        sampler = Sampler(engine, config, run, ranks.engines, reward_function, decode, stop_tokens)
-    transport = None
-    if mode == "grpo":
-        how = weight_sync or ("ipc" if place == "cuda" and ranks.trainers == ranks.engines == world else "broadcast")
-        if master:
-            print(f"weights travel by {how}", flush=True)
-        mine = policy if ranks.is_trainer else None
-        transport = sync.WeightSync(how, ranks, mine, engine, place, compute_dtype, out / "weights")
+        log = folder / f"engine_{ranks.engine}.log"
+        lends = bool(trainer) and place == "cuda"  # its memory, while this rank trains
+        engine = RolloutEngine(ranks.engine, model_path, hf, config, place, compute_dtype, log, gpu, lends)
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        sampler = Sampler(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
+    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15 if ranks.engines else 0)
+    if publishes:
+        mine = trainer and trainer.policy
+        transport = sync.WeightSync(weight_sync, ranks, mine, engine, place, compute_dtype, folder / "weights")
         transport.publish(step)
+    evaluates = bool(eval_rows) and (publishes or only_eval)
+    if evaluates and (only_eval or not saved):
+        evaluate(queue, step, eval_rows, c, version, record)
+    if saves and not only_sft and not saved:
+        save(step)
 
-    hidden = not master or mode in ("sft", "eval")
-    bar = tqdm(total=max_steps, initial=step, disable=hidden, unit="step", dynamic_ncols=True, mininterval=0.5)
-    if mode == "eval" or eval_rows and transport and not saved:
-        evaluate()
-    if checkpoint_every and ranks.is_trainer and not saved and mode != "sft":
-        checkpoint()
-
-    while step < max_steps and mode != "eval":
-        t_start = time.monotonic()
-        # 1. prompts and rollouts
-        batch, made = collect()
-        if engine is not None and transport:
+    # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
+    # that only sample wait in 3 for the weights; a rank that is both does one after the other.
+    bar = tqdm(total=rl_steps, initial=step, disable=not (record and rl_steps), unit="step", mininterval=0.5)
+    while step < rl_steps:
+        times = [time.monotonic()]
+        # 1. Sample the prompts of this step with its weights; on every rank, since what dynamic sampling asks for next
+        #    depends on what came.
+        groups, made = take_step(queue, step, train_rows, c, version)
+        if engine and transport:
             engine.sleep()  # until the next weights come
-        t_rollout = time.monotonic()
-        metrics, hashes = {}, {}
-        rewards, lengths, truncated = (
-            torch.stack([t[k] for t, _ in batch]) for k in ("rewards", "lengths", "truncated")
-        )
-        if ranks.is_trainer:
-            # 2. advantages
-            samples = []
-            for t, _ in batch:
-                fields = (t[k].split(t["lengths"].tolist()) for k in ("tokens", "loss_mask", "logprobs"))
-                for tokens, mask, logprobs, cut in zip(*fields, t["truncated"].tolist()):
-                    mask = mask & (not (cut and overlong_filter))
-                    samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, cut))
-            if frozen or importance or advantage == "gae":
-                samples = look(samples)
-            samples = with_advantages(samples, rewards + overlong_penalty(lengths, max_new_tokens, overlong_cache))
-            # 3. the check, the loss, the gradient, the optimizer
-            lr = learning_rate_at(step, learning_rate, warmup_steps, lr_decay_steps, min_lr)
-            metrics, hashes = update(samples, "rl", lr, check=True)
+        times.append(time.monotonic())
+        # 2. Learn. The first update checks that the trainer computes the engine's log-probs before it moves a weight.
+        samples, metrics, hashes = samples_of(groups, overlong_filter), {}, {}
+        if trainer:
+            rewards, lengths = (torch.stack([t[k] for t, _ in groups]) for k in ("rewards", "lengths"))
+            penalty = overlong_penalty(lengths, max_new_tokens, overlong_cache)
+            samples = with_advantages(trainer.forward_only(samples), rewards + penalty, c)
+            rate = learning_rate_at(step, *rl_schedule)
+            metrics, hashes = trainer.update(samples, step, rate, check=True)
             for _ in range(updates_per_batch - 1):
-                later, hashes = update(samples, "rl", lr)
+                later, hashes = trainer.update(samples, step, rate)
                 metrics |= later  # but for the mismatch, which is the first update's
-            hashes = {"advantages": sync.content_hash(*(s.advantages for s in samples))} | hashes
         step += 1
-        # 4. new weights to the engines
-        t_train = time.monotonic()
+        version = step if ranks.trainers else 0
+        times.append(time.monotonic())
+        # 3. Publish: every engine gets the weights and proves by their hashes that it has them.
         if transport:
-            transport.publish(step)
-        t_sync = time.monotonic()
-        # 5. the record
-        if master:
-            stages = {k: sync.content_hash(*(t[k] for t, _ in batch)) for k in ("tokens", "logprobs", "rewards")}
-            texts = [m["prompt_text"] for _, m in batch]
-            prompts = sync.content_hash(texts, *(t["prompt_tokens"] for t, _ in batch))
-            ledger.append(phase="rl", step=step - 1, prompts=prompts, **stages, **hashes)
-            seconds, sync_seconds = time.monotonic() - t_start, t_sync - t_train
-            right = torch.stack([t["rewards"] >= pass_reward for t, _ in made])
-            metrics = dict(
-                phase="rl", step=step - 1, reward_mean=float(rewards.double().mean()),
-                reward_std=float(rewards.double().std()),
-                zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
-                groups=len(made), easy_groups=int(right.all(1).sum()), hard_groups=int((~right).all(1).sum()),
-                **metrics,
-                response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
-                truncated_fraction=float(truncated.double().mean()),
-                engine_retractions=sum(m["retractions"] for _, m in made),
-                weight_version=batch[0][1]["version"], wait_seconds=t_rollout - t_start,
-                rollout_seconds=max(m["seconds"] for _, m in made), train_seconds=t_train - t_rollout,
-                sync_seconds=sync_seconds, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
-                sync_gb_per_second=transport.bytes / 1e9 / sync_seconds if transport else 0.0,
-            )  # fmt: skip
-            record("metrics.jsonl", **metrics)
-            bar.set_postfix(reward=f"{metrics['reward_mean']:.3f}", mismatch=metrics.get("logprob_mismatch_tokens"))
+            transport.publish(step, hashes.get("weights"))
+        times.append(time.monotonic())
+        # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
+        if record:
+            line = record.step(step - 1, groups, made, metrics, hashes, times, transport.bytes if transport else 0)
+            bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
-            if mode == "reject":
-                for t, m in batch:
-                    best = sorted(range(group_size), key=lambda g: (-t["rewards"][g], g))[:reject_best]
-                    for g in (g for g in best if t["rewards"][g] >= pass_reward):
-                        record("best.jsonl", prompt=m["prompt_text"], answer=m["responses"][g])
-            if sample_every and (step - 1) % sample_every == 0:
-                with open(out / "samples.md", "a") as f:
-                    t, m = batch[0]
-                    f.write(f"\n## step {step - 1}\n\nprompt `{m['prompt_text']!r}`, answer `{m['answer']!r}`\n\n")
-                    f.writelines(f"- {r:g}: `{text!r}`\n" for r, text in zip(t["rewards"].tolist(), m["responses"]))
-            if keep_rollouts and step > keep_rollouts and mode == "grpo":
-                shutil.rmtree(queue / f"rl_{step - 1 - keep_rollouts:06d}", ignore_errors=True)
-        if eval_rows and transport and due(eval_every):
-            evaluate()
-        if checkpoint_every and ranks.is_trainer and due(checkpoint_every):
-            checkpoint()
+        # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
+        if evaluates and due(step, eval_every, rl_steps):
+            evaluate(queue, step, eval_rows, c, version, record)
+        if saves and due(step, checkpoint_every, rl_steps):
+            save(step)
     bar.close()
     sync.meet()
     dist.destroy_process_group()
     if engine is not None:
         engine.close()
-    if master:
-        print(f"digest {ledger.digest}")
+    if record:
+        print(f"digest {record.ledger.digest}")

@@ -451,7 +451,7 @@ def test_a_resume_takes_the_saved_config_and_only_free_keys_from_the_command(tmp
     block = dict(steps=1, rate=0.1, name="x")
 
     def resume(*argv, free=("steps",)):
-        return configurator.resume_config(configure(dict(block), list(argv)), saved, set(free))
+        return configurator.resume_config(configure(dict(block), list(argv)), saved, set(free))[1]
 
     assert resume() == dict(steps=5, rate=0.5, name="run")
     assert resume("--steps=9", "--rate=0.5") == dict(steps=9, rate=0.5, name="run")
@@ -481,7 +481,7 @@ def test_a_saved_config_with_a_flipped_bit_or_cut_off_is_one_line_or_still_a_con
         for content in (data[:i], data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :]):
             saved.write_bytes(content)
             try:
-                config = configurator.resume_config(configure(dict(block), []), saved, set())
+                config = configurator.resume_config(configure(dict(block), []), saved, set())[1]
             except SystemExit as ended:
                 assert ended.code == 2
                 refused += 1

@@ -147,7 +147,7 @@ def roll_out(engine, folder, rows, temperature):
     """The group files' tensors of 4 samples of each row of tokens."""
     rows = {i: dict(prompt="", answer="", prompt_tokens=tokens) for i, tokens in enumerate(rows)}
     sampler = Sampler(engine, CONFIG, "test", engines=1, reward=lambda *_: 1.0, decode=str, stop_tokens=[1])
-    sampler.sample(folder, Job("rl", 0, rows, 4, temperature))
+    sampler.sample(folder, Job("rl", 0, engine.version, rows, 4, temperature))
     return [sync.read_group(folder, i, {})[0] for i in range(len(rows))]
 
 

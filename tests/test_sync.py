@@ -4,6 +4,7 @@ Sums that do not depend on who adds, files that are whole or refused, and a ledg
     pytest tests/test_sync.py
 """
 
+import gc
 import json
 import random
 
@@ -58,10 +59,11 @@ def test_leaves_add_to_the_same_bits_on_1_2_4_and_8_ranks_and_a_plain_loop_does_
     leaves = torch.randn(8, 1000)
 
     def total(ranks, plain=False):
-        counter = sync.LeafSum()
+        counter = sync.LeafSum(8 // ranks)
         for i in range(0, 8, ranks):  # what TreeReduceScatter does across ranks, then what each rank does over time
-            counter.add([sum(leaves[i : i + ranks]) if plain else sync.tree_sum(leaves[i : i + ranks])])
-        return counter.total()[0]
+            some = leaves[i : i + ranks].clone()  # the counter adds in place
+            counter.add([sum(some) if plain else sync.tree_sum(some)])
+        return counter.total[0]
 
     assert all(torch.equal(bits(total(ranks)), bits(total(1))) for ranks in (2, 4, 8))
     assert torch.allclose(total(1), leaves.double().sum(0).float(), atol=1e-5)
@@ -308,15 +310,35 @@ def test_after_a_crash_whole_rollouts_stay_and_torn_ones_and_claims_go(tmp_path)
 
 
 def test_a_folder_belongs_to_one_process_and_one_run(tmp_path, capsys):
-    def refused(resuming):
+    config = dict(seed=1, mode="grpo", queue_dir="")
+
+    def open_run(resumed=None, restarted=False):
+        return sync.open_run(tmp_path, config, resumed or {}, restarted, "")
+
+    def refused(**options):
         with pytest.raises(SystemExit) as e:
-            sync.open_run(tmp_path, {"seed": 1}, resuming, "")
+            open_run(**options)
         assert e.value.code == 2
+        del e
+        gc.collect()  # the traceback would hold the lock's file
         return capsys.readouterr().err
 
-    first = sync.open_run(tmp_path, {"seed": 1}, False, "")
-    assert "another run is writing there" in refused(True)
+    first = open_run()
+    assert "another run is writing there" in refused(resumed=config)
     first.close()
-    sync.open_run(tmp_path, {"seed": 1}, True, "").close()
-    assert "holds a run already" in refused(False)
+    open_run().close()  # nothing was computed: it is nobody's, and another command may have it
     assert (tmp_path / "config.py").read_text().count("seed = 1") == 1
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert "holds a run already" in refused()
+    open_run(config).close()
+    open_run(config, restarted=True).close()  # by the torchrun whose process began it
+    (tmp_path / "lock").write_text("torchrun 1")
+    assert "holds a run already" in refused(resumed=config, restarted=True)
+
+
+def test_a_resume_without_an_engine_does_not_make_the_run_one(tmp_path, capsys):
+    config = dict(seed=1, mode="grpo", queue_dir="")
+    sync.open_run(tmp_path, config, {}, False, "").close()
+    sync.open_run(tmp_path, config | dict(mode="replay", queue_dir="elsewhere", seed=2), config, False, "").close()
+    text = (tmp_path / "config.py").read_text()
+    assert "mode = 'grpo'" in text and "queue_dir = ''" in text and "seed = 2" in text

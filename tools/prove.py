@@ -53,15 +53,15 @@ BREAK = {
     "sums as they come": """
         class RunningSum(sync.LeafSum):
             def add(self, grads):
-                self.stack = [(1, [a + b for a, b in zip(self.stack[0][1], grads)] if self.stack else grads)]
+                self.total = [a + b for a, b in zip(self.total, grads)] if self.total else grads
         sync.LeafSum = RunningSum""",
     "seeds by engine": """
         seed = rollout_server.sampling_seed
         rollout_server.sampling_seed = lambda *key: seed(*key, os.environ["RANK"])""",
     "a bit flipped on the way": """
         cut = sync.whole
-        def whole(tensor, shard, mesh):
-            out = cut(tensor, shard, mesh)
+        def whole(shard, mesh):
+            out = cut(shard, mesh)
             if shard.name == "model.layers.1.mlp.up_proj.weight":
                 out.view(torch.uint8).view(-1)[1000] ^= 1
             return out
