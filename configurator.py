@@ -210,7 +210,7 @@ CHOICES = {
 }
 POSITIVE = (
     "prompts_per_step", "group_size", "max_new_tokens", "max_prompt_tokens", "eval_samples", "reject_best",
-    "engine_timeout", "keep_checkpoints", "updates_per_batch",
+    "engine_timeout", "keep_checkpoints", "updates_per_batch", "leaf_tokens", "lanes",
 )  # fmt: skip
 ONLY_WITH = {  # keys that say nothing without another
     "gamma": ("advantage", "gae"), "gae_lambda": ("advantage", "gae"), "value_coef": ("advantage", "gae"),
@@ -302,9 +302,9 @@ def check_config(config, world, defaults):
     split = c.mode != "grpo" or trainers > 0 < engines
     why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
     check("rollout_ranks", split, why)
-    check("leaves", c.leaves > 0 and c.leaves & (c.leaves - 1) == 0, "not a power of two; use 1, 2, 4, ..")
-    why = f"{trainers} trainer ranks cannot share them; use 1, 2, 4, .."
-    check("leaves", not trainers or c.leaves % trainers == 0, why)
+    check("lanes", c.lanes & (c.lanes - 1) == 0, "not a power of two; use 1, 2, 4, ..")
+    why = f"{trainers} trainer ranks cannot share them; use 1, 2, 4, .. ranks, at most as many as lanes"
+    check("lanes", not trainers or c.lanes % trainers == 0, why)
     replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
     check("queue_dir", replays, "mode='replay' needs the queue of a run, such as 'out/tiny/queue'")
     why = "engine and trainer must be one process; use --colocate or another transport"

@@ -2,7 +2,7 @@
 How things travel, and the proof that they arrived the same.
 
     ranks        who trains, who hosts an engine, and the process groups between them
-    gradients    added over micro-batches ("leaves") by one fixed binary tree, whatever the number of ranks
+    gradients    added over micro-batches ("leaves") in one fixed order, whatever the number of ranks
     models       made from scratch, fetched, checked, read
     weights      from the trainers to the engines, by broadcast into SGLang's own weight-update group
     rollouts     from the engines to the trainers, through a folder of safetensors files
@@ -137,8 +137,9 @@ def start_process_groups(trainers, engines, device):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# gradients: leaf i belongs to rank i % ranks, and is that rank's (i // ranks)-th. The low bits of i are added across
-# ranks by the reduce-scatter, the high bits over a rank's own leaves by the counter: always the same binary tree.
+# gradients: lane i of a row of leaves belongs to rank i % ranks, and is that rank's (i // ranks)-th. The low bits of i
+# are added across ranks by the reduce-scatter, the high bits over a rank's own leaves by the counter: always the same
+# binary tree, whose sums are then added row after row.
 
 
 def tree_sum(parts):
@@ -167,23 +168,27 @@ class TreeReduceScatter(ReduceScatter):
 
 class LeafSum:
     """
-    Adds the gradients of a rank's `leaves` leaves, a power of two, like a binary counter adds ones: equal-sized
-    subtrees merge, in place. `total` is the sum once all are there.
+    Adds a rank's gradients, leaf by leaf, in place. A row's, `lanes` of them (a power of two) on this rank, add like a
+    binary counter adds ones: equal-sized subtrees merge. Row after row goes to one accumulator, `total`. So there are
+    at most that and log2(lanes) + 1 gradients at a time, however large the batch is.
     """
 
-    def __init__(self, leaves):
-        self.leaves, self.stack, self.total = leaves, [], None  # (number of leaves, [tensors]), sizes strictly falling
+    def __init__(self, lanes):
+        self.lanes, self.subtrees, self.total = lanes, [], None  # (leaves, [tensors]), sizes strictly falling
 
     def add(self, grads):
-        """Takes the tensors as its own."""
+        """Takes the tensors [(rows here, ..)] of one leaf as its own."""
         leaves = 1
-        while self.stack and self.stack[-1][0] == leaves:
-            _, left = self.stack.pop()
+        while self.subtrees and self.subtrees[-1][0] == leaves:
+            _, left = self.subtrees.pop()
             torch._foreach_add_(left, grads)
             grads, leaves = left, 2 * leaves
-        self.stack.append((leaves, grads))
-        if leaves == self.leaves:
+        if leaves < self.lanes:
+            self.subtrees.append((leaves, grads))
+        elif self.total is None:
             self.total = grads
+        else:
+            torch._foreach_add_(self.total, grads)
 
 
 class Shard(NamedTuple):

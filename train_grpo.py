@@ -13,9 +13,11 @@ What differs from the GRPO paper (Shao et al. 2024, arXiv:2402.03300):
   4. before each first update of a batch the trainer's log-probs are compared with the engine's, as bits
 
 Letters: P prompts per step, G samples per prompt, B = P * G samples, T tokens of a sample, R tokens of its response,
-N tokens of a packed leaf, M loss tokens of it, V vocabulary. A leaf is a fixed micro-batch of B / leaves samples.
+N tokens of a packed leaf, M loss tokens of it, V vocabulary. A leaf is a micro-batch, as many samples as fit into
+`leaf_tokens`; a row of leaves is one per lane, and the ranks share the lanes.
 """
 
+import heapq
 import math
 import os
 import shutil
@@ -73,7 +75,10 @@ overlong_filter = False  # samples cut off at max_new_tokens are not trained on
 dynamic_sampling = 0  # groups of equal rewards are replaced, in at most so many more rounds; 0: they are kept
 # the update
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
-leaves = 8  # fixed micro-batches of a step, a power of two; they, not the ranks, set the order of sums
+leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample is a leaf of its own
+lanes = (
+    8  # leaves of a row, a power of two that the trainer ranks must divide; they, not the ranks, set the order of sums
+)
 learning_rate = 1e-6
 warmup_steps = 0  # of the learning rate, linear
 lr_decay_steps = 0  # cosine from warmup_steps to lr_decay_steps; 0: constant
@@ -105,7 +110,7 @@ reference = ""  # model folder or hub name; '': that of init_from
 # supervised warm-up on the reference answers, before RL
 warmup_sft_steps = 0
 sft_learning_rate = 1e-3  # constant, after 20 steps of warm-up
-sft_batch = 64  # samples per step, a multiple of leaves
+sft_batch = 64  # samples per step
 # determinism
 strict = True  # stop at the first log-prob that differs between engine and trainer
 batch_invariant = True  # False: the libraries' own kernels, to see what they do
@@ -323,6 +328,10 @@ def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False)
     )
 
 
+# One token that teaches nothing: what an empty leaf holds, whose rank must take part in what the others do.
+FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0))
+
+
 def samples_of(groups, overlong_filter=False):
     """The samples of rollout groups [(tensors, meta)], in their order. overlong_filter: those cut off teach nothing."""
     samples = []
@@ -336,9 +345,9 @@ def samples_of(groups, overlong_filter=False):
 
 
 def pack(samples, device):
-    """Samples end to end as one Leaf on the device, with the loss tokens picked out."""
+    """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
     parts, start = [], 0
-    for i, s in enumerate(samples):
+    for i, s in enumerate(samples or [FILLER]):
         chosen, length = s.loss_mask.nonzero()[:, 0], len(s.tokens)
         at = chosen + s.prompt_tokens
         of_sample = s.tokens, torch.arange(length), torch.tensor([length]), torch.tensor([len(at)])
@@ -348,10 +357,26 @@ def pack(samples, device):
     return Leaf(*(torch.cat(field).to(device) for field in zip(*parts)))
 
 
-def cut_into_leaves(samples, c):
-    """The indices of each leaf's samples."""
-    size = len(samples) // c.leaves
-    return [range(i * size, (i + 1) * size) for i in range(c.leaves)]
+def plan_leaves(lengths, leaf_tokens, lanes):
+    """
+    Cuts samples of these lengths (tokens) into leaves of at most leaf_tokens: lists of indices, `lanes` of them to a
+    row, row after row. A sample longer than that is a leaf of its own; a leaf may be empty. The ranks that share a row
+    wait for its longest leaf, so leaves are made as even as can be: the longest sample first, each into the lightest
+    leaf (Graham 1969, LPT), in as few rows as hold them. It follows from the lengths, never from the number of ranks.
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    rows = max(1, -(-sum(lengths) // (leaf_tokens * lanes)))
+    while True:
+        lightest, leaves = [(0, leaf) for leaf in range(rows * lanes)], [[] for _ in range(rows * lanes)]
+        for i in longest_first:
+            load, leaf = lightest[0]
+            leaves[leaf].append(i)
+            heapq.heapreplace(lightest, (load + lengths[i], leaf))
+        if all(load <= leaf_tokens or len(leaves[leaf]) == 1 for load, leaf in lightest):
+            heaviest_first = sorted(lightest, key=lambda x: (-x[0], x[1]))  # so that a row's leaves are alike
+            used = -(-sum(load > 0 for load, _ in lightest) // lanes) * lanes  # long samples may leave rows empty
+            return [sorted(leaves[leaf]) for _, leaf in heaviest_first[:used]]
+        rows += 1 + rows // 8
 
 
 def scatter(mask, x):
@@ -507,7 +532,7 @@ class Trainer:
         if not (self.frozen or self.c.importance or self.c.advantage == "gae"):
             return samples
         ranks, mine = self.mesh.size(), {}  # {leaf: per sample (own log-probs, frozen ones, values, bootstrap)}
-        leaves = cut_into_leaves(samples, self.c)
+        leaves = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
         for i in range(self.rank, len(leaves), ranks):
             leaf = pack([samples[j] for j in leaves[i]], self.device)
             ours, _, values, ends = self.model.token_logprobs(leaf, self.c.temperature)
@@ -541,8 +566,8 @@ class Trainer:
         check: the samples were made with these very weights, so every log-prob must be the engine's.
         """
         ranks, tokens = self.mesh.size(), max(1, sum(int(s.loss_mask.sum()) for s in samples))
-        leaves = cut_into_leaves(samples, self.c)
-        total, rows, first = sync.LeafSum(len(leaves) // ranks), {}, None
+        leaves = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
+        total, rows, first = sync.LeafSum(self.c.lanes // ranks), {}, None
         for i in range(self.rank, len(leaves), ranks):
             chosen = [samples[j] for j in leaves[i]]
             leaf = pack(chosen, self.device)

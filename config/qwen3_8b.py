@@ -3,11 +3,12 @@ Qwen3-8B on GSM8K, eight 80 GB GPUs: four train under FSDP2, four host an engine
 
     torchrun --nproc_per_node=8 train_grpo.py config/qwen3_8b.py
 
-Memory of a trainer, 8.2 G parameters over 4 ranks: float32 weights 8.2 + AdamW's two moments 16.4 + gradients 8.2 * 3
-(16 leaves are 4 per rank, whose sum holds up to 3 partial sums) = 49 GB; embedding and head unsharded in bfloat16 and
-their gradients 5 GB. At the end of a backward pass the sum of the latter over the ranks, in float32 and with its
-copies, 15 GB: 69 GB. Before that, one activation per layer of a leaf of 16 * 1,280 tokens 36 * 20,480 * 4,096 * 2
-bytes = 6 GB, one layer's inner ones 3 GB, and 1,024 rows of float32 logits 0.6 GB twice.
+Memory of a trainer, 8.2 G parameters over 4 ranks: float32 weights 8.2 + AdamW's two moments 16.4 + gradients 8.2 * 2
+(the sum over the batch and that of one leaf: 4 lanes are one per rank) = 41 GB; embedding and head unsharded in
+bfloat16 and their gradients 5 GB. At the end of a backward pass the sum of the latter over the ranks, in float32 and
+with its copies, 15 GB: 61 GB. Before that, one activation per layer of a leaf of 16,384 tokens 36 * 16,384 * 4,096 * 2
+bytes = 4.8 GB, one layer's inner ones 2.4 GB, and 1,024 rows of float32 logits 0.6 GB twice. None of it grows with
+prompts_per_step, group_size or max_new_tokens (a sample of up to leaf_tokens); 8 trainers want lanes = 8.
 Memory of an engine: bfloat16 weights 16.4 GB; 85 % of the card less these leaves 51 GB of cache at 144 KiB a token
 (36 layers * 2 * 8 heads * 128 * 2 bytes), 370,000 tokens: all 64 samples of an engine at their full length.
 
@@ -27,7 +28,7 @@ max_new_tokens = 1024
 rollout_ranks = 4
 prompts_per_step = 32
 group_size = 8
-leaves = 16
+lanes = 4
 gradient_checkpointing = True
 learning_rate = 1e-6
 warmup_steps = 10

@@ -105,9 +105,9 @@ def test_a_replay_of_one_changed_token_is_caught(two_ranks, tmp_path):
 def test_a_resume_with_another_config_is_refused_by_key_and_changes_nothing(two_ranks, tmp_path):
     folder = interrupt(two_ranks[0], tmp_path / "run")
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    status, output = launch(folder, "--init_from=resume", "--learning_rate=3e-4", "--leaves=8", timeout=60)
+    status, output = launch(folder, "--init_from=resume", "--learning_rate=3e-4", "--lanes=8", timeout=60)
     line = error_line(output)
-    assert status == 2 and "learning_rate=0.0003 (the run has 0.0002)" in line and "leaves=8 (the run has 4)" in line
+    assert status == 2 and "learning_rate=0.0003 (the run has 0.0002)" in line and "lanes=8 (the run has 4)" in line
     assert ": cannot change on resume; what can: " in line
     assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 

@@ -132,9 +132,9 @@ def test_bad_input_gets_one_line_and_status_2(tmp_path, flags, message):
 
 
 def test_under_torchrun_one_rank_prints_the_line(tmp_path):
-    status, output = launch(tmp_path / "run", "--leaves=3", ranks=2, timeout=90)
-    assert status != 0 and output.count("error: leaves=3: not a power of two") == 1
-    assert 'File "' not in output.split("error: leaves=3")[0] and "exitcode  : 2" in output
+    status, output = launch(tmp_path / "run", "--lanes=3", ranks=2, timeout=90)
+    assert status != 0 and output.count("error: lanes=3: not a power of two") == 1
+    assert 'File "' not in output.split("error: lanes=3")[0] and "exitcode  : 2" in output
     assert not processes_of(tmp_path / "run")
 
 

@@ -54,7 +54,7 @@ def measure(args, *more):
     command = [
         sys.executable, *(torchrun if args.ranks > 1 else []), "train_grpo.py", f"--out_dir={folder / 'run'}",
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
-        "--group_size=8", "--leaves=4", "--ignore_eos", *size, *args.flags, *more,
+        "--group_size=8", "--lanes=4", "--ignore_eos", *size, *args.flags, *more,
     ]  # fmt: skip
     # rewards that differ, so that no gradient is zero and nothing is skipped
     (folder / "reward.py").write_text("def length(prompt, response, answer):\n    return float(len(set(response)))\n")

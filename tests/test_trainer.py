@@ -1,0 +1,225 @@
+"""
+A batch cut into leaves, and what the trainer makes of them: the same sums on any number of ranks, in bounded memory.
+
+    pytest tests/test_trainer.py
+"""
+
+import gc
+import math
+import random
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import train_grpo as train
+from sync import LeafSum, Ranks, make_scratch_model, tree_sum
+
+DEFAULTS = train.DEFAULTS | dict(scratch_layers=1, scratch_hidden=64, scratch_mlp=128, lanes=4, leaf_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """A world of one trainer, whose matmuls are ours."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    train.kernels.enable_batch_invariant()
+    yield Ranks(0, 1, 1, 0, DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    train.kernels.disable_batch_invariant()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_scratch_model(folder, DEFAULTS)
+    return folder
+
+
+def make_trainer(ranks, folder, **change):
+    c = types.SimpleNamespace(**DEFAULTS | change)
+    return train.Trainer(c, ranks, train.check_model(folder, vars(c)), folder, "cpu")
+
+
+def make_samples(n, seed=0):
+    """n samples of random tokens, 3 to 30 each, every third cut off; their log-probs and advantages are random too."""
+    rng, out = random.Random(seed), []
+    for i in range(n):
+        prompt, response = rng.randrange(1, 15), rng.randrange(2, 16)
+        tokens = torch.tensor([rng.randrange(98) for _ in range(prompt + response)])
+        mask, old = torch.ones(response, dtype=torch.bool), torch.tensor([rng.gauss(-4, 1) for _ in range(response)])
+        mask[: response // 3] = False
+        s = train.make_sample(tokens[:prompt], tokens[prompt:], mask, old, f"prompt {i}, sample 0", i % 3 == 0)
+        out.append(s._replace(advantages=torch.full((response,), rng.gauss(0, 1))))
+    return out
+
+
+def with_own_logprobs(trainer, samples):
+    """The samples as an engine that agrees would have made them."""
+    c, trainer.c = trainer.c, types.SimpleNamespace(**vars(trainer.c) | dict(importance="mask"))
+    samples = [s._replace(logprobs=s.old_logprobs) for s in trainer.forward_only(samples)]
+    trainer.c = c
+    return samples
+
+
+# ---- leaves
+
+
+def test_leaves_hold_every_sample_once_within_their_bound_and_are_even():
+    rng = random.Random(0)
+    for _ in range(100):
+        lengths = [rng.randrange(1, rng.choice((20, 200, 2000))) for _ in range(rng.randrange(1, 120))]
+        bound, lanes = rng.choice((30, 256, 4096)), rng.choice((1, 2, 4, 8))
+        leaves = train.plan_leaves(lengths, bound, lanes)
+        assert sorted(i for leaf in leaves for i in leaf) == list(range(len(lengths)))
+        loads = [sum(lengths[i] for i in leaf) for leaf in leaves]
+        assert all(load <= bound or len(leaf) == 1 for load, leaf in zip(loads, leaves))
+        rows = [loads[i : i + lanes] for i in range(0, len(loads), lanes)]
+        assert all(len(row) == lanes and max(row) - min(row) <= max(lengths) for row in rows)
+        # not many more rows than any cut would need, of which none is empty
+        fits = sum(lengths) / bound + sum(length * 2 > bound for length in lengths)
+        assert len(rows) <= 2 * math.ceil(fits / lanes) + 1 and all(max(row) > 0 for row in rows)
+
+
+def test_leaves_follow_from_the_lengths_and_not_from_their_order():
+    lengths = [random.Random(1).randrange(1, 50) for _ in range(60)]
+    leaves = train.plan_leaves(lengths, 100, 4)
+    assert train.plan_leaves(lengths, 100, 4) == leaves and all(leaf == sorted(leaf) for leaf in leaves)
+    shuffled = random.Random(2).sample(lengths, len(lengths))
+    cut = [[sorted(x[i] for i in leaf) for leaf in train.plan_leaves(x, 100, 4)] for x in (lengths, shuffled)]
+    assert cut[0] == cut[1] != [[sorted(lengths[i] for i in leaf) for leaf in train.plan_leaves(lengths, 100, 8)]]
+    assert [0] in train.plan_leaves([500, 3, 4], 100, 4)  # longer than a leaf: alone
+    assert train.plan_leaves([5, 5], 100, 4) == [[0], [1], [], []]
+
+
+def test_leaves_add_to_the_same_bits_on_1_2_4_and_8_ranks_and_a_plain_loop_does_not():
+    torch.manual_seed(0)
+    leaves = torch.randn(24, 1000)  # three rows of 8 lanes
+
+    def total(ranks, plain=False):
+        counter = LeafSum(8 // ranks)
+        for i in range(0, 24, ranks):  # what TreeReduceScatter does across ranks, then what each rank does over time
+            some = leaves[i : i + ranks].clone()  # the counter adds in place
+            counter.add([sum(some) if plain else tree_sum(some)])
+        return counter.total[0]
+
+    assert all(torch.equal(total(ranks).view(torch.int32), total(1).view(torch.int32)) for ranks in (2, 4, 8))
+    assert torch.allclose(total(1), leaves.double().sum(0).float(), atol=1e-5)
+    assert not torch.equal(total(8, plain=True).view(torch.int32), total(1).view(torch.int32))
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 8])
+def test_the_memory_of_an_update_does_not_grow_with_the_batch(ranks, scratch, lanes, monkeypatch):
+    """Bytes of all tensors that are alive when a leaf's gradient joins the sum, over what was there before the step."""
+    trainer = make_trainer(ranks, scratch, lanes=lanes)
+    gradient, add, seen = sum(4 * s.data.numel() for s in trainer.shards), LeafSum.add, []
+
+    def alive():
+        tensors = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))  # no DTensor
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+    def counted(self, grads):
+        seen.append(alive())
+        add(self, grads)
+
+    monkeypatch.setattr(LeafSum, "add", counted)
+    most = []
+    for rows in (1, 4, 12):
+        samples = make_samples(rows * lanes)
+        samples = [s for s in samples for _ in (0, 1)]
+        trainer.gradients(make_samples(2))  # FSDP makes its buffers in the first pass
+        gc.collect()
+        before = alive()
+        seen.clear()
+        trainer.gradients(samples)
+        assert len(seen) > rows * lanes / 2
+        most.append((max(seen) - before) / gradient)
+    assert max(most) < 1 + math.log2(lanes) + 1 + 0.5  # the accumulator, the row's subtrees, and some activations
+    assert most[2] > most[1] - 0.5 > math.log2(lanes)  # they were counted
+
+
+# ---- the update
+
+
+def test_a_sample_does_not_see_what_it_is_packed_with_nor_the_gradient_the_cut_into_leaves(ranks, scratch):
+    """Log-probs bit for bit; the gradient up to the order of its sums, which the cut is there to set."""
+    trainer = make_trainer(ranks, scratch)
+    samples = with_own_logprobs(trainer, make_samples(20))
+    assert all(s.logprobs.any() and s.logprobs.min() < -1 for s in samples)
+
+    def run(**change):
+        trainer.c = types.SimpleNamespace(**DEFAULTS | change)
+        grads, metrics, first = trainer.gradients(samples, check=True)
+        assert metrics["logprob_mismatch_tokens"] == metrics["logprob_mismatch_max"] == 0 and first is None
+        return [g.clone() for g in grads], metrics
+
+    for kind in ("token", "sequence", "constant"):
+        grads, metrics = run(loss_aggregation=kind)
+        assert max(g.abs().max() for g in grads) > 1e-3 and metrics["entropy"] > 1
+        for cut in (dict(leaf_tokens=1), dict(leaf_tokens=10_000), dict(leaf_tokens=100, lanes=1)):
+            close, again = run(loss_aggregation=kind, **cut)
+            assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-3) for a, b in zip(close, grads))
+            assert not all(torch.equal(a, b) for a, b in zip(close, grads))  # it is another cut
+            assert again["loss"] == pytest.approx(metrics["loss"])
+    other, _ = run(loss_aggregation="token")
+    assert not all(torch.allclose(a, b, atol=1e-6, rtol=1e-3) for a, b in zip(other, grads))
+
+
+def test_the_first_logprob_that_differs_is_named_and_stops_a_strict_run(ranks, scratch, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    trainer = make_trainer(ranks, scratch)
+    samples = with_own_logprobs(trainer, make_samples(20))
+    for i in (17, 9):  # whatever leaves they are in
+        logprobs = samples[i].logprobs.clone()
+        logprobs[-1] = torch.nextafter(logprobs[-1], torch.tensor(0.0))
+        samples[i] = samples[i]._replace(logprobs=logprobs, name=f"prompt {i + 70}, sample 2")
+    before = [s.data.clone() for s in trainer.shards]
+    with pytest.raises(SystemExit):
+        trainer.update(samples, step=5, lr=0.1, check=True)
+    tokens = sum(int(s.loss_mask.sum()) for s in samples)
+    line, at = capsys.readouterr().err, len(samples[9].logprobs) - 1
+    assert line.startswith(f"error: step 5, prompt 79, sample 2, token {at}: engine ") and line.count("0x") == 2
+    assert line.endswith(f"; 2 of {tokens} log-probs differ (strict=True)\n")
+    assert all(torch.equal(s.data, w) for s, w in zip(trainer.shards, before))
+    trainer.c.strict = False
+    metrics, _ = trainer.update(samples, step=5, lr=0.1, check=True)
+    assert metrics["logprob_mismatch_tokens"] == 2 and 0 < metrics["logprob_mismatch_max"] < 1e-5
+    assert not any(torch.equal(s.data, w) for s, w in zip(trainer.shards, before))
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient norm"])
+def test_a_loss_or_a_norm_that_is_not_finite_changes_no_weight(ranks, scratch, capsys, monkeypatch, what):
+    monkeypatch.delenv("RANK", raising=False)
+    trainer = make_trainer(ranks, scratch)
+    before = [s.data.clone() for s in trainer.shards]
+    samples = [s._replace(advantages=s.advantages * (math.inf if what == "loss" else 3e38)) for s in make_samples(4)]
+    if what == "gradient norm":
+        samples = [s._replace(old_logprobs=s.old_logprobs * 0 - 40, advantages=-s.advantages.abs()) for s in samples]
+    with pytest.raises(SystemExit):
+        trainer.update(samples, step=3, lr=0.1)
+    assert capsys.readouterr().err.startswith(f"error: rl step 3: the {what} is ") or what == "gradient norm"
+    assert all(torch.equal(s.data, w) for s, w in zip(trainer.shards, before))
+
+
+def test_what_comes_after_a_sample_is_worth_something_only_where_it_was_cut_off(ranks, scratch):
+    trainer = make_trainer(ranks, scratch, advantage="gae")
+    trainer.model.value_head.to_local().detach().normal_(generator=torch.Generator().manual_seed(0))
+    samples = trainer.forward_only(make_samples(12))
+    for i, s in enumerate(samples):
+        assert s.truncated == (i % 3 == 0) and (s.bootstrap != 0) == s.truncated
+        assert s.values[s.loss_mask].all() and not s.values[~s.loss_mask].any()
+        assert torch.equal(s.old_logprobs, s.logprobs)  # the engine's, unless importance weights want the trainer's
+    (cut,) = trainer.forward_only([samples[0]])
+    assert cut.bootstrap == samples[0].bootstrap  # alone as in the batch
+
+
+def test_a_row_with_empty_leaves_is_the_same_update(ranks, scratch):
+    """One sample fills one lane of four, and one of one."""
+    grads = []
+    for lanes in (4, 1):
+        trainer = make_trainer(ranks, scratch, lanes=lanes)
+        grads.append(trainer.gradients(make_samples(1))[0])
+    assert max(g.abs().max() for g in grads[0]) > 1e-3
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
