@@ -67,27 +67,32 @@ def test_torch_alone_is_not_row_invariant():
     assert 0 < float(subprocess.check_output([sys.executable, "-c", code], env=env)) < 1e-3
 
 
-def test_the_switch_reaches_every_linear_forward_and_backward_and_back(monkeypatch):
-    x, layer, calls, own = torch.randn(40, 1024).requires_grad_(), torch.nn.Linear(1024, 512), [], kernels.mm
-    monkeypatch.setattr(kernels, "mm", lambda a, b: calls.append(tuple(a.shape)) or own(a, b))
+def test_the_switch_makes_the_rows_of_every_linear_invariant_forward_and_backward_and_gives_torchs_own_back():
+    layer, x, grad = torch.nn.Linear(1024, 512), torch.randn(40, 1024), torch.randn(40, 512)
+
+    def run(M):
+        """The output of the first M rows, their gradient, and the weight's as if the others had none."""
+        rows, g = x[:M].clone().requires_grad_(), grad[:M]
+        out = layer(rows)
+        return out.detach(), *torch.autograd.grad(out, (rows, layer.weight), g)
+
+    theirs = run(40)
     kernels.enable_batch_invariant()
     kernels.enable_batch_invariant()  # twice is once
-    layer(x).sum().backward()
-    assert calls == [(40, 1024), (40, 512), (512, 40)]  # forward, and the gradients of x and of the weight
+    ours = run(40)
+    assert same(ours[1], kernels.mm(grad, layer.weight.detach())) and same(ours[2], kernels.mm(grad.t(), x))
+    assert all(same(a, b[:M]) for M in (1, 2, 3, 17) for a, b in zip(run(M)[:2], ours))
+    assert not same(ours[0], theirs[0])  # which starts its sums with the bias
     kernels.disable_batch_invariant()
-    layer(x).sum().backward()
-    assert len(calls) == 3
+    assert all(same(a, b) for a, b in zip(run(40), theirs))
 
 
-def test_silu_does_not_see_the_position_in_the_tensor_and_torchs_own_does():
-    x = torch.randn(4099) * 4
-    whole, theirs = kernels.silu(x), F.silu(x)
+def test_swiglu_does_not_see_the_position_in_the_tensor_and_torchs_own_silu_does():
+    x, one = torch.randn(4099) * 4, torch.ones(4099)
+    whole, theirs = kernels.swiglu(x, one), F.silu(x)
     assert torch.allclose(whole, theirs, atol=1e-6)
-    assert all(same(kernels.silu(x[i:].clone()), whole[i:]) for i in range(1, 40))
+    assert all(same(kernels.swiglu(x[i:].clone(), one[i:]), whole[i:]) for i in range(1, 40))
     assert any(not same(F.silu(x[i:].clone()), theirs[i:]) for i in range(1, 40))
-    y = x.double().requires_grad_()
-    (expected,) = torch.autograd.grad(F.silu(y).sum(), y)
-    assert torch.allclose(kernels.silu_backward(torch.ones_like(y), y.detach()), expected)
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "log_softmax", "softmax", "logsumexp"])
@@ -136,33 +141,61 @@ def test_attention_is_right_forward_and_backward(heads, kv_heads, dim):
         assert torch.allclose(a, b, atol=2e-4)
 
 
+class Sequences:
+    """
+    Random sequences, packed, and the same keys in a paged cache whose other rows hold NaN and Inf: packed training,
+    prefill, chunks and decode must be one. Here on a CPU; triton_interpreted.py and gpu_bits.py take it from here.
+    """
+
+    def __init__(self, lengths, heads, kv_heads, D, dtype=torch.float32, device="cpu"):
+        self.lengths, self.N, self.scale, self.device = lengths, sum(lengths), D**-0.5, device
+        self.start = [sum(lengths[:i]) for i in range(len(lengths))]
+        self.q, self.k, self.v = (
+            torch.randn(self.N, h, D, device=device).to(dtype) for h in (heads, kv_heads, kv_heads)
+        )
+        self.out = self.packed(self.q, self.k, self.v)
+        self.turn_pages()
+
+    def packed(self, q, k, v):
+        return kernels.attention(q, k, v, kernels.packed_plan(self.lengths, self.device), self.scale)
+
+    def turn_pages(self):
+        slots, B = torch.randperm(self.N + 100, device=self.device), len(self.lengths)
+        slots, unused = slots[: self.N], slots[self.N :]
+        self.keys, self.values = (self.k.new_full((self.N + 100, *self.k.shape[1:]), x) for x in (torch.nan, torch.inf))
+        self.keys[slots], self.values[slots] = self.k, self.v
+        self.requests = torch.randperm(B + 5, device=self.device)[:B]
+        self.table = unused[0].int().repeat(B + 5, max(self.lengths) + 30)  # what is past a sequence is a poisoned row
+        for r, s, n in zip(self.requests.tolist(), self.start, self.lengths):
+            self.table[r, :n] = slots[s : s + n]
+
+    def step(self, chunks):
+        """(result, what it must be) of an engine step over chunks (sequence, first token, last + 1)."""
+        rows = torch.cat([torch.arange(self.start[i] + a, self.start[i] + b) for i, a, b in chunks]).to(self.device)
+        lens = (torch.tensor(x, device=self.device) for x in ([b - a for _, a, b in chunks], [b for _, _, b in chunks]))
+        plan = kernels.paged_plan(*lens, self.table, self.requests[[i for i, _, _ in chunks]])
+        return kernels.attention(self.q[rows], self.keys, self.values, plan, self.scale), self.out[rows]
+
+    def steps(self, sizes):
+        """{how an engine may cut the work: its steps, as in `step`}; sizes: tokens of a chunk."""
+        every, n = list(enumerate(self.lengths)), self.lengths[0]
+        positions, decode, batches = list(range(n)), [[(i, m - 1, m) for i, m in every]], (64, 3, 17, 1, 7, 256, 2)
+        while positions:  # each position of the first sequence, in batches of changing size: so with changing splits
+            size = batches[len(decode) % len(batches)]
+            decode.append([(0, t, t + 1) for t in positions[:size]])
+            positions = positions[size:]
+        chunks = [[(0, a, min(a + size, n))] for size in sizes for a in range(0, n, size)]
+        chunks.append([(1, 0, self.lengths[1]), (0, n // 2, n // 2 + 1), (2, 3, self.lengths[2] - 1), (0, 0, 70)])
+        return dict(
+            prefill=[[(i, 0, m) for i, m in every]] + [[(i, 0, m)] for i, m in every], chunks=chunks, decode=decode
+        )
+
+
 @pytest.mark.parametrize("heads,kv_heads,dim", [(4, 2, 32), (8, 1, 64)])
 def test_packed_training_equals_prefill_equals_any_chunking_equals_decode(heads, kv_heads, dim):
-    """Over a paged cache with shuffled pages whose unused slots hold NaN, in batches of every make-up."""
-    lengths, scale = [150, 3, 64, 65, 1], 0.2
-    q, k, v = qkv(sum(lengths), heads, kv_heads, dim)
-    packed = kernels.attention(q, k, v, kernels.packed_plan(lengths), scale)
-    start = [sum(lengths[:i]) for i in range(len(lengths))]
-
-    slots = torch.randperm(400)[: sum(lengths)]
-    keys, values = torch.full((400, kv_heads, dim), float("nan")), torch.full((400, kv_heads, dim), float("nan"))
-    keys[slots], values[slots] = k, v
-    table = torch.full((9, 200), 7)  # entries past a sequence's end point at some slot, often a NaN one
-    request = [4, 0, 8, 2, 5]
-    for r, s, n in zip(request, start, lengths):
-        table[r, :n] = slots[s : s + n]
-
-    def forward(chunks):  # [(sequence, first, last)]: one engine step
-        rows = torch.cat([torch.arange(start[i] + a, start[i] + b) for i, a, b in chunks])
-        q_lens, kv_lens = torch.tensor([b - a for _, a, b in chunks]), torch.tensor([b for _, _, b in chunks])
-        plan = kernels.paged_plan(q_lens, kv_lens, table, torch.tensor([request[i] for i, _, _ in chunks]))
-        return same(kernels.attention(q[rows], keys, values, plan, scale), packed[rows])
-
-    assert forward([(i, 0, n) for i, n in enumerate(lengths)])  # prefill of all
-    assert all(forward([(i, 0, n)]) for i, n in enumerate(lengths))  # of each alone
-    assert all(forward([(0, a, min(a + c, 150))]) for c in (1, 7, 64, 100) for a in range(0, 150, c))  # chunks
-    assert forward([(0, 149, 150), (3, 64, 65), (4, 0, 1)]) and forward([(3, 10, 11), (0, 63, 64)])  # decode steps
-    assert forward([(2, 0, 64), (0, 100, 101), (3, 20, 60)])  # all kinds in one
+    sequences = Sequences([150, 3, 64, 65, 1], heads, kv_heads, dim)
+    for how, steps in sequences.steps((1, 7, 64, 100)).items():
+        assert all(same(*sequences.step(step)) for step in steps), how
 
 
 def test_sdpa_decode_differs_from_its_prefill():

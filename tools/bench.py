@@ -338,14 +338,14 @@ def cases(model):
     n = hidden * mlp * 3  # an MLP's gradient, in rows of one fixed length
 
     def make():
-        x = torch.randn(n // 65536, 65536, device=DEVICE)
+        x = torch.randn(n // 65536, 65536, dtype=torch.float64, device=DEVICE)
         return {"ours": lambda: kernels.row_sums(x), "torch.sum": lambda: x.sum(1)}
 
     def bits():
-        x = torch.randn(n // 65536, 65536, device=DEVICE)
+        x = torch.randn(n // 65536, 65536, dtype=torch.float64, device=DEVICE)
         return [kernels.row_sums(x[some])], [kernels.row_sums(x)[some]]
 
-    yield "row_sums", f"{n // 65536}x65536 float32", 4 * n, 0, make, bits
+    yield "row_sums", f"{n // 65536}x65536 float64", 8 * n, 0, make, bits
 
 
 def medians(runs, budget=0.3):
