@@ -26,6 +26,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # where gpu_bits.py is, for its shapes and how it compares
 # shapes of --operators
 TOKENS = 8192  # of a training leaf
 HEAD_TOKENS = 4096  # of it with the logits of the alternative, which are in memory several times
@@ -81,7 +82,7 @@ def end_to_end(args):
 
 def onoff(args):
     """On, off, on, off: what differs between two runs of one kind is noise."""
-    from bits import machine
+    from gpu_bits import machine
 
     components = dict(rollout="rollout_seconds", trainer="train_seconds", weights="sync_seconds", step="step_seconds")
     rates = {name: {True: [], False: []} for name in components}  # tokens per second of each run
@@ -129,7 +130,7 @@ def cases(model):
     """
     import torch
     import torch.nn.functional as F
-    from bits import DEVICE, MODELS, VOCABULARY, linears, random
+    from gpu_bits import DEVICE, MODELS, VOCABULARY, linears, random
 
     import kernels
 
@@ -370,7 +371,7 @@ def medians(runs, budget=0.3):
 def ceilings():
     """(bytes read and written per second by a copy, operations per second of a large bfloat16 torch.mm)."""
     import torch
-    from bits import random
+    from gpu_bits import random
 
     source, x = random(1 << 30), random(8192, 8192)
     target = torch.empty_like(source)
@@ -386,8 +387,7 @@ def operators():
     if not torch.cuda.is_available():
         print("--operators needs a CUDA device", file=sys.stderr)
         sys.exit(2)
-    sys.path.insert(0, str(ROOT))
-    from bits import MODELS, differing, machine
+    from gpu_bits import MODELS, differing, machine
 
     stream = torch.cuda.Stream()  # the one that graphs are captured on: a backward pass runs where its forward ran
 

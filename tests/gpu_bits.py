@@ -1,0 +1,450 @@
+"""
+The GPU's operators, bit for bit: whatever a row's neighbours, tiles, chunks, pages and repeats are, its bits must stay.
+
+    python tests/gpu_bits.py                                   # one GPU of compute capability 9.0
+    python tests/gpu_bits.py --quick                           # every 23rd size, one model, a fifth of the repeats
+    TRITON_INTERPRET=1 python tests/gpu_bits.py --quick        # a CPU: this script's own logic, tiny shapes, float32
+
+Prints a Markdown table while it goes. A case is one tensor compared with the one it must equal, as integers; a number
+that is not finite counts as differing. Fresh memory is filled with NaN, so nothing stays unwritten unseen. Each
+comparison has a negative control: the library's operator, or ours with one thing moved, must differ. Exit status 1: an
+element differs, a control was not caught or a part failed. pytest does not collect this file.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import triton
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import kernels  # noqa: E402
+from configurator import commit  # noqa: E402
+
+bf16, f32 = torch.bfloat16, torch.float32
+CUDA = torch.cuda.is_available() and not kernels.INTERPRET
+DTYPES = (bf16, f32) if CUDA else (f32,)
+DEVICE = "cuda" if CUDA else "cpu"
+# hidden, query heads, key heads, MLP of Qwen3; head dim 128
+MODELS = {"0.6B": (1024, 16, 8, 3072), "8B": (4096, 32, 8, 12288)}
+VOCABULARY = 151936
+
+
+def linears(model):
+    """{name: (N, K)} of a model's weight matrices."""
+    hidden, heads, kv_heads, mlp = MODELS[model]
+    qkv = (heads + 2 * kv_heads) * 128
+    return {"qkv": (qkv, hidden), "o": (hidden, heads * 128), "gate_up": (2 * mlp, hidden), "down": (hidden, mlp)}
+
+
+def sizes(quick):
+    """How much of everything; on a CPU as little as runs every line that needs no GPU."""
+    tiny = {"tiny": {"qkv": (96, 40), "o": (33, 128)}}
+    models = {name: linears(name) for name in (["0.6B"] if quick else MODELS)}
+    edges = [M + i for M in (512, 1024, 2048, 4096) for i in (-1, 0, 1)]
+    long, short = [3000, 1, 1025, 1024, 1023, 64], [1100, 3, 65, 64, 1]
+    groups = [(bf16, D, g, 2, short) for D in (64, 128) for g in ((1, 4, 5) if quick else range(1, 9))]
+    few_tiles = (64, 16, 128, 4, 3), (128, 32, 64, 4, 3), (16, 64, 32, 4, 3)
+    tiles = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages that kernels._matmul_config may choose one day
+        (64, 16, 128, 4, 8), (64, 32, 128, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 4), (128, 128, 64, 8, 4),
+        (128, 256, 64, 8, 3), (64, 64, 16, 4, 4), (64, 64, 32, 4, 1), (128, 64, 64, 4, 3), (64, 256, 64, 4, 3),
+        (64, 64, 256, 4, 2), (128, 32, 64, 8, 4),
+    )  # fmt: skip
+    pairs = dict(  # on a CPU, on a GPU
+        models=(tiny, models), head=((98, 40), (VOCABULARY, 1024)), D=(64, 128), V=(98, VOCABULARY), tokens=(90, 1111),
+        Ms=([1, 2, 17, 33, 65], [*range(1, 301, 23 if quick else 1), *edges]), R=(70, 4200), tiles=(few_tiles, tiles),
+        few=([1, 17, 65], [1, 2, 16, 17, 33, 64, 65, 129, 300, 512, 1000, 2048]),
+        rows=(24, 2100), head_rows=(30, 1100), widths=((48, 66), (1024, 4096)), sums=((5000,), (70, 4096, 1 << 20)),
+        counts=((1, 17), (1, 2, 3, 8, 16, 17, 64, 129, 255, 256, 700)), repeats=(1, 10 if quick else 50),
+        # splits of 128 keys on a CPU, so that short sequences have several
+        splits=(dict(SPLIT=128, _attention_config=lambda _, rows, *__: dict(ROWS=rows // 4, KEYS=64)), dict(KEYS=64)),
+        chunks=((19, 64), (33, 64, 500, 1000, 1024)), attention=(
+            [(f32, 64, 2, 1, [150, 5, 64]), (f32, 128, 1, 1, [70, 5, 64])],
+            [*groups, (f32, 64, 2, 1, short), (bf16, 128, 2, 8, long), (bf16, 128, 4, 8, long)],
+        ),
+    )  # fmt: skip
+    return SimpleNamespace(**{name: pair[CUDA] for name, pair in pairs.items()})
+
+
+def random(*shape, dtype=bf16):
+    return torch.randn(*shape, device=DEVICE).to(dtype if CUDA else f32)
+
+
+def bits(x):
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def differing(a, b):
+    """How many elements of a and b differ, on the device."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} cannot be compared")
+    return (bits(a) != bits(b)).sum()
+
+
+def machine():
+    """Card, driver, versions, date and commit: the last line of a table of figures."""
+    card = "a CPU, interpreted" if kernels.INTERPRET else "a CPU"
+    if CUDA:
+        query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1"
+        driver = subprocess.run(query, shell=True, capture_output=True, text=True).stdout.strip()
+        card = f"{torch.cuda.get_device_name()}, driver {driver or 'unknown'}"
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}"
+    return f"{card}, {versions}, {time.strftime('%Y-%m-%d')}, commit {commit()}"
+
+
+patched = partial(mock.patch.multiple, kernels)  # with patched(SPLIT=64): kernels.py with another constant or function
+
+
+def each(x):
+    return x if isinstance(x, (tuple, list)) else (x,)
+
+
+class Row:
+    """A line of the table. Counts stay on the device, so that no comparison waits for it."""
+
+    def __init__(self, operator, varied):
+        self.operator, self.varied, self.cases, self.differing, self.controls = operator, varied, 0, 0, {}
+
+    def check(self, ours, expected):
+        for a, b in zip(each(ours), each(expected), strict=True):
+            self.cases += 1
+            self.differing += differing(a, b) + (~torch.isfinite(b)).sum()
+
+    def again(self, f, expected, times):
+        """f's results beside a second stream that keeps the card busy, so that programs are scheduled otherwise."""
+        for _ in range(times):
+            if CUDA:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    x = random(4096, 4096)
+                    [x @ x for _ in range(1 + int(torch.randint(4, ())))]
+            self.check(f(), expected)
+
+    def control(self, name, ours, expected):
+        for a, b in zip(each(ours), each(expected), strict=True):
+            self.controls[name] = self.controls.get(name, 0) + differing(a, b)
+
+    def finish(self):
+        """(the line, whether all is well)."""
+        counts = {name: int(n) for name, n in self.controls.items()}
+        caught, bad = bool(counts) and all(counts.values()), int(self.differing)
+        verdict = ("caught: " if caught else "NOT CAUGHT: ") + ", ".join(f"{k} {n}" for k, n in counts.items())
+        return f"| {self.operator} | {self.varied} | {self.cases} | {bad} | {verdict} |", caught and not bad
+
+
+def run(f, rows, others, backward, at=slice(None), R=None):
+    """
+    ([results, and gradients of the rows], [gradients of the others]) of f(*rows, *others). at: where in R rows these
+    are, for a row to get the same gradient whatever is beside it.
+    """
+    inputs = [x.detach().requires_grad_(backward and x.is_floating_point()) for x in (*rows, *others)]
+    out, grads = each(f(*inputs)), []
+    for i, o in enumerate(out):
+        generator = torch.Generator(DEVICE).manual_seed(i)
+        grads.append(torch.randn(R or len(o), *o.shape[1:], generator=generator, device=DEVICE)[at].to(o.dtype))
+    own, shared = ([x for x in xs if x.requires_grad] for xs in (inputs[: len(rows)], inputs[len(rows) :]))
+    found = torch.autograd.grad(out, own + shared, grads) if backward else ()
+    return [x.detach() for x in (*out, *found[: len(own)])], [*found[len(own) :]]
+
+
+def right(row, dtype, f, reference, rows, others=(), backward=True, slack=1):
+    """Against float64, forward and backward: |ours - reference| / |reference|. A wrong operator may be invariant."""
+
+    def coarse(x):  # to the 10 bits that TF32 keeps, or to the 3 of fp8
+        if dtype != f32:
+            return x.to(torch.float8_e4m3fn).to(x.dtype)
+        return ((x.float().view(torch.int32) + 0x1000) & ~0x1FFF).view(f32).to(x.dtype)
+
+    def results(f, kind):
+        parts = ([kind(x) if x.is_floating_point() else x for x in xs] for xs in (rows, others))
+        return sum(run(f, *parts, backward), [])
+
+    def error(found):
+        errors = [(a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True)]
+        return float(torch.stack(errors).max())  # NaN where one is
+
+    bound = slack * (1e-5 if dtype == f32 else 2e-2)
+    exact, mine = results(reference, torch.Tensor.double), results(f, torch.clone)
+    row.cases += len(mine)
+    row.differing += not error(mine) < bound
+    row.control("float64, rounded", [b.to(a.dtype) for a, b in zip(mine, exact)], mine)
+    beyond, name = error(results(f, coarse)) > bound, "every error of coarse inputs"
+    row.controls[name] = int(beyond and row.controls.get(name, 1))
+
+
+# ---- matmul
+
+
+def matmul(size):
+    """Every number of rows. TN has its rows along the memory, so that most offsets are read by pointers, not by TMA."""
+    shapes = [*(shape for weights in size.models.values() for shape in weights.values()), size.head]
+    mm, pointers = partial(kernels.matmul, out_dtype=f32), lambda _: None
+    paths = [(lambda *_, t=t: t, path) for t in size.tiles for path in (kernels._for_tma, pointers)]
+    paths.append((kernels._matmul_config, pointers))
+    for layout in ("NT", "NN", "TN"):
+        row = Row(f"matmul {layout}", f"{', '.join(size.models)}: {len(size.Ms)} sizes M, at other offsets; again")
+        cut = Row(f"matmul {layout}, cut", f"columns; by pointers; {len(size.tiles)} other tiles, by TMA and pointers")
+        for dtype, (N, K) in [(bf16, shape) for shape in shapes] + [(f32, shapes[0])] * CUDA:
+            N, K = {"NT": (N, K), "NN": (K, N), "TN": (N, size.tokens)}[layout]
+            a = random(size.R, K, dtype=dtype) if layout[0] == "N" else random(K, size.R, dtype=dtype).t()
+            b = random(K, N, dtype=dtype) if layout[1] == "N" else random(N, K, dtype=dtype).t()
+            whole = mm(a, b)
+            for M in size.Ms:
+                at = M * 37 % (size.R - M + 1)
+                row.check(mm(a[at : at + M], b), whole[at : at + M])
+            for M in () if cut.controls else size.few:  # other cuts are other kernels, to be compiled: of one shape
+                for left, end in ((0, N // 2), (N // 2, N * 3 // 4), (N * 3 // 4, N), (5, N - 3), (N - 1, N)):
+                    cut.check(mm(a[:M], b[:, left:end]), whole[:M, left:end])
+                for config, path in paths:
+                    with patched(_matmul_config=config, _for_tma=path):
+                        cut.check(mm(a[:M], b), whole[:M])
+            row.again(lambda: [mm(a, b)], [whole], size.repeats)
+            for line in (row, cut):
+                line.control("reversed K", mm(a.flip(1), b.flip(0)), whole)
+            right(row, a.dtype, mm, torch.mm, [a[:65, :90]], [b[:90, :99]], backward=False)
+        yield from (row, cut)
+
+
+# ---- attention
+
+
+def pack(s, grad, order, poison=None):
+    """{sequence: [out, dq, dk, dv]} of a pack in this order; where one is given, the others are NaN and Inf."""
+    lens = [s.lengths[i] for i in order]
+    rows = torch.cat([torch.arange(s.start[i], s.start[i] + s.lengths[i]) for i in order]).to(DEVICE)
+    q, k, v, g = (t[rows] for t in (s.q, s.k, s.v, grad))
+    for i, *own in zip(order, *(t.split(lens) for t in (q, k, v, g))):
+        for t, bad in zip(own, (torch.inf, torch.nan, torch.inf, torch.nan)):
+            if poison not in (None, i):
+                t.fill_(bad)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = kernels.attention(*inputs, kernels.packed_plan(lens, DEVICE), s.scale)
+    parts = [t.split(lens) for t in (out.detach(), *torch.autograd.grad(out, inputs, g))]
+    return {i: [p[j] for p in parts] for j, i in enumerate(order)}
+
+
+def sdpa(q, k, v):
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def attention(size):
+    from test_kernels import Sequences  # here: it needs pytest, and whoever takes a shape from this file does not
+
+    rows = dict(
+        prefill=Row("attention prefill = packed", "all of a batch, and each alone; permuted pages, poisoned cache"),
+        chunks=Row("attention chunks = packed", f"chunks of {size.chunks} keys, and all kinds in one step"),
+        decode=Row("attention decode = packed", "batches of 1 to 256; one program per split or for all"),
+    )
+    packs = Row("attention packs", "forward and backward: again; in another order, each alone, beside NaN and Inf")
+    with patched(**size.splits):
+        for dtype, D, groups, kv_heads, lengths in size.attention:
+            s = Sequences(lengths, groups * kv_heads, kv_heads, D, dtype, DEVICE)
+            steps, grad, order = s.steps(size.chunks), torch.randn_like(s.q), list(range(len(lengths)))
+            for how, row in rows.items():
+                s.turn_pages()
+                for step in steps[how]:
+                    row.check(*s.step(step))
+            for programs in (1, 100000):
+                with patched(DECODE_PROGRAMS=programs):
+                    rows["decode"].check(*s.step(steps["decode"][0]))
+            first = pack(s, grad, order)
+            for other in (order[::-1], *([i] for i in order)):
+                for i, parts in pack(s, grad, other).items():
+                    packs.check(parts, first[i])
+            for i in order:
+                packs.check(pack(s, grad, order, poison=i)[i], first[i])
+            packs.again(lambda: sum(pack(s, grad, order).values(), []), sum(first.values(), []), size.repeats)
+            if not packs.controls:  # the first case is enough: other splits are other kernels, to be compiled
+                with patched(SPLIT=kernels.SPLIT // 2, KEYS=kernels.KEYS // 2):
+                    for how, row in rows.items():
+                        row.control(
+                            "moved splits", *s.step(max(steps[how], key=lambda step: step[0][2]))
+                        )  # the most keys
+                    packs.control("moved splits", pack(s, grad, order)[0], first[0])
+            plan = kernels.packed_plan(lengths[:1], DEVICE)
+            f = lambda q, k, v: kernels.attention(q, k, v, plan, s.scale)  # noqa: E731
+            right(packs, dtype, f, sdpa, [x[: lengths[0]] for x in (s.q, s.k, s.v)])
+    yield from (*rows.values(), packs)
+
+
+def attention_graph(size):
+    """What the engine does: one captured graph, replayed with what lengths, pages and queries then hold."""
+    from test_kernels import Sequences
+
+    row = Row("attention in a CUDA graph", "a captured decode step, replayed with other lengths, requests and pages")
+    for B in (1, 8, 64):
+        s = Sequences([3000, 1024, 1025, 700, 64, 1], 32, 8, 128, bf16, DEVICE)
+        ones = torch.ones(B, dtype=torch.long, device=DEVICE)
+        held = s.keys, s.values, s.table, s.q[:B].clone(), ones.clone(), s.requests[:1].repeat(B)
+        keys, values, table, q, kv_lens, requests = held
+        step = partial(kernels.attention, q, keys, values, kernels.paged_plan(ones, kv_lens, table, requests), s.scale)
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compiled before the capture
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            out = step()
+        for _ in range(size.repeats):
+            which = torch.randint(len(s.lengths), (B,), device=DEVICE)
+            lengths, start = (torch.tensor(x, device=DEVICE)[which] for x in (s.lengths, s.start))
+            at = (torch.rand(B, device=DEVICE) * lengths).long()
+            s.turn_pages()
+            for old, new in zip(held, (s.keys, s.values, s.table, s.q[start + at], at + 1, s.requests[which])):
+                old.copy_(new)
+            graph.replay()
+            row.check(out, s.out[start + at])
+            kv_lens.copy_((at // 2) + 1)
+            graph.replay()
+            row.control("stale lengths", out, s.out[start + at])
+    yield row
+
+
+# ---- operators on rows
+
+
+class Case(NamedTuple):
+    """An operator of rows that must not see each other: f(*rows, *others)."""
+
+    name: str
+    f: Callable
+    reference: Callable  # the same in torch's own operators
+    rows: list
+    others: list = ()  # what all rows share, such as a weight
+    backward: bool = True
+    slack: float = 1  # by how much it may be farther from float64 than the rest
+
+
+def normed(x, w):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+
+def token_logprobs(h, targets, w):
+    logp = torch.log_softmax(h @ w.t() / 0.7, -1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def operators(size, dtype):
+    make, R, D, V, K = partial(random, dtype=dtype), size.rows, size.D, size.V, kernels
+    inv_freq, H = 1e6 ** -(torch.arange(0, D, 2, device=DEVICE) / D), size.widths[0]
+
+    def angle(p, f):
+        return p.float()[:, None] * f.float()
+
+    def turned(q, k, p, *weights):
+        c, s = (x[:, None] for x in K.rope_table(inv_freq, p))
+        halves = ((normed(x, *w) if w else x).chunk(2, -1) for x, *w in zip((q, k), *([weights] if weights else [])))
+        return tuple(torch.cat((x * c - y * s, y * c + x * s), -1) for x, y in halves)
+
+    for C in size.widths:
+        x, y, w = make(R, C), make(R, C), make(C)
+        yield Case("rms_norm", lambda x, w: K.rms_norm(x, w, 1e-6), normed, [x], [w])
+        f, exact = lambda x, r, w: K.rms_norm(x, w, 1e-6, r), lambda x, r, w: (normed(x + r, w), x + r)
+        yield Case("rms_norm with a residual", f, exact, [x, y], [w])
+        yield Case("swiglu", K.swiglu, lambda g, u: F.silu(g) * u, [x, y])
+    q, k, p = make(R, 8, D), make(R, 2, D), torch.arange(R, device=DEVICE) * 19
+    exact = lambda p, f: (angle(p, f).double().cos(), angle(p, f).double().sin())  # noqa: E731
+    yield Case("rope_table", lambda p, f: K.rope_table(f, p), exact, [p], [inv_freq], False)
+    yield Case("norm_rope, no norm", lambda q, k, p: K.norm_rope(q, k, *K.rope_table(inv_freq, p)), turned, [q, k, p])
+    f = lambda q, k, p, *w: K.norm_rope(q, k, *K.rope_table(inv_freq, p), *w, 1e-6)  # noqa: E731
+    yield Case("norm_rope", f, turned, [q, k, p], [make(D), make(D)])
+    rows = [make(size.head_rows, H), torch.randint(V, (size.head_rows,), device=DEVICE)]
+    f = lambda h, t, w: K.token_logprobs(h, w, t, 0.7)  # noqa: E731
+    yield Case("token_logprobs", f, token_logprobs, rows, [make(V, H) / H**0.5])
+    f = lambda z: (K.log_softmax(z, -1, False), K.softmax(z, -1, False))  # noqa: E731
+    exact = lambda z: (torch.log_softmax(z, -1), torch.softmax(z, -1))  # noqa: E731
+    yield Case("log_softmax, softmax", f, exact, [make(size.head_rows, V) * 3], (), False, 5)
+    for C in size.sums:
+        x = torch.randn(40, C, dtype=torch.float64, device=DEVICE)
+        yield Case("row_sums", K.row_sums, lambda x: x.sum(1), [x], (), False)
+
+
+def views(x):
+    """x; copies that begin 0, 1 and 8 elements behind an aligned address; one whose rows are parts of longer ones."""
+    poison = torch.nan if x.is_floating_point() else -1
+    copies = [x.new_full((x.numel() + 64,), poison)[i : i + x.numel()].view(x.shape) for i in (0, 1, 8)]
+    wide = x.new_full((len(x), (*x.shape, 1)[1] + 9, *x.shape[2:]), poison)[:, 8:-1]
+    return [x, *(copy.copy_(x) for copy in (*copies, wide if x.dim() > 1 else torch.empty_like(x)))]
+
+
+def on_rows(size):
+    found = {}
+    for dtype, c in ((dtype, c) for dtype in DTYPES for c in operators(size, dtype)):
+        row = found.setdefault(c.name, Row(c.name, "rows forward and backward; offsets, alignments, strides; again"))
+        R, (whole, shared) = len(c.rows[0]), run(c.f, c.rows, c.others, c.backward)
+        picks = [torch.arange(M) + M * 37 % (R - M + 1) for M in size.counts if M < R] + [torch.randperm(R)]
+        for pick in (p.to(DEVICE) for p in picks):
+            for rows in zip(*(views(x[pick]) for x in c.rows)):
+                row.check(run(c.f, rows, c.others, c.backward, pick, R)[0], [x[pick] for x in whole])
+        row.again(lambda: sum(run(c.f, c.rows, c.others, c.backward), []), whole + shared, size.repeats)
+        right(row, dtype, *c[1:])
+        if c.name == "token_logprobs":
+            (h, targets), (w,) = c.rows, c.others
+            z = kernels.head_logits(h, w) / torch.tensor(0.7, device=DEVICE)  # as the sampler does
+            row.check(kernels.log_softmax(z, -1, False).gather(1, targets[:, None])[:, 0], whole[0])
+            with patched(CHUNK=16):
+                row.check(c.f(h, targets, w), whole[:2])
+    yield from found.values()
+
+
+def embedding(size):
+    row, N = Row("embedding gradient", "the gradients of some tokens alone; again"), 4 * size.rows
+    f = lambda grad, ids: kernels.embedding_backward(grad, ids, 23, -1, False)  # noqa: E731
+    exact = lambda grad, ids: grad.new_zeros(23, grad.shape[1]).index_add_(0, ids, grad)  # noqa: E731
+    for dtype in DTYPES:
+        grad, ids = random(N, size.widths[0], dtype=dtype), torch.randperm(N, device=DEVICE) % 23
+        whole, some = f(grad, ids), ids < 9
+        row.check(f(grad[some], ids[some])[:9], whole[:9])
+        row.again(lambda: [f(grad, ids)], [whole], size.repeats)
+        row.control("reversed tokens", f(grad.flip(0), ids.flip(0)), whole)
+        right(row, dtype, f, exact, [grad, ids], backward=False)
+    yield row
+
+
+PARTS = [matmul, attention, on_rows, embedding] + [attention_graph] * CUDA
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.__name__ for part in PARTS]
+    parser.add_argument("parts", nargs="*", choices=[[], *names], default=[], metavar="part", help=", ".join(names))
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    if not CUDA and not kernels.INTERPRET:
+        print("no CUDA device: set TRITON_INTERPRET=1 to run this on a CPU", file=sys.stderr)
+        sys.exit(2)
+    if not CUDA:  # the interpreter's tl.dot, as a model of the tensor core's
+        import triton_interpreted  # noqa: F401
+    warnings.simplefilter("ignore")  # torch names every operator that has no deterministic form
+    torch.use_deterministic_algorithms(True, warn_only=True)  # this also fills fresh memory with NaN
+    torch.manual_seed(0)
+    started, good = time.monotonic(), True
+    print("| operator | varied | cases | differing elements | negative control |\n|---|---|---|---|---|", flush=True)
+    for part in (part for part in PARTS if part.__name__ in (args.parts or names)):
+        began = time.monotonic()
+        try:
+            for row in part(sizes(args.quick)):
+                line, well = row.finish()
+                good &= well
+                print(line, flush=True)
+        except Exception as e:  # the other parts still say something
+            text = str(e).strip().splitlines() or [""]
+            print(f"| {part.__name__} | FAILED: {type(e).__name__}: {text[0][:200]} | 0 | | NOT CAUGHT |", flush=True)
+            good = False
+        print(f"{part.__name__}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    print(f"\n{machine()}, {time.monotonic() - started:.0f} s")
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()
