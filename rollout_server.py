@@ -282,6 +282,29 @@ def murmur_hash32(seed, positions, columns):
     return h ^ (h >> 16)
 
 
+def finite_noise(hash32):
+    """
+    The hash function `hash32` (SGLang's or ours) without its largest value, which becomes the one below.
+
+    SGLang draws the token with the largest log-prob + noise, -log(-log(x)) with x = hash / (2^32 - 1) in float64. Of
+    the hash 2^32 - 1 that is +inf, and once in 2^32 draws a token was taken whatever its probability: of 151,936 tokens
+    to draw from, one in 28,000 (sglang issue 25106, mended after 0.5.17). Of 2^32 - 2, x is 1 - 2^-32 and the noise
+    22.2, so the two largest hashes now stand for the same tail. Every other hash keeps its noise, bit for bit.
+
+    The other end is finite as it is: log(0) is clamped to -1.8e308, and the noise of hash 0 is -709.8, where an exact
+    draw from that end would be near -3. So a token with hash 0 is not taken unless all others are as good as
+    impossible, which takes at most 2^-32 off its probability: less than a float32 log-prob tells apart.
+
+    float64 holds each hash exactly, and torch knows no minimum of uint32. SGLang's own conversion then has nothing to
+    do; on CUDA torch.compile makes all this part of the kernel that makes the noise.
+    """
+
+    def hashed(seed, positions, columns):
+        return hash32(seed, positions, columns).double().clamp_(max=2**32 - 2)
+
+    return hashed
+
+
 def check_weights(scheduler, expected):
     """Raises ValueError unless the model that this scheduler runs has the parameters {Hugging Face's name: hash}."""
     found = hugging_face_parameters(scheduler.tp_worker.model_runner.model)
@@ -317,6 +340,7 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
         sampler.murmur_hash32 = murmur_hash32
     else:  # SGLang would have nvcc compile this one at the first decode step
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
+    sampler.murmur_hash32 = finite_noise(sampler.murmur_hash32)  # what multinomial_with_seed makes its noise of
     if inv_freq:
         install_operators(ATTENTION_BACKEND[device], inv_freq)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses

@@ -6,6 +6,7 @@ The real SGLang engine in this process, against the trainer's model: the same 32
 
 import copy
 import itertools
+import json
 import mmap
 import os
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import finish
+from prove import lines
 from test_train import Record
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,7 +24,7 @@ import rollout_server
 import sync
 import train_grpo as train
 from configurator import block
-from rollout_server import Job, RolloutEngine, Sampler, murmur_hash32, sampling_seed
+from rollout_server import Job, RolloutEngine, Sampler, finite_noise, murmur_hash32, sampling_seed
 
 DEFAULTS = block(vars(train))
 # so small a cache that the engine has to retract requests, and takes them up again later
@@ -43,13 +46,15 @@ OTHERS = set(  # element by element, moved, made, read, of whole numbers, and a 
 
 def watched_scheduler(*args, **kwargs):
     """
-    `run_scheduler`, with two RPCs: one makes one operator of OPERATORS wrong by a rounding, '' none of them; one writes
-    down what forward passes and sampling have reached beside our operators.
+    `run_scheduler`, with three RPCs: one makes one operator of OPERATORS wrong by a rounding, '' none of them; one puts
+    SGLang's noise in the place of ours, and back; one writes down what forward passes and sampling have reached beside
+    our operators.
     """
+    from sglang.srt.layers import sampler
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    faulty, reached = [""], set()
+    faulty, reached, other = [""], set(), [murmur_hash32]
 
     def recorded(f):
         def run(*args, **kwargs):
@@ -78,6 +83,11 @@ def watched_scheduler(*args, **kwargs):
     for name in {what.split()[0].strip(",") for what in OPERATORS}:
         setattr(kernels, name, watched(name, getattr(kernels, name)))
     ModelRunner.forward, ModelRunner.sample = recorded(ModelRunner.forward), recorded(ModelRunner.sample)
+
+    def swap_hash(self):
+        sampler.murmur_hash32, other[0] = other[0], sampler.murmur_hash32
+
+    Scheduler.swap_hash = swap_hash
     Scheduler.make_faulty = lambda self, operator: faulty.__setitem__(0, operator)
     Scheduler.write_reached = lambda self, path: Path(path).write_text(" ".join(sorted(reached)))
     rollout_server.run_scheduler(*args, **kwargs)
@@ -250,6 +260,50 @@ def test_the_engine_computes_with_each_of_our_operators(pair):
     assert logprobs("") == right
 
 
+def test_the_engine_takes_no_token_whatever_its_probability(pair):
+    """This seed, position (of the prompt's last token) and column have the hash of which SGLang's noise is +inf."""
+    engine, _, _ = pair
+    seed, position, column = 4613600, 35, 48
+    prompt = list(range(position + 2, 1, -1))
+    params = dict(temperature=1e-4, max_new_tokens=1, sampling_seed=seed)
+
+    def token_and_logprob():
+        out = engine.sglang.generate(input_ids=prompt, sampling_params=dict(params), return_logprob=True)
+        return out["output_ids"][0], out["meta_info"]["output_token_logprobs"][0][0]
+
+    token, logprob = token_and_logprob()
+    assert token != column and logprob > -30, (token, logprob)
+    engine.sglang.collective_rpc("swap_hash")
+    token, logprob = token_and_logprob()
+    engine.sglang.collective_rpc("swap_hash")
+    assert token == column and logprob < -60
+
+
+def test_the_engine_samples_as_often_as_softmax_says(pair):
+    """Chi-square of the first tokens of a prompt's 2,000 samples, against the trainer's probabilities."""
+    engine, model, _ = pair
+
+    prompt, one = [20, 11, 50], torch.ones(1, dtype=torch.bool)
+    every = [train.make_sample(torch.tensor(prompt), torch.tensor([t]), one, torch.zeros(1)) for t in range(98)]
+    leaf = train.pack(every, "cpu")
+
+    def p_value(temperature):
+        with torch.no_grad():
+            logprobs, *_ = model.token_logprobs(leaf, temperature)
+        model.reshard()
+        expected = logprobs.double().exp() * counts.sum()
+        rare = expected < 5  # together one class: the test is for classes that are not nearly empty
+        wanted, got = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (expected, counts))
+        chi_square = ((got - wanted) ** 2 / wanted).sum()
+        return float(torch.special.gammaincc(torch.tensor((len(got) - 1) / 2), chi_square / 2))
+
+    params = [dict(temperature=0.5, max_new_tokens=1, sampling_seed=sampling_seed(7, i)) for i in range(2000)]
+    out = engine.sglang.generate(input_ids=[prompt] * len(params), sampling_params=params)
+    counts = torch.bincount(torch.tensor([o["output_ids"][0] for o in out]), minlength=98)
+    assert p_value(0.5) > 1e-3
+    assert p_value(0.7) < 1e-6  # the comparison can fail
+
+
 def test_the_engine_reaches_no_operator_whose_order_of_sums_is_not_ours(pair, tmp_path):
     """Prefill, decode and sampling in all that the tests above had it do, on a CPU."""
     engine, _, _ = pair
@@ -290,7 +344,7 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
     for name in ("generate_request", "update_weights_from_tensor"):
         monkeypatch.setattr(sglang, name, only_awake(getattr(sglang, name)))
 
-    rows, version = prompts(8, seed=6), engine.version
+    rows, version = prompts(2, seed=6), engine.version
     engine.sleep()
     assert not lent and engine.version == version  # an engine that does not lend keeps its weights
     monkeypatch.setattr(engine, "lends", True)
@@ -379,8 +433,73 @@ def test_the_noise_hash_is_murmurhash3():
         assert ours[i].tolist() == [murmur3([*words, column]) for column in range(300)]
 
 
+def draw(hash32, logprobs, seed, positions):
+    """The tokens that SGLang's own function draws, (B,), with noise of this hash: its own is a Triton kernel."""
+    from sglang.srt.layers import sampler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "murmur_hash32", hash32)
+        plain = sampler.multinomial_with_seed._torchdynamo_orig_callable  # not compiled
+        return plain(logprobs, seed, positions)[:, 0]
+
+
+@pytest.mark.parametrize("seed,position,column", [(1, 16_248, 5_532), (2, 1_595, 51_182)])
+def test_the_largest_hash_does_not_take_a_token_whatever_its_probability(seed, position, column):
+    logprobs = torch.zeros(1, 151_936)
+    logprobs[0, column] = -60
+    where = torch.tensor([seed]), torch.tensor([position])
+    assert draw(murmur_hash32, logprobs, *where) == column  # SGLang does
+    assert draw(finite_noise(murmur_hash32), logprobs, *where) != column
+
+
+def test_all_other_draws_are_sglangs_own():
+    draws = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=draws)
+    positions = torch.randint(0, 40_000, (64,), generator=draws)
+    logprobs = torch.randn(64, 20_000, generator=draws).log_softmax(1)
+    hashes = [
+        f(seeds.view(torch.uint64), positions, torch.arange(20_000))
+        for f in (murmur_hash32, finite_noise(murmur_hash32))
+    ]
+    assert torch.equal(hashes[0].double(), hashes[1]) and hashes[1].dtype == torch.float64  # so SGLang does not round
+    tokens = [draw(f, logprobs, seeds, positions) for f in (murmur_hash32, finite_noise(murmur_hash32))]
+    assert torch.equal(*tokens) and len(set(tokens[0].tolist())) > 50
+
+
+def test_both_ends_of_the_hash_have_finite_noise():
+    def first_is_drawn(hashes, logprobs):
+        hash32 = finite_noise(lambda *_: torch.tensor([hashes]))
+        return draw(hash32, torch.tensor([logprobs], dtype=torch.float64), torch.tensor([0]), torch.tensor([0])) == 0
+
+    most = 2**32 - 1
+    assert first_is_drawn([most, most - 1], [0.0, 0.0]) and first_is_drawn([most - 1, most], [0.0, 0.0])  # the same
+    assert first_is_drawn([most - 1, most - 2], [0.0, 0.0]) and not first_is_drawn([most - 2, most - 1], [0.0, 0.0])
+    assert first_is_drawn([0, 1], [0.0, -706.7]) and not first_is_drawn([0, 1], [0.0, -706.6])  # -709.8 and -3.1
+
+
 def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else():
     keys = list(itertools.product((1, 2), ("rl", "eval"), range(4), range(5), range(6), (0, 1)))
     seeds = [sampling_seed(*key) for key in keys]
     assert len(set(seeds)) == len(keys) and seeds == [sampling_seed(*key) for key in keys]
     assert min(seeds) < 0 < 2**62 < max(seeds) < 2**63
+
+
+def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path):
+    """As many tokens as Qwen3 has; the scratch model has 98. Each of the others is spelled <number>."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = dict(scratch_layers=1, scratch_hidden=32, scratch_heads=1, scratch_kv_heads=1, scratch_mlp=32)
+    model, reward = tmp_path / "model", tmp_path / "reward.py"
+    sync.make_scratch_model(model, DEFAULTS | small)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"<{i}>": i for i in range(98, 151_936)}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, vocab_size=151_936)).save_pretrained(model)
+    reward.write_text("def odd(prompt, response, answer):\n    return len(response) % 2\n")
+    plain = "--max_steps=2", "--warmup_sft_steps=0", "--eval_size=0", "--checkpoint_every=0"
+    folder, _ = finish(tmp_path / "run", f"--init_from={model}", f"--reward={reward}:odd", *plain)
+    steps = lines(folder, "metrics.jsonl", "rl")
+    assert len(steps) == 2 and all(s["logprob_mismatch_tokens"] == 0 for s in steps)
+    assert all(s["reward_std"] > 0 and s["grad_norm"] > 0 for s in steps)
+    tokens = [sync.read_group(folder / "queue/rl_000001", i, {})[0]["tokens"] for i in range(8)]
+    assert torch.cat(tokens).max() > 140_000
