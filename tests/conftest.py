@@ -1,29 +1,84 @@
 """
-Whole runs with the real engine, launched as a user launches them: test_run.py and test_resume.py read them.
+Whole runs with the real engine: test_laws.py, test_run.py, test_resume.py and test_algorithms.py read them.
 
-One engine takes 10 to 30 s to start, so the runs are few and many tests share each.
+An engine takes 10 to 30 s to start, so the runs are few and many tests share each, whichever worker they are in. Those
+that are shared and those under torchrun are launched as a user launches them; `launch_warm` saves the others' imports.
 """
 
+import atexit
 import fcntl
+import json
 import os
+import random
 import re
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import kernels
+import sync
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from prove import launch  # noqa: E402
+from prove import ROOT, command_of, interrupt, launch, replay_of, run_with_kills  # noqa: E402
 
 torch.set_num_threads(1)  # two workers share the machine
 kernels.enable_batch_invariant()  # here, since MKL reads its switch only once, at the first matmul of any test
 kernels.disable_batch_invariant()
+
+# Flags of runs that are compared: what must not matter for an engine, and dynamic sampling with what goes with it
+ENGINE_FLAGS = ("--radix_cache=False", "--engine_max_running=17", "--engine_prefill_chunk=32")
+DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=8 --eval_size=0".split()
+
+# Long tests first, so that both workers end at the same time. Those of WHOLE_RUNS are handed out one by one; any other
+# file's tests share a model, a process group or an engine and stay together.
+WHOLE_RUNS = ("test_laws", "test_algorithms", "test_resume", "test_run")
+LONG = ("test_engine", *WHOLE_RUNS, "test_triton")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem not in WHOLE_RUNS:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+# ---- runs
+
+
+@cache
+def warm():
+    """The process that tests/warm.py describes, one in each worker, while it lives."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1)
+    process = subprocess.Popen([sys.executable, Path(__file__).parent / "warm.py"], cwd=ROOT, **pipes)
+    atexit.register(process.communicate)  # closes its input, at the end of which it ends
+    return process
+
+
+def launch_warm(folder, *flags, broken=None, file_size=0, timeout=600):
+    """
+    `launch` of a run in one process, by a fork of a process that has imported the libraries: (status, output).
+    file_size: bytes that a file may have, as on a full disk; 0: any number.
+    """
+    command, output = command_of(folder, *flags, broken=broken)[1:], folder.parent / f"{folder.name}.output"
+    job = dict(command=command, output=str(output), file_size=file_size)
+    warm().stdin.write(json.dumps(job) + "\n")
+    process = int(warm().stdout.readline())
+    timer = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
+    timer.start()
+    status = int(warm().stdout.readline())
+    timer.cancel()
+    return status, output.read_text()
 
 
 def digest(output):
@@ -32,22 +87,40 @@ def digest(output):
     return last
 
 
-def finish(folder, *flags, **options):
-    """A run that has to succeed and to leave nothing in shared memory: (folder, output)."""
+def error_line(output):
+    """The one line with which a run ended."""
+    assert "Traceback" not in output, output
+    (line,) = [x for x in output.splitlines() if x.startswith("error:")]
+    return line
+
+
+def read_groups(folder, steps="rl_*"):
+    """[(tensors, meta)] of a run's rollout files, in the order of steps and prompts; steps: folders of its queue."""
+    paths = sorted((folder / "queue").glob(f"{steps}/group_*.safetensors"))
+    return [sync.read_group(path.parent, int(path.stem.rpartition("_")[2]), {}) for path in paths]
+
+
+def finish(folder, *flags, launch=launch, **options):
+    """The output of a run that has to succeed and to leave nothing in shared memory."""
     before = orphans()
     status, output = launch(folder, *flags, **options)
     assert status == 0, output[-4000:]
     with shared_memory():
         wait_for(lambda: orphans() <= before, 5)  # the other worker's engines come and go
-    return folder, output
+    return output
 
 
 @contextmanager
-def shared_memory():
-    """One worker at a time: who kills engines while they start leaves names behind, and removes them in here."""
-    with open(Path(tempfile.gettempdir(), "onecurve_tests.lock"), "a") as file:
+def locked(path):
+    """One worker at a time."""
+    with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def shared_memory():
+    """One worker at a time: who kills engines while they start leaves names behind, and removes them in here."""
+    return locked(Path(tempfile.gettempdir(), "onecurve_tests.lock"))
 
 
 def orphans():
@@ -61,23 +134,109 @@ def orphans():
     return {name for inode, name in there.items() if inode not in mapped}
 
 
-@pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory):
-    """One trainer and one engine under torchrun."""
-    return finish(tmp_path_factory.mktemp("runs") / "two_ranks", ranks=2)
-
-
-@pytest.fixture(scope="session")
-def one_process(tmp_path_factory):
-    """The same run in one process that does both, and with all that must not matter changed."""
-    folder = tmp_path_factory.mktemp("runs") / "one_process"
-    free = "--threads=2 --radix_cache=False --engine_max_running=17 --engine_prefill_chunk=32 --gradient_checkpointing"
-    free += " --weight_sync=ipc --checkpoint_every=0"
-    return finish(folder, *free.split())
-
-
 def wait_for(condition, seconds):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.1)
+
+
+# ---- runs that tests share
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """once(name, make): (folder, output) of what make(folder) ran, by the first of the workers that wants it."""
+    base = tmp_path_factory.getbasetemp()
+    runs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    runs.mkdir(exist_ok=True)
+
+    def find(name, make):
+        output = runs / f"output_of_{name}"
+        with locked(runs / f"lock_of_{name}"):
+            if not output.exists():
+                output.write_text(make(runs / name))
+        return runs / name, output.read_text()
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def two_ranks(once):
+    """One trainer and one engine under torchrun."""
+    return once("two_ranks", lambda folder: finish(folder, ranks=2))
+
+
+@pytest.fixture(scope="session")
+def one_process(once):
+    """The same run in one process that does both, and with all that must not matter changed."""
+    flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0".split()
+    env = {"OMP_WAIT_POLICY": "PASSIVE"}  # a thread that spins while it waits takes the core from the other worker
+    return once("one_process", lambda folder: finish(folder, *ENGINE_FLAGS, *flags, env=env))
+
+
+@pytest.fixture(scope="session")
+def one_engine(once):
+    """DAPO's dynamic sampling in one process."""
+    return once("one_engine", lambda folder: finish(folder, *DAPO, launch=launch_warm))
+
+
+@pytest.fixture(scope="session")
+def two_engines(once):
+    """The same with two engines that share the work; small caches, so that they put requests back all the time."""
+    flags = "--rollout_ranks=2 --weight_sync=disk --engine_kv_tokens=150".split()
+    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"})
+    return once("two_engines", lambda folder: finish(folder, *DAPO, *flags, **options))
+
+
+@pytest.fixture(scope="session")
+def replayed(once, two_ranks):
+    """The run of two_ranks again, from its rollout files, on four trainers."""
+    return once("replayed", lambda folder: finish(folder, *replay_of(two_ranks[0]), ranks=4))
+
+
+@pytest.fixture(scope="session")
+def resumed(once, two_ranks):
+    """The run of two_ranks, interrupted after step 22 and resumed at step 16, now on two trainers and an engine."""
+
+    def resume(folder):
+        queue = interrupt(two_ranks[0], folder) / "queue"
+        torn = sync.group_path(queue / "rl_000020", 3)
+        torn.write_bytes(torn.read_bytes()[:-7])
+        sync.claim(queue / "rl_000023", 0)  # by an engine that is no more
+        return finish(folder, "--init_from=resume", ranks=3)
+
+    return once("resumed", resume)
+
+
+@pytest.fixture(scope="session")
+def killed(once):
+    """The run of two_ranks with a SIGKILL at a random moment, restarted by torchrun; its weights travel by disk."""
+
+    def kill(folder):
+        flags = ("--checkpoint_every=2", "--weight_sync=disk")
+        with shared_memory():
+            status, output, victims = run_with_kills(folder, 1, random.Random(os.urandom(8)), *flags)
+            for name in orphans():
+                if name.startswith("sglang_loads_"):  # a kill while SGLang starts can leave its statistics behind
+                    Path("/dev/shm", name).unlink(missing_ok=True)
+        assert status == 0 and len(victims) == 1, output[-4000:]
+        return output
+
+    return once("killed", kill)
+
+
+# ---- a process group of one, in the process of the tests
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def mesh(alone):
+    return DeviceMesh.from_group(alone, "cpu")

@@ -11,24 +11,23 @@ import json
 
 import pytest
 import torch
-from conftest import digest
-from prove import launch, lines
-from safetensors import safe_open
+from conftest import digest, launch_warm, read_groups
+from prove import launch, lines, replay_of
 from safetensors.torch import load_file
 
 from rewards import numeric
 
 
-def run(folder, *flags, **options):
-    status, output = launch(folder, *flags, **options)
+def run(folder, *flags, ranks=0):
+    """A run that has to succeed: (folder, output)."""
+    status, output = launch(folder, *flags, ranks=ranks) if ranks else launch_warm(folder, *flags)
     assert status == 0, output[-4000:]
     return folder, output
 
 
-def replay(folder, flags, tmp_path, **options):
-    """The ledger of the same on recorded rollouts."""
-    flags = (*flags, "--mode=replay", f"--queue_dir={folder / 'queue'}")
-    return lines(run(tmp_path, *flags, **options)[0], "ledger.jsonl")
+def replay(recorded, flags, folder, ranks=0):
+    """The ledger of a run with the same flags, from the rollout files of the run in `recorded`."""
+    return lines(run(folder, *flags, *replay_of(recorded), ranks=ranks)[0], "ledger.jsonl")
 
 
 def test_several_updates_of_a_sequence_ratio_with_kl_and_entropy(two_ranks, tmp_path):
@@ -61,20 +60,10 @@ def test_a_critic_is_resumed_and_replayed_on_two_trainers(two_ranks, tmp_path):
     assert replay(folder, [*half, "--init_from=resume"], tmp_path / "again") == lines(folder, "ledger.jsonl")
 
 
-def test_dynamic_sampling_takes_the_same_groups_whoever_made_them(tmp_path):
-    """One engine in one process, and two that share the work, with weights by disk."""
-    flags = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=3 --eval_size=0"
-    one, output = run(tmp_path / "one", *flags.split())
-    two, other = run(tmp_path / "two", *flags.split(), "--rollout_ranks=2", "--weight_sync=disk", ranks=3)
-    assert digest(output) == digest(other)
-    claimed, rounds = set(), set()
-    for path in two.glob("queue/*/group_*.safetensors"):
-        with safe_open(path, "pt") as f:
-            meta = json.loads(f.metadata()["meta"])
-        claimed.add(meta["engine"])
-        rounds.add(meta["prompt"] // 8)
-    assert claimed == {0, 1} and len(rounds) > 1
-    for s in lines(one, "metrics.jsonl", "rl"):
+def test_dynamic_sampling_replaces_groups_of_equal_rewards(one_engine):
+    """With one engine and two the same groups: law L4 in test_laws.py."""
+    assert {meta["prompt"] // 8 for _, meta in read_groups(one_engine[0])} == {0, 1, 2}  # rounds of 8 prompts
+    for s in lines(one_engine[0], "metrics.jsonl", "rl"):
         assert s["groups"] % 8 == 0 and s["groups"] > 8 and s["zero_std_groups"] == 0
         assert 0 < s["easy_groups"] + s["hard_groups"] < s["groups"] and s["logprob_mismatch_tokens"] == 0
 
@@ -131,10 +120,6 @@ def test_eval_alone_gives_pass_at_k_with_intervals(two_ranks, tmp_path):
     (scores,) = lines(folder, "metrics.jsonl")
     assert scores["pass@1"] < scores["pass@2"] < scores["pass@4"] and "pass@8" not in scores
     assert f"pass@4 {scores['pass@4']:.4f} +- {scores['pass@4_ci95']:.4f}" in output
-    right = []
-    for path in sorted((folder / "queue" / "eval_000000").glob("group_*.safetensors")):
-        with safe_open(path, "pt") as f:
-            right.append((f.get_tensor("rewards") >= 1).double())
-    right = torch.stack(right)
+    right = torch.stack([(tensors["rewards"] >= 1).double() for tensors, _ in read_groups(folder, "eval_000000")])
     assert right.shape == (20, 4) and scores["pass@1"] == pytest.approx(float(right.mean()))
     assert scores["pass@4"] == pytest.approx(float(right.any(1).double().mean()))

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 import sync
 
 DIFF = Path(__file__).parent.parent / "tools" / "diff.py"
+sys.path.insert(0, str(DIFF.parent))
+from diff import main  # noqa: E402
 
 
 def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=None):
@@ -41,17 +43,25 @@ def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=
     return folder
 
 
-def diff(a, b):
-    done = subprocess.run([sys.executable, DIFF, a, b], capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def diff(capsys):
+    """(exit status, output) of tools/diff.py."""
+
+    def run(a, b):
+        status = main(a, b)
+        return status, "".join(capsys.readouterr())
+
+    return run
 
 
-def test_equal_runs_are_identical(tmp_path):
-    status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b"))
-    assert status == 0 and output.startswith("identical: 3 steps, digest ")
+def test_equal_runs_are_identical_and_the_exit_status_says_so(tmp_path):
+    a, b, c = (make_run(tmp_path / name, steps=steps) for name, steps in (("a", 3), ("b", 3), ("c", 2)))
+    same, shorter = (subprocess.run([sys.executable, DIFF, a, x], capture_output=True, text=True) for x in (b, c))
+    assert same.returncode == 0 and same.stdout.startswith("identical: 3 steps, digest ")
+    assert shorter.returncode == 1 and shorter.stderr == ""
 
 
-def test_a_logprob_one_bit_off_is_found_with_both_values(tmp_path):
+def test_a_logprob_one_bit_off_is_found_with_both_values(diff, tmp_path):
     def change(step, tensors):
         if step == 2:
             tensors["logprobs"][5] = torch.nextafter(tensors["logprobs"][5], torch.tensor(0.0))
@@ -61,12 +71,12 @@ def test_a_logprob_one_bit_off_is_found_with_both_values(tmp_path):
     assert "prompt 1, sample 1, token 2:" in output and "-2.5  0xc0200000" in output and "0xc01fffff" in output
 
 
-def test_a_parameter_is_named(tmp_path):
+def test_a_parameter_is_named(diff, tmp_path):
     status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", weight="12"))
     assert status == 1 and "first difference: rl step 1, weights of b\n    11\n    12\n" in output
 
 
-def test_where_checkpoints_are_kept_the_element_is_named(tmp_path):
+def test_where_checkpoints_are_kept_the_element_is_named(diff, tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", weight="12")
     for folder, value in ((a, -2.5), (b, -2.0)):
         (folder / "ckpt" / "step_000002").mkdir(parents=True)
@@ -78,7 +88,7 @@ def test_where_checkpoints_are_kept_the_element_is_named(tmp_path):
     assert "b[1, 2], the first of 1 elements that differ:\n    -2.5  0xc0200000\n    -2  0xc0000000\n" in output
 
 
-def test_the_first_stage_in_the_order_of_a_step_is_named(tmp_path):
+def test_the_first_stage_in_the_order_of_a_step_is_named(diff, tmp_path):
     def change(step, tensors):
         tensors["tokens"][0] += 1
         tensors["logprobs"][0] -= 1
@@ -88,12 +98,12 @@ def test_the_first_stage_in_the_order_of_a_step_is_named(tmp_path):
     assert "config: seed = 1 | 2" in output
 
 
-def test_a_shorter_run_is_different_but_no_step_is_named(tmp_path):
+def test_a_shorter_run_is_different_but_no_step_is_named(diff, tmp_path):
     status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=2))
     assert status == 1 and "identical as far as they go: 3 and 2 lines" in output
 
 
 @pytest.mark.parametrize("other", ["nothing", "."])
-def test_what_is_no_run_is_refused_in_one_line(tmp_path, other):
+def test_what_is_no_run_is_refused_in_one_line(diff, tmp_path, other):
     status, output = diff(make_run(tmp_path / "a"), tmp_path / other)
     assert status == 2 and output.startswith("error: ") and output.count("\n") == 1

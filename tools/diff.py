@@ -81,23 +81,28 @@ def describe_parameter(folder_a, folder_b, stage, name):
     for key in (n for n in names if n in a and n in b):
         differs = (a[key].view(torch.int32) != b[key].view(torch.int32)).nonzero()
         if len(differs):
-            place = tuple(differs[0].tolist())
-            yield f"  {key}{list(place)}, the first of {len(differs)} elements that differ:"
-            for value in (a[key][place], b[key][place]):
+            index = tuple(differs[0].tolist())
+            yield f"  {key}{list(index)}, the first of {len(differs)} elements that differ:"
+            for value in (a[key][index], b[key][index]):
                 yield f"    {value.item():.9g}  {hexadecimal(value)}"
             return
 
 
 def main(folder_a, folder_b):
+    """Prints where the runs part; the exit status."""
+    for folder in (folder_a, folder_b):
+        if not (Path(folder) / "ledger.jsonl").is_file():
+            print(f"error: {folder}: no ledger.jsonl in it: not the folder of a run", file=sys.stderr)
+            return 2
     a, b = read_ledger(folder_a), read_ledger(folder_b)
-    found = first_difference(a, b)
-    if found is None and len(a) == len(b):
+    difference = first_difference(a, b)
+    if difference is None and len(a) == len(b):
         print(f"identical: {sum(x['phase'] == 'rl' for x in a)} steps, digest {a[-1]['chain'] if a else 'none'}")
         return 0
-    if found is None:
+    if difference is None:
         print(f"identical as far as they go: {len(a)} and {len(b)} lines of ledger")
     else:
-        i, stage, item = found
+        i, stage, item = difference
         print(f"first difference: {a[i]['phase']} step {a[i]['step']}, {stage}{f' of {item}' if item else ''}")
         if item:
             print(f"    {a[i][stage][item]}\n    {b[i][stage].get(item)}")
@@ -116,9 +121,5 @@ def main(folder_a, folder_b):
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         print(__doc__.strip().splitlines()[2].strip(), file=sys.stderr)
-        sys.exit(2)
-    missing = [f for f in sys.argv[1:] if not (Path(f) / "ledger.jsonl").is_file()]
-    if missing:
-        print(f"error: {missing[0]}: no ledger.jsonl in it: not the folder of a run", file=sys.stderr)
         sys.exit(2)
     sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,270 @@
+"""
+The laws: what one seed decides, and what around a run cannot be seen in it. Beside each stands its negative control, a
+run with one thing wrong that the same comparison catches.
+
+    pytest tests/test_laws.py
+
+    L1  two runs: the same ledger
+    L2  the rollout's log-prob of every token is the trainer's, as 32 bits
+    L3  on 1, 2 and 4 trainers
+    L4  with 1 engine and 2, whoever takes which prompt and is done first
+    L5  whatever the engine's batches, caches and prefill chunks, and where it puts requests back
+    L6  killed at any moment and resumed, on other ranks too
+    L7  replayed without an engine
+    L8  by whatever way the weights travel
+
+A ledger has a hash of the prompts, tokens, log-probs, rewards, advantages, and of each parameter's gradient, value and
+optimizer state of every step. conftest.py makes the runs; tools/prove.py proves the same with more runs and more kills.
+"""
+
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import DAPO, ENGINE_FLAGS, digest, error_line, launch_warm, read_groups
+from prove import (
+    a_flipped_bit,
+    flip_token,
+    forget_optimizer,
+    interrupt,
+    launch,
+    lines,
+    processes_of,
+    replay_of,
+    seeds_by_engine,
+    steps_that_taught_nothing,
+    sums_as_they_come,
+)
+from safetensors.torch import load_file
+
+import kernels
+import sync
+import train_grpo as train
+
+
+def ledger(folder):
+    return (folder / "ledger.jsonl").read_bytes()
+
+
+def assert_it_learned(folder, steps):
+    """In every step there was something to learn from: unequal rewards, a gradient, other weights than before."""
+    assert len({entry["tokens"] for entry in lines(folder, "ledger.jsonl", "rl")}) == steps
+    assert not steps_that_taught_nothing(folder)
+
+
+# ---- L1: two runs
+
+
+def test_L1_two_runs_one_ledger_whether_in_one_process_or_two(two_ranks, one_process):
+    (a, output_a), (b, output_b) = two_ranks, one_process
+    assert_it_learned(a, steps=24)
+    assert ledger(a) == ledger(b) and digest(output_a) == digest(output_b)
+    for x, y in zip(lines(a, "metrics.jsonl"), lines(b, "metrics.jsonl"), strict=True):
+        timeless = [key for key in x if not key.endswith(("_seconds", "_per_second"))]
+        assert [x[key] for key in timeless] == [y[key] for key in timeless]
+
+
+def test_L1_control_another_seed_is_another_ledger(two_ranks, tmp_path):
+    status, output = launch_warm(tmp_path / "run", "--seed=2", "--max_steps=1", "--eval_size=0")
+    assert status == 0, output[-4000:]
+    ours, other = lines(two_ranks[0], "ledger.jsonl"), lines(tmp_path / "run", "ledger.jsonl")
+    assert len(other) == 61  # of the warm-up, and the first of RL
+    assert all(x[k] != y[k] for x, y in zip(ours, other) for k in ("tokens", "gradients", "weights", "chain"))
+
+
+# ---- L2: every log-prob
+
+
+@pytest.fixture(scope="session")
+def without_our_operators(once):
+    """The engine's and the trainer's own operators: the check ends this run before its first update."""
+
+    def run(folder):
+        status, output = launch_warm(folder, "--batch_invariant=False", "--max_steps=1", "--eval_size=0")
+        assert status == 2
+        return output
+
+    return once("without_our_operators", run)
+
+
+def test_L2_no_logprob_differs_between_rollout_and_trainer(two_ranks):
+    assert_it_learned(two_ranks[0], steps=24)
+    steps = lines(two_ranks[0], "metrics.jsonl", "rl")
+    assert all(m["logprob_mismatch_tokens"] == 0 and m["logprob_mismatch_max"] == 0 for m in steps)
+
+
+def test_L2_the_logprobs_in_the_files_are_those_of_the_checkpoint_also_outside_of_the_run(two_ranks, mesh):
+    """
+    Step 16 was sampled with the weights of that checkpoint. From these our trainer's model computes the same bits; and
+    plain transformers in float64, which shares no operator with us, the same numbers. Another checkpoint gives others.
+    """
+    from transformers import AutoModelForCausalLM
+
+    samples = []
+    for tensors, _ in read_groups(two_ranks[0], "rl_000016"):
+        fields = (tensors[key].split(tensors["lengths"].tolist()) for key in ("tokens", "loss_mask", "logprobs"))
+        samples += [train.make_sample(tensors["prompt_tokens"], *sample) for sample in zip(*fields)]
+    sampled = torch.cat([s.logprobs for s in samples])
+    assert len(samples) == 64 and len(sampled) > 150 and all(s.loss_mask.all() for s in samples)
+
+    def ours(checkpoint):
+        hf = sync.check_model(checkpoint, train.DEFAULTS)
+        model = train.build_model(hf, mesh, "cpu", True)
+        sync.load_weights(sync.shards(model, mesh), checkpoint, hf.tie_word_embeddings)
+        kernels.enable_batch_invariant()
+        try:
+            with torch.no_grad():
+                return model.token_logprobs(train.pack(samples, "cpu"), 1.0)[0]
+        finally:
+            kernels.disable_batch_invariant()
+
+    def plain(checkpoint):
+        model, logprobs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64), []
+        with torch.no_grad():
+            for s in samples:
+                every = torch.log_softmax(model(s.tokens[None]).logits[0, :-1], -1)
+                logprobs.append(every.gather(1, s.tokens[1:, None])[s.prompt_tokens - 1 :, 0])
+        return torch.cat(logprobs)
+
+    right, wrong = (two_ranks[0] / "ckpt" / name for name in ("step_000016", "step_000024"))
+    assert torch.equal(ours(right).view(torch.int32), sampled.view(torch.int32))
+    assert (plain(right) - sampled).abs().max() < 1e-5
+    assert (ours(wrong).view(torch.int32) != sampled.view(torch.int32)).double().mean() > 0.9
+    assert (plain(wrong) - sampled).abs().max() > 1e-3
+
+
+def test_L2_control_without_our_operators_the_check_stops_the_run(without_our_operators):
+    folder, output = without_our_operators
+    where = r"step 0, prompt \d+, sample \d, token \d+"
+    assert re.search(where + r": engine .*0x.* trainer .*0x.* of \d+ log-probs differ", error_line(output))
+    assert not lines(folder, "ledger.jsonl", "rl")
+
+
+# ---- L3: trainer ranks
+
+
+def test_L3_one_two_and_four_trainers_one_ledger(two_ranks, resumed, replayed):
+    """Four from the first step on; two from step 16 on, that of the checkpoint before the interruption."""
+    assert_it_learned(two_ranks[0], steps=24)
+    assert ledger(two_ranks[0]) == ledger(replayed[0]) == ledger(resumed[0])
+    assert "resuming at step 16" in resumed[1]
+
+
+def test_L3_control_sums_as_they_come_are_other_bits(two_ranks, tmp_path):
+    """
+    Leaf after leaf on one trainer. On two, whose reduce-scatter adds pairs first, it would still be the tree: so the
+    number of trainers would be seen.
+    """
+    flags = (*replay_of(two_ranks[0]), "--strict=False", "--max_steps=1", "--checkpoint_every=0")
+    status, output = launch_warm(tmp_path / "run", *flags, broken=sums_as_they_come)
+    assert status == 0, output[-4000:]
+    ours, other = (lines(folder, "ledger.jsonl", "sft")[0] for folder in (two_ranks[0], tmp_path / "run"))
+    assert ours["tokens"] == other["tokens"]
+    assert all(ours[stage] != other[stage] for stage in ("gradients", "weights", "optimizer"))
+    norms = [lines(folder, "metrics.jsonl", "sft")[0]["grad_norm"] for folder in (two_ranks[0], tmp_path / "run")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)  # it is only a rounding
+
+
+# ---- L4: engines
+
+
+def test_L4_one_engine_and_two_one_ledger_in_whatever_order_groups_come(one_engine, two_engines):
+    assert_it_learned(one_engine[0], steps=8)
+    assert ledger(one_engine[0]) == ledger(two_engines[0])
+    assert {meta["engine"] for _, meta in read_groups(two_engines[0])} == {0, 1}
+    paths = sorted((two_engines[0] / "queue").glob("*/group_*.safetensors"))
+    assert paths != sorted(paths, key=lambda path: path.stat().st_mtime_ns)  # not one after the other
+
+
+def test_L4_control_seeds_by_engine_are_other_samples(one_engine, tmp_path):
+    flags = (*DAPO, "--rollout_ranks=2", "--max_steps=1")
+    status, output = launch(tmp_path / "run", *flags, ranks=3, broken=seeds_by_engine)
+    assert status == 0, output[-4000:]
+    assert lines(tmp_path / "run", "ledger.jsonl", "sft") == lines(one_engine[0], "ledger.jsonl", "sft")
+    (other,), ours = (lines(folder, "ledger.jsonl", "rl") for folder in (tmp_path / "run", one_engine[0]))
+    assert other["tokens"] != ours[0]["tokens"]
+
+
+# ---- L5: what goes on inside an engine
+
+
+def test_L5_batches_caches_chunks_and_retractions_cannot_be_seen(two_ranks, one_process, one_engine, two_engines):
+    """24 steps without a radix cache, 17 requests at a time, in chunks of 32 tokens; 8 with requests put back."""
+    assert_it_learned(two_ranks[0], steps=24)
+    config = (one_process[0] / "config.py").read_text()
+    assert all(flag.removeprefix("--").replace("=", " = ") + "  # command line\n" in config for flag in ENGINE_FLAGS)
+    assert ledger(two_ranks[0]) == ledger(one_process[0])
+    retractions = [m["engine_retractions"] for m in lines(two_engines[0], "metrics.jsonl", "rl")]
+    assert sum(retractions) > 8 and len(retractions) == 8
+    assert ledger(one_engine[0]) == ledger(two_engines[0])
+
+
+def test_L5_control_without_our_operators_the_batch_is_seen(without_our_operators, tmp_path):
+    flags = ("--batch_invariant=False", "--max_steps=1", "--eval_size=0", *ENGINE_FLAGS)
+    status, _ = launch_warm(tmp_path / "run", *flags)
+    runs = without_our_operators[0], tmp_path / "run"
+    assert status == 2 and len({str(lines(folder, "ledger.jsonl")) for folder in runs}) == 1  # from the same weights
+    a, b = (torch.cat([tensors["logprobs"] for tensors, _ in read_groups(folder, "rl_000000")]) for folder in runs)
+    assert not torch.equal(a, b)
+
+
+# ---- L6: kills and resumes
+
+
+def test_L6_a_resume_on_other_ranks_ends_in_the_ledger_of_the_undisturbed_run(two_ranks, resumed):
+    (base, output_of_base), (folder, output) = two_ranks, resumed
+    assert_it_learned(base, steps=24)
+    assert "resuming at step 16; 1 torn rollout files deleted" in output
+    assert digest(output) == digest(output_of_base) and ledger(folder) == ledger(base)
+    kept = [sync.group_path(x / "queue" / "rl_000021", 3).stat().st_mtime_ns for x in (base, folder)]
+    assert kept[0] == kept[1]  # a whole file is used as it is
+    assert [m["step"] for m in lines(folder, "metrics.jsonl", "rl")] == list(range(24))
+    for path in (base / "ckpt" / "step_000024").rglob("*.safetensors"):
+        ours = load_file(folder / path.relative_to(base))
+        assert ours and all(torch.equal(ours[name], t) for name, t in load_file(path).items())
+    commands = [x for x in (folder / "config.py").read_text().splitlines() if x.startswith("# train_grpo.py")]
+    assert ["resume" in command for command in commands] == [False, True]  # both are on record
+
+
+def test_L6_a_sigkill_at_a_random_moment_and_torchruns_restart_end_in_the_same_ledger(two_ranks, killed):
+    assert_it_learned(two_ranks[0], steps=24)
+    assert ledger(killed[0]) == ledger(two_ranks[0]) and not processes_of(killed[0])
+
+
+def test_L6_control_a_resume_that_lost_the_optimizer_is_caught(two_ranks, tmp_path):
+    forget_optimizer(interrupt(two_ranks[0], tmp_path / "run"))
+    status, output = launch_warm(tmp_path / "run", "--init_from=resume", *replay_of(two_ranks[0]))  # needs no engine
+    assert status == 1 and "rl step 16 came out otherwise than before the interruption" in error_line(output)
+
+
+# ---- L7: replay
+
+
+def test_L7_a_replay_without_an_engine_makes_the_same_ledger(two_ranks, replayed):
+    assert_it_learned(replayed[0], steps=24)
+    assert ledger(replayed[0]) == ledger(two_ranks[0])
+    assert "SGLang" not in replayed[1] and not list(replayed[0].glob("engine_*.log"))
+
+
+def test_L7_control_one_changed_token_is_caught(two_ranks, tmp_path):
+    shutil.copytree(two_ranks[0] / "queue", tmp_path / "queue")
+    flip_token(tmp_path / "queue")
+    status, output = launch_warm(tmp_path / "run", *replay_of(tmp_path))
+    assert status == 2 and error_line(output).startswith("error: step 3, prompt 0, sample 0, token")
+
+
+# ---- L8: the ways of the weights
+
+
+def test_L8_broadcast_ipc_and_disk_one_ledger(two_ranks, one_process, killed):
+    assert_it_learned(two_ranks[0], steps=24)
+    for (folder, output), how in ((two_ranks, "broadcast"), (one_process, "ipc"), (killed, "disk")):
+        assert f"weights travel by {how}" in output and ledger(folder) == ledger(two_ranks[0])
+
+
+def test_L8_control_a_bit_flipped_on_the_way_is_caught_and_the_parameter_named(tmp_path):
+    status, output = launch_warm(tmp_path / "run", "--max_steps=1", broken=a_flipped_bit)
+    assert status == 1 and re.search("did not arrive as sent: .*up_proj.weight", error_line(output))
+    assert not lines(tmp_path / "run", "ledger.jsonl", "rl") and not os.path.exists(tmp_path / "run" / "queue")
