@@ -13,7 +13,8 @@ from textwrap import indent
 import pytest
 
 import configurator
-from configurator import config_source, configure, fail, require
+from configurator import check_config, config_source, configure, fail, require
+from train_grpo import DEFAULTS
 
 HEAD = """
 from configurator import configure, config_source
@@ -488,3 +489,51 @@ def test_a_saved_config_with_a_flipped_bit_or_cut_off_is_one_line_or_still_a_con
             else:
                 assert config.keys() == block.keys()
     assert refused > len(data)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# the keys of train_grpo.py: values that make no sense together
+
+BAD = [
+    (dict(group_size=1), 1, "group_size=1"),
+    (dict(lanes=6), 1, "lanes=6: not a power of two"),
+    (dict(rollout_ranks=2), 2, "rollout_ranks=2: of 2 ranks"),
+    (dict(rollout_ranks=0), 2, "rollout_ranks=0: of 2 ranks"),
+    (dict(), 4, "lanes=8: 3 trainer ranks cannot share"),
+    (dict(leaf_tokens=0), 1, "leaf_tokens=0: must be more than 0"),
+    (dict(temperature=0.0), 1, "temperature=0.0"),
+    (dict(device="tpu"), 1, "device='tpu'"),
+    (dict(max_new_tokens=0), 1, "max_new_tokens=0"),
+    (dict(engine_kv_tokens=512), 1, "engine_kv_tokens=512: one sample may take 513"),
+    (dict(weight_sync="ipc"), 2, "weight_sync='ipc': engine and trainer must be one process"),
+    (dict(weight_sync="carrier pigeon"), 1, "weight_sync='carrier pigeon'"),
+    (dict(mode="replay", queue_dir="no/queue"), 1, "queue_dir='no/queue': mode='replay' needs"),
+    (dict(queue_dir="out/x"), 1, "queue_dir='out/x': is for --mode=replay"),
+    (dict(mode="serve"), 1, "mode='serve': use grpo, replay, sft"),
+    (dict(loss="gspo"), 1, "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation"),
+    (dict(loss="pg", updates_per_batch=2), 1, "updates_per_batch=2: loss='pg' has no ratio"),
+    (dict(updates_per_batch=0), 1, "updates_per_batch=0: must be more than 0"),
+    (dict(advantage="ppo"), 1, "advantage='ppo': use grpo, dr_grpo"),
+    (dict(advantage="distill"), 1, "advantage='distill': from whom?"),
+    (dict(advantage="distill", teacher="x", kl_coef=0.1, reference="x"), 1, "kl_coef=0.1: advantage='distill' is"),
+    (dict(advantage="gae", dynamic_sampling=2), 1, "dynamic_sampling=2: advantage='gae' learns from"),
+    (dict(value_clip=0.0), 1, "value_clip=0.0: is for --advantage=gae"),
+    (dict(teacher="x"), 1, "teacher='x': is for --advantage=distill"),
+    (dict(kl_in_reward=True), 1, "kl_in_reward=True: is for kl_coef"),
+    (dict(importance="mask", importance_floor=1.5), 1, "importance_floor=1.5: the weight of equal log-probs"),
+    (dict(overlong_cache=256), 1, "overlong_cache=256: not within max_new_tokens=256"),
+    (dict(eval_samples=0), 1, "eval_samples=0"),
+    (dict(dual_clip=0.5), 1, "dual_clip=0.5"),
+    (dict(kl_coef=0.1), 1, "kl_coef=0.1: to what? a scratch model is random"),
+    (dict(reference="x"), 1, "reference='x': is for kl_coef"),
+    (dict(keep_checkpoints=0), 1, "keep_checkpoints=0"),
+]
+
+
+@pytest.mark.parametrize("change,world,message", BAD)
+def test_values_that_make_no_sense_are_refused_in_one_line(change, world, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as e:
+        check_config(DEFAULTS | change, world, DEFAULTS)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")

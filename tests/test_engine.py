@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import finish
 from prove import lines
-from test_train import Record
+from test_dispatch import Record
 from torch.utils._python_dispatch import _disable_current_modes
 
 import kernels

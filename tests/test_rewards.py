@@ -4,6 +4,7 @@ Rewards: which number a response ends up with, weighted sums, the user's own fun
     pytest tests/test_rewards.py
 """
 
+import json
 import sys
 import time
 from decimal import Decimal
@@ -13,7 +14,19 @@ from pathlib import Path
 import pytest
 
 import rewards
-from rewards import RewardError, arithmetic, exact, final_number, load_reward, numeric, score
+from rewards import (
+    RewardError,
+    arithmetic,
+    encode_prompts,
+    exact,
+    final_number,
+    load_reward,
+    load_rows,
+    numeric,
+    rows_of_step,
+    score,
+)
+from train_grpo import DEFAULTS
 
 GSM8K = "He sells 48/2=<<48/2=24>>24 clips.\nAltogether 48+24=<<48+24=72>>72.\n#### 72"  # a solution in GSM8K's form
 ARABIC_42 = "\u0664\u0662"  # 42 in Arabic-Indic digits
@@ -374,3 +387,60 @@ def test_arithmetic_has_every_pair_in_a_fixed_order():
     assert rows[1725] == {"prompt": "17+25=", "answer": "42"}
     assert [row["prompt"] for row in arithmetic(2)] == ["0+0=", "0+1=", "1+0=", "1+1="]
     assert all(numeric(row["prompt"], row["answer"], row["answer"]) == 1.0 for row in rows[::97])
+
+
+def test_rows_of_a_step_depend_on_seed_and_step_alone_and_cover_each_epoch_once():
+    steps = [rows_of_step(10, 4, s, 1, "rl") for s in range(5)]
+    assert rows_of_step(10, 4, 3, 1, "rl") == steps[3]
+    flat = sum(steps, [])
+    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
+    assert rows_of_step(10, 4, 0, 2, "rl") != steps[0]
+
+
+def test_rows_come_from_jsonl_and_parquet_with_named_columns_and_a_template(tmp_path):
+    import datasets
+
+    rows = [{"q": f"is {i} even?", "a": i % 2 == 0, "hint": "think"} for i in range(9)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
+    for name in ("x.jsonl", "x.parquet"):
+        config = DEFAULTS | dict(dataset=str(tmp_path / name), prompt_column="q", answer_column="a", eval_size=2)
+        data, held_out = load_rows(config | dict(prompt_template="{hint}: {q}"))
+        assert len(data) == 7 and len(held_out) == 2
+        assert {r["prompt"] for r in data + held_out} == {f"think: is {i} even?" for i in range(9)}
+        assert all(r["answer"] == str(int(r["prompt"].split()[2]) % 2 == 0) for r in data)
+
+
+def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on():
+    data, held_out = load_rows(DEFAULTS)
+    again = load_rows(DEFAULTS | dict(seed=2))
+    assert (data, held_out) == again and len(held_out) == DEFAULTS["eval_size"]
+    assert not {r["prompt"] for r in data} & {r["prompt"] for r in held_out}
+
+
+def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": list(text.encode())}
+
+    rows = [{"prompt": "x" * n, "answer": ""} for n in (3, 300, 5, 400)]
+    kept = encode_prompts(rows, tokenizer, DEFAULTS, "training")
+    assert [len(r["prompt_tokens"]) for r in kept] == [3, 5]
+    assert capsys.readouterr().out == "dropped 2 of 4 training prompts: over max_prompt_tokens=256\n"
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(dataset="nowhere.jsonl"), "dataset='nowhere.jsonl': no such file"),
+        (dict(prompt_column="question"), "prompt_column='question': the data set has the columns answer, prompt"),
+        (dict(answer_column="label"), "answer_column='label'"),
+        (dict(prompt_template="{question}"), "prompt_template='{question}': KeyError"),
+        (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
+    ],
+)
+def test_data_that_is_not_there_is_refused_in_one_line(change, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as e:
+        load_rows(DEFAULTS | change)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and message in err

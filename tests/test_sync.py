@@ -10,23 +10,14 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import sync
 from sync import RunError
+from train_grpo import DEFAULTS
 
 
 def bits(x):
     return x.view(torch.int32)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A process group of one."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -91,8 +82,10 @@ def test_hash_and_norm_of_shards_are_those_of_the_whole(alone):
         changed = hashes(1)
         assert {n for n in whole if changed[n] != whole[n]} == {name}
         whole = changed
-    weights["b"][[0, 1]] = weights["b"][[1, 0]]
-    assert hashes(1)["b"] != whole["b"]
+    for name, where in (("b", ([0, 1],)), ("a", ([0, 1], 3)), ("a", (2, [0, 1]))):  # also of one column, of one row
+        weights[name][where] = weights[name][where].flip(0)
+        assert hashes(1)[name] != whole[name], where
+        whole = hashes(1)
 
 
 def test_adamw_does_not_see_where_the_shards_are_cut():
@@ -110,6 +103,21 @@ def test_adamw_does_not_see_where_the_shards_are_cut():
 
     assert all(torch.equal(run(*cuts), run()) for cuts in ((500,), (1,), (3, 10, 11, 777), tuple(range(0, 1001, 13))))
     assert not torch.equal(run(), bits(whole))
+
+
+# ---- models
+
+
+def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    sync.make_scratch_model(tmp_path, DEFAULTS)
+    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    text = "17+25=\n 42 ~!"
+    tokens = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(tokens) == text and len(tokens) == len(text)
+    assert tokenizer.eos_token_id == 1 != tokenizer.pad_token_id == 0 and len(tokenizer) == model.config.vocab_size
+    assert 700_000 < model.num_parameters() < 900_000
 
 
 # ---- files

@@ -11,8 +11,6 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 import train_grpo as train
 from sync import LeafSum, Ranks, make_scratch_model, tree_sum
@@ -20,15 +18,12 @@ from sync import LeafSum, Ranks, make_scratch_model, tree_sum
 DEFAULTS = train.DEFAULTS | dict(scratch_layers=1, scratch_hidden=64, scratch_mlp=128, lanes=4, leaf_tokens=40)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+@pytest.fixture
+def ranks(mesh):
     """A world of one trainer, whose matmuls are ours."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     train.kernels.enable_batch_invariant()
-    yield Ranks(0, 1, 1, 0, DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    yield Ranks(0, 1, 1, 0, mesh)
     train.kernels.disable_batch_invariant()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +89,21 @@ def test_leaves_follow_from_the_lengths_and_not_from_their_order():
     assert train.plan_leaves([5, 5], 100, 4) == [[0], [1], [], []]
 
 
+def test_a_packed_leaf_picks_the_masked_tokens_and_their_predecessors():
+    samples = make_samples(5)
+    leaf = train.pack(samples, "cpu")
+    expected, start = [], 0
+    for i, s in enumerate(samples):
+        for j, used in enumerate(s.loss_mask.tolist()):
+            if used:
+                at = s.prompt_tokens + j
+                expected.append((start + at - 1, int(s.tokens[at]), float(s.logprobs[j]), i, j))
+        start += len(s.tokens)
+    got = zip(*(x.tolist() for x in (leaf.predictors, leaf.targets, leaf.logprobs, leaf.sample, leaf.response_index)))
+    assert list(got) == expected and leaf.ids.tolist() == sum((s.tokens.tolist() for s in samples), [])
+    assert leaf.positions.tolist() == sum((list(range(len(s.tokens))) for s in samples), [])
+
+
 def test_leaves_add_to_the_same_bits_on_1_2_4_and_8_ranks_and_a_plain_loop_does_not():
     torch.manual_seed(0)
     leaves = torch.randn(24, 1000)  # three rows of 8 lanes
@@ -140,7 +150,45 @@ def test_the_memory_of_an_update_does_not_grow_with_the_batch(ranks, scratch, la
     assert most[2] > most[1] - 0.5 > math.log2(lanes)  # they were counted
 
 
-# ---- the update
+# ---- the model and its update
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_logprobs_and_gradients_are_those_of_plain_transformers(mesh, scratch, batch_invariant):
+    """Right, and not only equal to the engine's: against float64, through FSDP2, leaves, the sum and our operators."""
+    from transformers import AutoModelForCausalLM
+
+    if batch_invariant:
+        train.kernels.enable_batch_invariant()
+    try:
+        change = dict(temperature=0.7, batch_invariant=batch_invariant, importance="mask", loss="pg")
+        trainer = make_trainer(Ranks(0, 1, 1, 0, mesh), scratch, **change)
+        samples = make_samples(9)
+        ours = [s.old_logprobs[s.loss_mask] for s in trainer.forward_only(samples)]
+        trainer.c.importance = ""
+        grads, _, _ = trainer.gradients(samples)
+    finally:
+        train.kernels.disable_batch_invariant()
+    plain = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64)
+    objective, tokens = 0.0, sum(int(s.loss_mask.sum()) for s in samples)
+    for s, x in zip(samples, ours):
+        logp = torch.log_softmax(plain(s.tokens[None]).logits[0, :-1] / 0.7, -1).gather(1, s.tokens[1:, None])[:, 0]
+        logp = logp[s.prompt_tokens - 1 :][s.loss_mask]
+        assert torch.allclose(x.double(), logp, atol=1e-5, rtol=0)
+        objective = objective + (logp * s.advantages[s.loss_mask]).sum()
+    (-objective / tokens).backward()
+    for shard, grad in zip(trainer.shards, grads):
+        expected = plain.get_parameter(shard.name).grad
+        assert expected.abs().max() > 1e-4 and torch.allclose(grad.double(), expected, atol=1e-6, rtol=1e-3), shard.name
+
+
+def test_a_critic_learns_the_returns_and_starts_at_zero(ranks, scratch):
+    change = dict(advantage="gae", value_coef=1.0, value_clip=0.0, grad_clip=0.0, loss="pg")
+    trainer = make_trainer(ranks, scratch, **change)
+    samples = [s._replace(returns=s.logprobs, advantages=s.advantages * 0) for s in make_samples(6)]
+    losses = [trainer.update(samples, step, 1e-2)[0]["value_loss"] for step in range(40)]
+    returns = torch.cat([s.returns[s.loss_mask] for s in samples])
+    assert losses[0] == pytest.approx(float(returns.square().mean() / 2)) and losses[-1] < 0.3 * losses[0]
 
 
 def test_a_sample_does_not_see_what_it_is_packed_with_nor_the_gradient_the_cut_into_leaves(ranks, scratch):
