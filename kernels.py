@@ -1303,6 +1303,53 @@ def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# the sampler's noise: no sum at all, but a hash of the sample's seed, the position and the token, so that no neighbour
+# and no other step can be seen in it
+
+
+def murmur_hash32(seed, positions, columns):
+    """
+    MurmurHash3 (Appleby, 32 bits) of seed (B,) uint64, position (B,) and column (V,) -> (B, V) int64 in [0, 2^32):
+    bit for bit SGLang's Triton kernel, so that a CPU run draws the noise a GPU run would.
+    """
+    mask = 0xFFFFFFFF  # a product that overflows int64 still has the right lower 32 bits
+
+    def rotate(x, r):
+        return ((x << r) | (x >> (32 - r))) & mask
+
+    def mix(h, k):
+        k = rotate(((k & mask) * 0xCC9E2D51) & mask, 15) * 0x1B873593
+        return (rotate(h ^ (k & mask), 13) * 5 + 0xE6546B64) & mask
+
+    h, seed = 0, seed.view(torch.int64)[:, None]
+    for block in (seed, seed >> 32, positions.long()[:, None], columns.long()[None]):
+        h = mix(h, block)
+    h = h ^ 16  # bytes hashed
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & mask
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & mask
+    return h ^ (h >> 16)
+
+
+def finite_hash(hash32, seed, positions, columns):
+    """
+    What the function `hash32` (SGLang's or ours) gives, its largest value replaced by the one below; (B, V) float64.
+
+    SGLang draws the token with the largest log-prob + noise, -log(-log(x)) with x = hash / (2^32 - 1) in float64. Of
+    the hash 2^32 - 1 that is +inf, and once in 2^32 draws a token was taken whatever its probability: of 151,936 tokens
+    to draw from, one in 28,000 (sglang issue 25106, mended after 0.5.17). Of 2^32 - 2, x is 1 - 2^-32 and the noise
+    22.2, so the two largest hashes now stand for the same tail. Every other hash keeps its noise, bit for bit.
+
+    The other end is finite as it is: log(0) is clamped to -1.8e308, and the noise of hash 0 is -709.8, where an exact
+    draw from that end would be near -3. So a token with hash 0 is not taken unless all others are as good as
+    impossible, which takes at most 2^-32 off its probability: less than a float32 log-prob tells apart.
+
+    float64 holds each hash exactly, and torch knows no minimum of uint32. SGLang's own conversion then has nothing to
+    do; on CUDA torch.compile makes all this part of the kernel that makes the noise.
+    """
+    return hash32(seed, positions, columns).double().clamp_(max=2**32 - 2)
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # the switch, thrown in the trainer and in the engine's scheduler process alike
 
 _library = None

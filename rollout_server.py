@@ -259,52 +259,6 @@ def hugging_face_parameters(model):
 # in the scheduler's process
 
 
-def murmur_hash32(seed, positions, columns):
-    """
-    MurmurHash3 (Appleby, 32 bits) of seed (B,) uint64, position (B,) and column (V,) -> (B, V) int64 in [0, 2^32):
-    bit for bit SGLang's Triton kernel, so that a CPU run draws the noise a GPU run would.
-    """
-    mask = 0xFFFFFFFF  # a product that overflows int64 still has the right lower 32 bits
-
-    def rotate(x, r):
-        return ((x << r) | (x >> (32 - r))) & mask
-
-    def mix(h, k):
-        k = rotate(((k & mask) * 0xCC9E2D51) & mask, 15) * 0x1B873593
-        return (rotate(h ^ (k & mask), 13) * 5 + 0xE6546B64) & mask
-
-    h, seed = 0, seed.view(torch.int64)[:, None]
-    for block in (seed, seed >> 32, positions.long()[:, None], columns.long()[None]):
-        h = mix(h, block)
-    h = h ^ 16  # bytes hashed
-    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & mask
-    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & mask
-    return h ^ (h >> 16)
-
-
-def finite_noise(hash32):
-    """
-    The hash function `hash32` (SGLang's or ours) without its largest value, which becomes the one below.
-
-    SGLang draws the token with the largest log-prob + noise, -log(-log(x)) with x = hash / (2^32 - 1) in float64. Of
-    the hash 2^32 - 1 that is +inf, and once in 2^32 draws a token was taken whatever its probability: of 151,936 tokens
-    to draw from, one in 28,000 (sglang issue 25106, mended after 0.5.17). Of 2^32 - 2, x is 1 - 2^-32 and the noise
-    22.2, so the two largest hashes now stand for the same tail. Every other hash keeps its noise, bit for bit.
-
-    The other end is finite as it is: log(0) is clamped to -1.8e308, and the noise of hash 0 is -709.8, where an exact
-    draw from that end would be near -3. So a token with hash 0 is not taken unless all others are as good as
-    impossible, which takes at most 2^-32 off its probability: less than a float32 log-prob tells apart.
-
-    float64 holds each hash exactly, and torch knows no minimum of uint32. SGLang's own conversion then has nothing to
-    do; on CUDA torch.compile makes all this part of the kernel that makes the noise.
-    """
-
-    def hashed(seed, positions, columns):
-        return hash32(seed, positions, columns).double().clamp_(max=2**32 - 2)
-
-    return hashed
-
-
 def check_weights(scheduler, expected):
     """Raises ValueError unless the model that this scheduler runs has the parameters {Hugging Face's name: hash}."""
     found = hugging_face_parameters(scheduler.tp_worker.model_runner.model)
@@ -337,10 +291,10 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
-        sampler.murmur_hash32 = murmur_hash32
+        sampler.murmur_hash32 = kernels.murmur_hash32
     else:  # SGLang would have nvcc compile this one at the first decode step
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
-    sampler.murmur_hash32 = finite_noise(sampler.murmur_hash32)  # what multinomial_with_seed makes its noise of
+    sampler.murmur_hash32 = functools.partial(kernels.finite_hash, sampler.murmur_hash32)  # for multinomial_with_seed
     if inv_freq:
         install_operators(ATTENTION_BACKEND[device], inv_freq)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
@@ -382,14 +336,14 @@ def unlink_shared_memory(pids):
     the memory goes when the processes go, however that happens.
     """
     for pid in pids:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        inodes = {int(inode) for inode in re.findall(r"(\d+) +/dev/shm/", maps)}  # a semaphore has two names
+        mapped = re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text())
+        inodes = set(map(int, mapped))  # of files; a semaphore has two names
         for entry in os.scandir("/dev/shm"):  # its inode came with the name: the file itself may just have gone
             if entry.inode() in inodes and not entry.name.startswith(("cuda", "nccl")):
                 Path(entry).unlink(missing_ok=True)
 
 
-def engine_arguments(config, model_path, device, dtype, gpu, lends):
+def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     """What SGLang is started with, as its ServerArgs name it."""
     on_cpu = device == "cpu"
     tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
@@ -402,7 +356,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends):
         disable_radix_cache=not config["radix_cache"], attention_backend=ATTENTION_BACKEND[device],
         max_total_tokens=config["engine_kv_tokens"] or (on_cpu and samples * (tokens + 1)) or None,
         max_running_requests=config["engine_max_running"] or (on_cpu and samples) or None,
-        chunked_prefill_size=config["engine_prefill_chunk"] or None, weight_version="0",
+        chunked_prefill_size=config["engine_prefill_chunk"] or None, weight_version="0", custom_sigquit_handler=died,
         sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
     )  # fmt: skip
     if on_cpu:
@@ -462,8 +416,7 @@ class RolloutEngine:
             # tokens in, tokens out: the detokenizer's process would only import SGLang once more and wait
             _launch_detokenizer_subprocesses = staticmethod(lambda *_, **__: ([], []))
 
-        args = engine_arguments(self.config, model_path, device, dtype, gpu, self.lends)
-        sglang = EngineInRank(**args, custom_sigquit_handler=self._died)
+        sglang = EngineInRank(**engine_arguments(self.config, model_path, device, dtype, gpu, self.lends, self._died))
         unlink_shared_memory(sglang.get_all_child_pids())
         return sglang
 
@@ -648,7 +601,7 @@ class Sampler:
             texts = [self.decode(o["output_ids"]) for o in outputs]
             async with self.scoring:
                 rewards = await asyncio.to_thread(self._score, index, texts, job)
-            tensors = self._tensors(index, job, outputs, seeds, rewards)
+            tensors = self._tensors(job.rows[index], outputs, seeds, rewards)
             meta = dict(
                 run=self.run, stream=job.stream, step=job.step, prompt=index, version=job.version,
                 prompt_text=job.rows[index]["prompt"], answer=job.rows[index]["answer"], responses=texts,
@@ -660,10 +613,10 @@ class Sampler:
     async def _generate(self, index, job):
         """(SGLang's answers, seeds) of the G samples of a prompt."""
         seeds = [sampling_seed(self.seed, job.stream, job.step, index, g, 0) for g in range(job.samples)]
+        params = [dict(self.params, temperature=job.temperature, sampling_seed=s) for s in seeds]
+        prompts = [job.rows[index]["prompt_tokens"]] * job.samples
         outputs = await self.engine.sglang.async_generate(
-            input_ids=[job.rows[index]["prompt_tokens"]] * job.samples,
-            sampling_params=[dict(self.params, temperature=job.temperature, sampling_seed=s) for s in seeds],
-            return_logprob=True,
+            input_ids=prompts, sampling_params=params, return_logprob=True
         )
         versions = {int(o["meta_info"]["weight_version"]) for o in outputs}
         if versions != {job.version}:
@@ -674,18 +627,19 @@ class Sampler:
         row, where = job.rows[index], f"{job.stream} step {job.step}, prompt {index}, sample "
         return [score(self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
 
-    def _tensors(self, index, job, outputs, seeds, rewards):
+    def _tensors(self, row, outputs, seeds, rewards):
         """A group file's: the samples' tokens end to end, T of them in all; `lengths` cuts them apart again."""
         tokens = [o["output_ids"] for o in outputs]
         logprobs = [lp for o in outputs for lp, _, _ in o["meta_info"]["output_token_logprobs"]]
-        total = len(logprobs)
         return dict(
-            prompt_tokens=torch.tensor(job.rows[index]["prompt_tokens"]),
+            prompt_tokens=torch.tensor(row["prompt_tokens"]),
             lengths=torch.tensor([len(t) for t in tokens]),  # (G,)
             tokens=torch.tensor([t for sample in tokens for t in sample]),  # (T,)
             logprobs=torch.tensor(logprobs, dtype=torch.float32),  # (T,)
-            loss_mask=torch.ones(total, dtype=torch.bool),  # one turn: every token is the model's own, EOS too
-            weight_version=torch.full((total,), job.version),  # (T,)
+            loss_mask=torch.ones(len(logprobs), dtype=torch.bool),  # one turn: every token is the model's own, EOS too
+            weight_version=torch.tensor(
+                [int(o["meta_info"]["weight_version"]) for o in outputs for _ in o["output_ids"]]
+            ),
             truncated=torch.tensor([t[-1] not in self.stop_tokens for t in tokens]),  # (G,)
             seeds=torch.tensor(seeds),  # (G,)
             rewards=torch.tensor(rewards, dtype=torch.float32),  # (G,)

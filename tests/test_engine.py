@@ -5,6 +5,7 @@ The real SGLang engine in this process, against the trainer's model: the same 32
 """
 
 import copy
+import functools
 import itertools
 import json
 import mmap
@@ -24,7 +25,8 @@ import rollout_server
 import sync
 import train_grpo as train
 from configurator import block
-from rollout_server import Job, RolloutEngine, Sampler, finite_noise, murmur_hash32, sampling_seed
+from kernels import finite_hash, murmur_hash32
+from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
 
 DEFAULTS = block(vars(train))
 # so small a cache that the engine has to retract requests, and takes them up again later
@@ -35,6 +37,7 @@ CONFIG = DEFAULTS | dict(
 
 OPERATORS = ("rms_norm", "rms_norm, residual", "norm_rope", "rope_table", "swiglu", "head_logits", "attention", "mm")
 REPLACED = {"mm", "addmm", "_log_softmax", "_softmax"}  # by enable_batch_invariant, on CUDA all of them
+OURS = functools.partial(finite_hash, murmur_hash32)  # the sampler's hash, as run_scheduler sets it on a CPU
 OTHERS = set(  # element by element, moved, made, read, of whole numbers, and a largest number, which has no order
     """
     __lshift__ __rshift__ _local_scalar_dense _to_copy add add_ any arange argmax bitwise_and bitwise_or bitwise_xor
@@ -439,7 +442,8 @@ def draw(hash32, logprobs, seed, positions):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "murmur_hash32", hash32)
-        plain = sampler.multinomial_with_seed._torchdynamo_orig_callable  # not compiled
+        compiled = sampler.multinomial_with_seed  # unless an engine was started before
+        plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
         return plain(logprobs, seed, positions)[:, 0]
 
 
@@ -449,7 +453,7 @@ def test_the_largest_hash_does_not_take_a_token_whatever_its_probability(seed, p
     logprobs[0, column] = -60
     where = torch.tensor([seed]), torch.tensor([position])
     assert draw(murmur_hash32, logprobs, *where) == column  # SGLang does
-    assert draw(finite_noise(murmur_hash32), logprobs, *where) != column
+    assert draw(OURS, logprobs, *where) != column
 
 
 def test_all_other_draws_are_sglangs_own():
@@ -457,18 +461,15 @@ def test_all_other_draws_are_sglangs_own():
     seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=draws)
     positions = torch.randint(0, 40_000, (64,), generator=draws)
     logprobs = torch.randn(64, 20_000, generator=draws).log_softmax(1)
-    hashes = [
-        f(seeds.view(torch.uint64), positions, torch.arange(20_000))
-        for f in (murmur_hash32, finite_noise(murmur_hash32))
-    ]
+    hashes = [f(seeds.view(torch.uint64), positions, torch.arange(20_000)) for f in (murmur_hash32, OURS)]
     assert torch.equal(hashes[0].double(), hashes[1]) and hashes[1].dtype == torch.float64  # so SGLang does not round
-    tokens = [draw(f, logprobs, seeds, positions) for f in (murmur_hash32, finite_noise(murmur_hash32))]
+    tokens = [draw(f, logprobs, seeds, positions) for f in (murmur_hash32, OURS)]
     assert torch.equal(*tokens) and len(set(tokens[0].tolist())) > 50
 
 
 def test_both_ends_of_the_hash_have_finite_noise():
     def first_is_drawn(hashes, logprobs):
-        hash32 = finite_noise(lambda *_: torch.tensor([hashes]))
+        hash32 = functools.partial(finite_hash, lambda *_: torch.tensor([hashes]))
         return draw(hash32, torch.tensor([logprobs], dtype=torch.float64), torch.tensor([0]), torch.tensor([0])) == 0
 
     most = 2**32 - 1
@@ -497,9 +498,9 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path):
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, vocab_size=151_936)).save_pretrained(model)
     reward.write_text("def odd(prompt, response, answer):\n    return len(response) % 2\n")
     plain = "--max_steps=2", "--warmup_sft_steps=0", "--eval_size=0", "--checkpoint_every=0"
-    folder, _ = finish(tmp_path / "run", f"--init_from={model}", f"--reward={reward}:odd", *plain)
-    steps = lines(folder, "metrics.jsonl", "rl")
+    finish(tmp_path / "run", f"--init_from={model}", f"--reward={reward}:odd", *plain)
+    steps = lines(tmp_path / "run", "metrics.jsonl", "rl")
     assert len(steps) == 2 and all(s["logprob_mismatch_tokens"] == 0 for s in steps)
     assert all(s["reward_std"] > 0 and s["grad_norm"] > 0 for s in steps)
-    tokens = [sync.read_group(folder / "queue/rl_000001", i, {})[0]["tokens"] for i in range(8)]
+    tokens = [sync.read_group(tmp_path / "run/queue/rl_000001", i, {})[0]["tokens"] for i in range(8)]
     assert torch.cat(tokens).max() > 140_000
