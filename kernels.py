@@ -1310,23 +1310,24 @@ def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
 def murmur_hash32(seed, positions, columns):
     """
     MurmurHash3 (Appleby, 32 bits) of seed (B,) uint64, position (B,) and column (V,) -> (B, V) int64 in [0, 2^32):
-    bit for bit SGLang's Triton kernel, so that a CPU run draws the noise a GPU run would.
+    bit for bit SGLang's Triton kernel, so that a CPU run draws the noise a GPU run would. An int64 product wraps, but
+    its low 32 bits, which are all that is kept, are right.
     """
-    mask = 0xFFFFFFFF  # a product that overflows int64 still has the right lower 32 bits
+    mask = 0xFFFFFFFF
 
     def rotate(x, r):
         return ((x << r) | (x >> (32 - r))) & mask
 
     def mix(h, k):
-        k = rotate(((k & mask) * 0xCC9E2D51) & mask, 15) * 0x1B873593
-        return (rotate(h ^ (k & mask), 13) * 5 + 0xE6546B64) & mask
+        h = rotate(h ^ (rotate(k * 0xCC9E2D51 & mask, 15) * 0x1B873593 & mask), 13)
+        return (h * 5 + 0xE6546B64) & mask
 
-    h, seed = 0, seed.view(torch.int64)[:, None]
-    for block in (seed, seed >> 32, positions.long()[:, None], columns.long()[None]):
-        h = mix(h, block)
-    h = h ^ 16  # bytes hashed
-    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & mask
-    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & mask
+    seed = seed.view(torch.int64)
+    h = mix(torch.zeros_like(seed), seed & mask)
+    h = mix(mix(h, (seed >> 32) & mask), positions.long() & mask)
+    h = mix(h[:, None], columns.long()[None] & mask) ^ 16  # 16 bytes hashed
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & mask
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & mask
     return h ^ (h >> 16)
 
 

@@ -631,15 +631,14 @@ class Sampler:
         """A group file's: the samples' tokens end to end, T of them in all; `lengths` cuts them apart again."""
         tokens = [o["output_ids"] for o in outputs]
         logprobs = [lp for o in outputs for lp, _, _ in o["meta_info"]["output_token_logprobs"]]
+        versions = [int(o["meta_info"]["weight_version"]) for o in outputs for _ in o["output_ids"]]
         return dict(
             prompt_tokens=torch.tensor(row["prompt_tokens"]),
             lengths=torch.tensor([len(t) for t in tokens]),  # (G,)
             tokens=torch.tensor([t for sample in tokens for t in sample]),  # (T,)
             logprobs=torch.tensor(logprobs, dtype=torch.float32),  # (T,)
             loss_mask=torch.ones(len(logprobs), dtype=torch.bool),  # one turn: every token is the model's own, EOS too
-            weight_version=torch.tensor(
-                [int(o["meta_info"]["weight_version"]) for o in outputs for _ in o["output_ids"]]
-            ),
+            weight_version=torch.tensor(versions),  # (T,)
             truncated=torch.tensor([t[-1] not in self.stop_tokens for t in tokens]),  # (G,)
             seeds=torch.tensor(seeds),  # (G,)
             rewards=torch.tensor(rewards, dtype=torch.float32),  # (G,)
