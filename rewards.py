@@ -111,7 +111,7 @@ def load_reward(spec):
     """
     The reward function for `spec`: terms joined by +, each a built-in name or path/to/file.py:function, each optionally
     weighted (0.2*format). A path is looked up in the working directory, then beside this file; it cannot contain + or
-    *. Raises ValueError with a one-line message.
+    *. Ends the run with one line if there is no such function.
     """
     terms = []
     for term in spec.split("+"):
@@ -121,7 +121,7 @@ def load_reward(spec):
                 raise ValueError(f"weight {weight!r} is not a number, as in 0.2*format (and a path cannot contain *)")
             terms.append((float(weight or 1), name, _find(name)))
         except ValueError as error:
-            raise ValueError(f"reward={spec!r}: {error}") from None
+            require(False, f"reward={spec!r}: {error}")
 
     def weighted_sum(prompt, response, answer):
         # fsum rounds once, at the end; sum() gives other bits in Python 3.12 than in 3.11

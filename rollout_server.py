@@ -457,12 +457,11 @@ class RolloutEngine:
 
     # ---- weights
 
-    def join_weight_group(self, host, port, name, backend):
-        """Enters the group in which trainer rank 0 broadcasts; returns when both are in it."""
+    def join_weight_group(self, host, port, rank, size, name, backend):
+        """Enters the group in which trainer rank 0 broadcasts, as its member `rank`; returns when all are in it."""
         self.group = name
-        request = self.requests.InitWeightsUpdateGroupReqInput(
-            master_address=host, master_port=port, rank_offset=1, world_size=2, group_name=name, backend=backend
-        )
+        where = dict(master_address=host, master_port=port, rank_offset=rank, world_size=size)
+        request = self.requests.InitWeightsUpdateGroupReqInput(**where, group_name=name, backend=backend)
         ok, message = self._call(self.manager.init_weights_update_group(request), "joining the weight group")
         if not ok:
             raise RunError(f"{self.name}: could not join the weight group: {message}")

@@ -77,15 +77,7 @@ class Ranks(NamedTuple):
     trainers: int
     engines: int
     mesh: DeviceMesh | None  # over the trainers; None on a rank that does not train
-
-    @property
-    def is_trainer(self):
-        return self.rank < self.trainers
-
-    @property
-    def engine(self):
-        """Index of this rank's engine, or None."""
-        return self.rank - (self.world - self.engines) if self.rank >= self.world - self.engines else None
+    engine: int | None  # index of this rank's engine; None on a rank without one
 
 
 @contextmanager
@@ -133,7 +125,8 @@ def start_process_groups(trainers, engines, device):
     if trainers:
         group = dist.new_group(range(trainers), backend="nccl" if device == "cuda" else "gloo", timeout=FOREVER)
         mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",)) if rank < trainers else None
-    return Ranks(rank, world, trainers, engines, mesh)
+    first = world - engines  # of the ranks with an engine
+    return Ranks(rank, world, trainers, engines, mesh, rank - first if rank >= first else None)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -321,14 +314,13 @@ def save_tokenizer(folder, tokenizer, stop_tokens):
 
 def buckets(shapes, dtype, max_bytes=256 << 20):
     """Cuts [(name, shape)] into lists of at most `max_bytes` each (a larger tensor is a bucket by itself)."""
-    out, room = [[]], max_bytes
+    out, filled = [[]], 0
     for name, shape in shapes:
         size = math.prod(shape) * dtype.itemsize
-        if out[-1] and size > room:
-            out.append([])
-            room = max_bytes
+        filled += size
+        if out[-1] and filled > max_bytes:
+            out, filled = [*out, []], size
         out[-1].append((name, shape))
-        room -= size
     return out
 
 
@@ -348,7 +340,7 @@ class WeightSync:
     Sends the trainers' weights to every engine, which proves by a hash of each parameter it then holds that they
     arrived. Collective over all ranks; `shards` is None on a rank without a trainer, `engine` on one without an engine.
 
-    broadcast   trainer rank 0 and an engine's worker form a group of two, by SGLang's own weight-update group
+    broadcast   trainer rank 0 and the engines' workers form a group, by SGLang's own weight-update group
     ipc         a rank that has both hands its engine the memory itself (CUDA's handles; shared memory on a CPU)
     disk        safetensors in `folder`
 
@@ -368,31 +360,27 @@ class WeightSync:
         self.bytes = sum(math.prod(shape) for _, shape in shared[0]) * dtype.itemsize
         self.plan = buckets(shared[0], dtype)
         if how == "broadcast":
-            self.groups = self._join("nccl" if device == "cuda" else "gloo")
+            self.group = self._join("nccl" if device == "cuda" else "gloo")
 
     def _join(self, backend):
-        """Rank 0's list of groups, one per engine; [] elsewhere."""
-
-        def enter(store, names):
+        """Rank 0's end of the group that it forms with all engines' workers; None elsewhere."""
+        meeting, entering = [None], None
+        if self.ranks.rank == 0:
             from sglang.srt.utils import init_custom_process_group
 
-            options = dict(timeout=FOREVER, world_size=2, rank=0)
-            stores = [dist.PrefixStore(name, store) for name in names]
-            return [init_custom_process_group(backend, store=s, group_name=n, **options) for s, n in zip(stores, names)]
-
-        names = [f"weights{e}" for e in range(self.ranks.engines)]
-        meeting = [None]
-        if self.ranks.rank == 0:
             one_node = self.ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             host = "127.0.0.1" if one_node else socket.gethostbyname(socket.gethostname())
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FOREVER)  # 0: any free port
             meeting = [(host, store.port)]
         dist.broadcast_object_list(meeting, src=0)
+        size = 1 + self.ranks.engines
         with hidden_torchrun(), ThreadPoolExecutor(1) as thread:  # rank 0 may have to enter both ends
-            entering = thread.submit(enter, store, names) if self.ranks.rank == 0 else None
+            if self.ranks.rank == 0:
+                options = dict(store=dist.PrefixStore("weights", store), group_name="weights", timeout=FOREVER)
+                entering = thread.submit(init_custom_process_group, backend, world_size=size, rank=0, **options)
             if self.engine is not None:
-                self.engine.join_weight_group(*meeting[0], names[self.ranks.engine], backend)
-            return entering.result() if entering else []
+                self.engine.join_weight_group(*meeting[0], 1 + self.ranks.engine, size, "weights", backend)
+            return entering.result() if entering else None
 
     def publish(self, version, hashes=None):
         """
@@ -420,13 +408,13 @@ class WeightSync:
 
     def _broadcast(self, version, cast):
         for bucket, last, tensors in self._buckets(cast):
-            if self.groups:  # SGLang's "flattened_bucket": the bytes of all tensors in one
+            if self.group:  # SGLang's "flattened_bucket": the bytes of all tensors in one
                 flat = torch.cat([t.view(torch.uint8).flatten() for t in tensors])
-            sending = [dist.broadcast(flat, src=0, group=g, async_op=True) for g in self.groups]
+                sending = dist.broadcast(flat, src=0, group=self.group, async_op=True)
             if self.engine is not None:
                 self.engine.receive_weights(bucket, self.dtype, version, last)
-            for work in sending:
-                work.wait()
+            if self.group:
+                sending.wait()
 
     def _ipc(self, version, cast):
         for bucket, last, tensors in self._buckets(cast):

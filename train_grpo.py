@@ -322,10 +322,8 @@ class Leaf(NamedTuple):
 
 def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False):
     """A Sample of prompt (T - R,) and response (R,); what is not known yet is 0."""
-    zeros = [torch.zeros(len(response))] * 4
-    return Sample(
-        name, torch.cat([prompt, response]), len(prompt), truncated, 0.0, loss_mask, logprobs, logprobs, *zeros
-    )
+    known = name, torch.cat([prompt, response]), len(prompt), truncated, 0.0, loss_mask, logprobs, logprobs
+    return Sample(*known, *[torch.zeros(len(response))] * 4)
 
 
 # One token that teaches nothing: what an empty leaf holds, whose rank must take part in what the others do.
@@ -518,9 +516,8 @@ class Trainer:
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(), self.mesh)
         if record:
             steps = int(self.optimizer.state[self.weights[0]]["step"])
-            sync.seal_checkpoint(
-                unfinished, ckpt / f"step_{step:06d}", step=step, optimizer_steps=steps, **record.state()
-            )
+            state = dict(step=step, optimizer_steps=steps) | record.state()
+            sync.seal_checkpoint(unfinished, ckpt / f"step_{step:06d}", **state)
             sync.prune_checkpoints(ckpt, self.c.keep_checkpoints)
 
     @torch.no_grad()
@@ -695,10 +692,7 @@ if __name__ == "__main__":
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
     sys.excepthook = sync.report_disk_error
-    try:
-        reward_function = load_reward(reward)
-    except ValueError as e:
-        require(False, str(e))
+    reward_function = load_reward(reward)
     # What the mode means, said once: below nobody asks for it. Who trains and who samples is in `ranks`.
     only_sft, only_eval, publishes = mode == "sft", mode == "eval", mode == "grpo"
     rl_steps = 0 if only_sft or only_eval else max_steps
@@ -713,7 +707,7 @@ if __name__ == "__main__":
         sync.check_cuda(config, world)
         torch.cuda.set_device(gpu)
     ranks = sync.start_process_groups(*roles(config, world), place)
-    alike = ranks.trainers if ranks.is_trainer else ranks.engines  # trainers and engines mostly work in turn
+    alike = ranks.trainers if ranks.mesh is not None else ranks.engines  # trainers and engines mostly work in turn
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     if ranks.rank == 0:
@@ -754,7 +748,7 @@ if __name__ == "__main__":
 
     # ---- what this rank has: a trainer, an engine, or both
     trainer = engine = sampler = transport = None
-    if ranks.is_trainer:
+    if ranks.mesh is not None:
         trainer = Trainer(c, ranks, hf, model_path, place, saved["optimizer_steps"] if saved else 0)
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
     saves = bool(trainer and checkpoint_every)

@@ -87,7 +87,7 @@ def operators_of_an_update(family, folder, mesh, change, monkeypatch):
     AutoModelForCausalLM.from_config(hf).save_pretrained(folder)
     small = dict(lanes=2, leaf_tokens=60, entropy_coef=0.01, temperature=0.7, strict=False, grad_clip=0.1)
     c = types.SimpleNamespace(**train.DEFAULTS | small | change)
-    trainer = train.Trainer(c, Ranks(0, 1, 1, 0, mesh), hf, folder, "cpu")
+    trainer = train.Trainer(c, Ranks(0, 1, 1, 0, mesh, None), hf, folder, "cpu")
     for group in trainer.optimizer.param_groups:
         group["foreach"] = True  # as it is on CUDA
     samples = [s._replace(advantages=s.logprobs) for s in make_samples(5)]

@@ -4,6 +4,8 @@ Rewards: which number a response ends up with, weighted sums, the user's own fun
     pytest tests/test_rewards.py
 """
 
+import contextlib
+import io
 import json
 import sys
 import time
@@ -43,9 +45,9 @@ def write(tmp_path):
 
 def refuse(spec):
     """The one line with which load_reward refuses a spec."""
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as error:
         load_reward(spec)
-    line = str(error.value)
+    line = error.getvalue().removeprefix("error: ").removesuffix("\n")
     assert line.startswith(f"reward={spec!r}: ") and "\n" not in line
     return line.removeprefix(f"reward={spec!r}: ")
 

@@ -22,7 +22,7 @@ DEFAULTS = train.DEFAULTS | dict(scratch_layers=1, scratch_hidden=64, scratch_ml
 def ranks(mesh):
     """A world of one trainer, whose matmuls are ours."""
     train.kernels.enable_batch_invariant()
-    yield Ranks(0, 1, 1, 0, mesh)
+    yield Ranks(0, 1, 1, 0, mesh, None)
     train.kernels.disable_batch_invariant()
 
 
@@ -162,7 +162,7 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(mesh, scratch, b
         train.kernels.enable_batch_invariant()
     try:
         change = dict(temperature=0.7, batch_invariant=batch_invariant, importance="mask", loss="pg")
-        trainer = make_trainer(Ranks(0, 1, 1, 0, mesh), scratch, **change)
+        trainer = make_trainer(Ranks(0, 1, 1, 0, mesh, None), scratch, **change)
         samples = make_samples(9)
         ours = [s.old_logprobs[s.loss_mask] for s in trainer.forward_only(samples)]
         trainer.c.importance = ""
