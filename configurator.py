@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -123,11 +124,9 @@ def versions():
 
 def commit():
     """The code's commit, with '-dirty' behind it if the code was changed; 'unknown' without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-    except OSError:
-        return "unknown"
+    git = shutil.which("git") or "true"  # a command that prints nothing
+    command = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def provenance(gpu):
@@ -175,7 +174,7 @@ def _help(defaults, script):
         key = line.partition("=")[0].strip()
         if line[:1].isalpha():  # not the ) that may end a function's head
             in_function = line.startswith(("def ", "class "))
-        if line.lstrip().startswith("config = configure("):
+        if "(globals()" in line:  # the end of the block
             break
         if key in defaults and not in_function:  # else a local variable of the same name
             notes[key], above = (above, line.partition("  # ")[2]), []
@@ -208,10 +207,9 @@ CHOICES = {
     "importance": ("", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
-POSITIVE = (
-    "prompts_per_step", "group_size", "max_new_tokens", "max_prompt_tokens", "eval_samples", "reject_best",
-    "engine_timeout", "keep_checkpoints", "updates_per_batch", "leaf_tokens", "lanes",
-)  # fmt: skip
+POSITIVE = """
+    prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout
+    keep_checkpoints updates_per_batch leaf_tokens lanes"""
 ONLY_WITH = {  # keys that say nothing without another
     "gamma": ("advantage", "gae"), "gae_lambda": ("advantage", "gae"), "value_coef": ("advantage", "gae"),
     "value_clip": ("advantage", "gae"), "teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay"),
@@ -267,7 +265,7 @@ def check_config(config, world, defaults):
 
     for key, known in CHOICES.items():
         check(key, config[key] in known, f"use {', '.join(filter(None, known))}")
-    for key in POSITIVE:
+    for key in POSITIVE.split():
         check(key, config[key] > 0, "must be more than 0")
     for key, (other, value) in ONLY_WITH.items():
         check(key, config[key] == defaults[key] or config[other] == value, f"is for --{other}={value}")
@@ -285,12 +283,12 @@ def check_config(config, world, defaults):
     check("kl_coef", refers, "to what? a scratch model is random; --reference=model folder")
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     check("loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence")
-    one = c.updates_per_batch == 1 or c.loss != "pg"
-    check("updates_per_batch", one, "loss='pg' has no ratio; use 1, or --loss=ppo")
+    check(
+        "updates_per_batch", c.updates_per_batch == 1 or c.loss != "pg", "loss='pg' has no ratio; use 1, or --loss=ppo"
+    )
     why = f"the weight of equal log-probs, 1, must lie between it and importance_cap={c.importance_cap}"
     check("importance_floor", c.importance_floor < 1 < c.importance_cap, why)
-    within = 0 <= c.overlong_cache < c.max_new_tokens
-    check("overlong_cache", within, f"not within max_new_tokens={c.max_new_tokens}")
+    check("overlong_cache", 0 <= c.overlong_cache < c.max_new_tokens, f"not within max_new_tokens={c.max_new_tokens}")
     check("dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0")
     check("temperature", c.temperature > 0, "samples of a group must differ; use more than 0")
     check("eval_temperature", c.eval_temperature >= 0, "below 0")

@@ -43,7 +43,7 @@ max_steps = 100  # RL steps; with mode='sft' supervised ones
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly. Changes no bit
 # who does what
-rollout_ranks = 1  # the last so many ranks host an engine each, the others train
+rollout_ranks = 1  # number of ranks, taken from the end, that host an engine each; the others train
 colocate = False  # every rank does both, one after the other (a single process always does)
 # the data
 dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file, or 'arithmetic': sums made here
@@ -62,7 +62,7 @@ eval_every = 0  # steps; 0: before the first and after the last
 eval_samples = 1  # per held-out prompt
 eval_temperature = 1.0  # 0: greedy
 pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, for easy and hard groups, for 'reject'
-reject_best = 1  # mode='reject' writes so many of a group's right samples
+reject_best = 1  # number of a group's right samples that mode='reject' writes
 # the rollout
 prompts_per_step = 8  # P
 group_size = 8  # G
@@ -70,15 +70,13 @@ max_new_tokens = 256
 temperature = 1.0
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
 reward = "numeric"  # numeric, exact, format, 'my_file.py:my_function', or a weighted sum: 'numeric+0.2*format'
-overlong_cache = 0  # the reward falls by up to 1 over the last so many tokens before max_new_tokens; 0: it does not
+overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: none
 overlong_filter = False  # samples cut off at max_new_tokens are not trained on
-dynamic_sampling = 0  # groups of equal rewards are replaced, in at most so many more rounds; 0: they are kept
+dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept
 # the update
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
 leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample is a leaf of its own
-lanes = (
-    8  # leaves of a row, a power of two that the trainer ranks must divide; they, not the ranks, set the order of sums
-)
+lanes = 8  # leaves of a row, a power of two; trainer ranks divide it, and it sets the order of sums
 learning_rate = 1e-6
 warmup_steps = 0  # of the learning rate, linear
 lr_decay_steps = 0  # cosine from warmup_steps to lr_decay_steps; 0: constant
@@ -94,7 +92,8 @@ value_coef = 0.5  # of gae: weight of the critic's loss; its head is on the poli
 value_clip = 0.2  # of gae: bound of a value's change in one batch; 0: none
 teacher = ""  # of distill: model folder or hub name
 loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo or pg (no ratio)
-loss_aggregation = "token"  # mean over all tokens; 'sequence': over each sample first; 'constant': max_new_tokens each
+# 'token': sum / loss tokens; 'sequence': mean of sample means; 'constant': sum / (samples * max_new_tokens)
+loss_aggregation = "token"
 updates_per_batch = 1  # optimizer steps on each batch of rollouts
 clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
@@ -125,7 +124,7 @@ engine_timeout = 600.0  # seconds of silence after which an engine counts as dea
 # weights, checkpoints, the record
 weight_sync = ""  # 'broadcast', 'ipc' (to an engine of the same rank) or 'disk'; '': ipc if colocated on CUDA
 checkpoint_every = 50  # steps; and after the warm-up and the last step. 0: no checkpoints
-keep_checkpoints = 2  # the last so many
+keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
 queue_dir = ""  # where the rollouts of mode='replay' are; '': out_dir/queue
 keep_rollouts = 0  # steps of rollout files to keep; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
@@ -224,7 +223,8 @@ def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
 
 def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0):
     """
-    Loss per token and where the clip is what counts, all (M,); `counts` is a list of the M tokens' samples' lengths.
+    Per-token loss, and a mask of tokens where the clipped branch is active, (M,) each; `counts` is a list of the loss
+    tokens of each sample, M in all.
     With r = exp(logprob - old_logprob):
 
     pg      -A logprob, the policy gradient
@@ -262,7 +262,8 @@ def kl(logprobs, reference_logprobs, kind):
 
 def aggregate(losses, counts, kind, samples, tokens, longest):
     """
-    A leaf's part of the loss of a step with so many samples and loss tokens: the leaves' parts add up to
+    A leaf's part of the loss of a step, of which `samples` and `tokens` are the numbers of samples and loss tokens; the
+    leaves' parts add up to
 
     token      the mean over all tokens (DAPO, equation 8)
     sequence   the mean over samples of the mean over each one's tokens (GRPO, equation 3)
@@ -418,9 +419,9 @@ def with_advantages(samples, rewards, c):
 
 def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
     """
-    A leaf's part of the loss of a step of so many samples and loss tokens, to be added over leaves; and the figures of
-    its tokens, {metric: (M,)}. output: of the model's `token_logprobs`; phase: 'rl', or 'sft' for the negative
-    log-likelihood. Pure: a forward pass goes in, nothing but the numbers comes out.
+    A leaf's part of the loss of a step (whose numbers of samples and loss tokens are `samples` and `tokens`), to be
+    added over leaves; and the figures of its tokens, {metric: (M,)}. output: of the model's `token_logprobs`; phase:
+    'rl', or 'sft' for the negative log-likelihood. Pure: a forward pass goes in, numbers come out.
     """
     logprobs, entropy, values, _ = output
     counts, figures = leaf.counts.tolist(), {"entropy": entropy}
@@ -679,7 +680,7 @@ def supervised_samples(rows, step, c):
 
 
 def due(step, every, last):
-    """Whether what comes every so many steps comes after `step` of them; it always does after the last."""
+    """Whether what comes after each `every` steps (0: never) comes now, after `step`; it always does after the last."""
     return step == last or every > 0 and step % every == 0
 
 
