@@ -62,10 +62,12 @@ def test_a_critic_is_resumed_and_replayed_on_two_trainers(two_ranks, tmp_path):
 
 def test_dynamic_sampling_replaces_groups_of_equal_rewards(one_engine):
     """With one engine and two the same groups: law L4 in test_laws.py."""
-    assert {meta["prompt"] // 8 for _, meta in read_groups(one_engine[0])} == {0, 1, 2}  # rounds of 8 prompts
-    for s in lines(one_engine[0], "metrics.jsonl", "rl"):
-        assert s["groups"] % 8 == 0 and s["groups"] > 8 and s["zero_std_groups"] == 0
-        assert 0 < s["easy_groups"] + s["hard_groups"] < s["groups"] and s["logprob_mismatch_tokens"] == 0
+    rounds = {meta["prompt"] // 8 for _, meta in read_groups(one_engine[0])}  # each has 8 prompts of its own
+    steps = lines(one_engine[0], "metrics.jsonl", "rl")
+    assert {0, 1} <= rounds and sum(s["groups"] > 8 for s in steps) >= 3
+    for s in steps:
+        assert s["groups"] % 8 == 0 and s["zero_std_groups"] == s["logprob_mismatch_tokens"] == 0
+        assert (0 < s["easy_groups"] + s["hard_groups"] < s["groups"]) == (s["groups"] > 8)
 
 
 def test_distillation_moves_the_student_towards_its_teacher(two_ranks, tmp_path):
