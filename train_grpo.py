@@ -444,12 +444,20 @@ def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
     return aggregate(losses, counts, c.loss_aggregation, samples, tokens, c.max_new_tokens), figures
 
 
-def first_mismatch(leaf, logprobs, samples):
-    """(index of the sample, line) of the first token of the leaf of these samples whose two log-probs differ."""
-    i = int((logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)).nonzero()[0])
+def check_logprobs(leaf, logprobs, samples):
+    """
+    The promise of this project, checked at every loss token: the trainer's log-probs (M,) are the engine's, as bits.
+    Returns figures {metric: tensor}, and of the first that differs (index of its sample in the leaf, line) or None.
+    """
+    differ = logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)
+    distance = torch.nn.functional.pad((logprobs - leaf.logprobs).abs(), (0, 1))  # a leaf may have no loss tokens
+    figures = dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=distance.max())
+    if not differ.any():
+        return figures, None
+    i = int(differ.nonzero()[0])
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
     j, token = int(leaf.sample[i]), int(leaf.response_index[i])
-    return j, f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}"
+    return figures, (j, f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}")
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -467,6 +475,8 @@ class Trainer:
     def __init__(self, c, ranks, hf, folder, device, optimizer_steps=0):
         self.c, self.mesh, self.device = c, ranks.mesh, device
         self.rank, self.group = ranks.rank, ranks.mesh.get_group()
+        # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
+        # together only while they are computed with.
         self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic=c.advantage == "gae")
         if c.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -476,20 +486,24 @@ class Trainer:
         sync.load_weights(self.policy, folder, hf.tie_word_embeddings)
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
+        # As is usual, only matrices decay: norms and biases are not pulled towards 0.
         matrices = [len(s.shape) > 1 for s in self.shards]
         decayed, others = ([w for w, m in zip(self.weights, matrices) if m == kind] for kind in (True, False))
         groups = [dict(params=decayed, weight_decay=c.weight_decay), dict(params=others, weight_decay=0.0)]
         self.optimizer = torch.optim.AdamW(groups, betas=(c.beta1, c.beta2))
-        for w in self.weights:  # what AdamW would make at its first step, so that a checkpoint can be read into it
+        # AdamW makes its state at its first step; made here, a checkpoint's can be read into it.
+        for w in self.weights:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
             self.optimizer.state[w] = dict(step=torch.tensor(float(optimizer_steps)), **zeros)
+        # A critic that begins with 0 everywhere leaves the first advantages as the rewards make them.
         if self.model.value_head is not None:
             self.model.value_head.to_local().detach().zero_()
         if optimizer_steps:
             sync.load_weights(self.optimizer_state(), folder / "optimizer", tied=False)
         if self.rank == 0:
             print(f"model: {sum(math.prod(s.shape) for s in self.shards):,} parameters", flush=True)
-        self.frozen = None  # the reference of the KL or the teacher of the distillation
+        # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer.
+        self.frozen = None
         if name := c.teacher or c.kl_coef and (c.reference or c.init_from):
             key = "teacher" if c.teacher else "reference"
             folder = sync.fetch_model(name, key)
@@ -506,13 +520,14 @@ class Trainer:
 
     def save(self, ckpt, tokenizer, stop_tokens, record, step):
         """Writes ckpt/step_000100, from which `step` goes on, on any number of ranks. record: the first rank's."""
+        # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
         unfinished = ckpt / f".step_{step:06d}"
         if record:
             shutil.rmtree(unfinished, ignore_errors=True)
             (unfinished / "optimizer").mkdir(parents=True)
             self.model.config.save_pretrained(unfinished)
             sync.save_tokenizer(unfinished, tokenizer, stop_tokens)
-        sync.meet(self.group)
+        sync.meet(self.group)  # the folders are there
         sync.write_tensors(unfinished, "model", self.policy, self.mesh)
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(), self.mesh)
         if record:
@@ -566,25 +581,25 @@ class Trainer:
         ranks, tokens = self.mesh.size(), max(1, sum(int(s.loss_mask.sum()) for s in samples))
         leaves = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
         total, rows, first = sync.LeafSum(self.c.lanes // ranks), {}, None
+        # Leaf i is rank i % ranks', so the ranks work on a row of leaves side by side, where FSDP2's gathers and
+        # scatters meet: that is why an empty leaf is computed with like any other.
         for i in range(self.rank, len(leaves), ranks):
             chosen = [samples[j] for j in leaves[i]]
             leaf = pack(chosen, self.device)
             output = self.model.token_logprobs(leaf, self.c.temperature if phase == "rl" else 1.0)
+            # The denominators are the whole step's, so that leaves of any size add up to one mean.
             loss, figures = leaf_loss(output, leaf, self.c, len(samples), tokens, phase)
-            loss.backward()
+            loss.backward()  # and the tree over the ranks: sync.TreeReduceScatter
             # FSDP2 gives no gradient to what took no part, as the critic in supervised steps.
             grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters())
             total.add([g.detach().to_local() for g in grads])
             self.model.zero_grad()  # they are the sum's now: the next leaf's must not be added to them
             figures = {"loss": loss, **figures}
             if check:
-                ours = output[0].detach()
-                figures["logprob_mismatch_tokens"] = differ = ours.view(torch.int32) != leaf.logprobs.view(torch.int32)
-                distance = torch.nn.functional.pad((ours - leaf.logprobs).abs(), (0, 1))  # a leaf may have no tokens
-                figures["logprob_mismatch_max"] = distance.max()
-                if differ.any():
-                    j, line = first_mismatch(leaf, ours, chosen)
-                    first = min(first or (len(samples),), (leaves[i][j], line))
+                found, mismatch = check_logprobs(leaf, output[0].detach(), chosen)
+                figures |= found
+                if mismatch:  # leaves are not in the order of the samples; the first sample is what a reader looks for
+                    first = min(first or (len(samples),), (leaves[i][mismatch[0]], mismatch[1]))
             rows[i] = torch.stack([x.detach().double().sum() for x in figures.values()])
         # The rows of all ranks, put in their places by adding zeros.
         table = torch.zeros(len(leaves), len(figures), dtype=torch.float64, device=self.device)
@@ -603,11 +618,13 @@ class Trainer:
         Clips the gradients and takes AdamW's step with them: (their norm before the clip, {stage: {name: hash}}). Ends
         the run, the weights as they were, if the norm is not finite; `where` says in which step.
         """
+        # Everything from here on is element by element, but for the norm: it does not see where the shards are cut.
         norm = sync.grad_norm(grads, self.shards, self.group)
         require(math.isfinite(norm), f"{where}: the gradient norm is {norm}; the weights are as they were")
         if self.c.grad_clip and norm > self.c.grad_clip:
             for g in grads:
                 g.mul_((self.c.grad_clip / norm).float())
+        # Hashed after the clip: these are the numbers that move the weights.
         hashes = {"gradients": sync.tensor_hashes(grads, self.shards, self.group)}
         for w, g in zip(self.weights, grads):
             w.grad = g
@@ -627,6 +644,7 @@ class Trainer:
         line, the weights as they were, at a loss that is not finite and, if `strict`, at a log-prob that differs.
         """
         grads, metrics, first = self.gradients(samples, phase, check)
+        # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks.
         if metrics.get("logprob_mismatch_tokens") and self.c.strict:
             firsts = [None] * self.mesh.size()
             dist.all_gather_object(firsts, first, group=self.group)
@@ -654,10 +672,9 @@ def take_step(queue, step, rows, c, version):
     kept, dropped, rounds, P = [], [], 1 + c.dynamic_sampling, c.prompts_per_step
     for k in range(rounds):
         chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, "rl")
-        job = Job(
-            "rl", step, version, {k * P + i: rows[row] for i, row in enumerate(chosen)}, c.group_size, c.temperature
-        )
-        for t, meta in queue.take(job):
+        # A round's prompts are numbered on from the round's before: the number is part of a sample's seed.
+        prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
+        for t, meta in queue.take(Job("rl", step, version, prompts, c.group_size, c.temperature)):
             equal = c.dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()
             (dropped if equal else kept).append((t, meta))
         if len(kept) >= P:
@@ -701,7 +718,8 @@ if __name__ == "__main__":
     sft_schedule = (sft_learning_rate, 20, 0, 0.0)  # of the warm-up: peak, warm-up, decay, minimum
     rl_schedule = (learning_rate, warmup_steps, lr_decay_steps, min_lr)
 
-    # ---- who this rank is, and what it works on
+    # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
+    # then the folder is nobody's, and a corrected command may have it.
     world, gpu = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if place == "cuda":
@@ -709,6 +727,7 @@ if __name__ == "__main__":
         torch.cuda.set_device(gpu)
     ranks = sync.start_process_groups(*roles(config, world), place)
     alike = ranks.trainers if ranks.mesh is not None else ranks.engines  # trainers and engines mostly work in turn
+    # More threads than cores wait for each other by spinning; no bit depends on their number.
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     if ranks.rank == 0:
@@ -733,6 +752,7 @@ if __name__ == "__main__":
     # function of the config and the step's number: that is why so little has to be saved.
     step = 0  # RL steps done (supervised ones with mode='sft')
     saved = None  # what the latest checkpoint says of itself
+    # The keys that say what is computed: a rollout file or a checkpoint of other ones is not this run's.
     run_id = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
     origin = dict(run=run_id, versions=versions())
     if resumed and (checkpoints := sync.checkpoints(folder / "ckpt")):
@@ -747,7 +767,8 @@ if __name__ == "__main__":
         print(f"resuming at step {step}; {torn} torn rollout files deleted", flush=True)
     sync.meet()
 
-    # ---- what this rank has: a trainer, an engine, or both
+    # ---- what this rank has: a trainer, an engine, or both. `save` and `transport.publish` are collective: the trainers,
+    # or all ranks, call them after the same steps, so what decides when is the config and the step alone.
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
         trainer = Trainer(c, ranks, hf, model_path, place, saved["optimizer_steps"] if saved else 0)
@@ -769,7 +790,8 @@ if __name__ == "__main__":
             if saves and only_sft and due(i + 1, checkpoint_every, sft_steps):
                 save(i + 1)
 
-    # ---- the engines, and the first weights for them
+    # ---- the engines, and the first weights for them. An engine starts from the same folder as the trainer, but gets
+    # the trainer's weights before its first sample all the same: what it computes with is what was checked.
     if ranks.engine is not None:
         log = folder / f"engine_{ranks.engine}.log"
         lends = bool(trainer) and place == "cuda"  # its memory, while this rank trains

@@ -537,3 +537,32 @@ def test_values_that_make_no_sense_are_refused_in_one_line(change, world, messag
         check_config(DEFAULTS | change, world, DEFAULTS)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("name", ["torch", "sglang", "transformers", "triton"])
+def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    configurator.check_versions()  # those that are here are the pinned ones
+    right = configurator.versions()
+    monkeypatch.setattr(configurator, "versions", lambda: right | {name: "9.9.9"})
+    with pytest.raises(SystemExit) as e:
+        configurator.check_versions()
+    line = capsys.readouterr().err
+    assert e.value.code == 2 and line.count("\n") == 1
+    assert line.startswith(f"error: {name} 9.9.9: the hooks into it are written for {name} {right[name]}; ")
+    assert "uv sync" in line and "pyproject.toml" in line
+
+
+@pytest.mark.parametrize("argument,status", [("--help", 0), ("--learing_rate=1", 2), ("--group_size=1", 2)])
+def test_help_and_mistyped_keys_do_not_wait_for_the_libraries(argument, status):
+    """None of which is imported; a wall clock would only say so on an idle machine."""
+    script = Path(configurator.__file__).parent / "train_grpo.py"
+    code = f"""if True:
+        import runpy, sys
+        sys.argv = [{str(script)!r}, {argument!r}]
+        try:
+            runpy.run_path({str(script)!r}, run_name="__main__")
+        except SystemExit as ended:
+            print(ended.code, sorted({{"torch", "transformers", "sglang", "numpy", "tqdm"}} & set(sys.modules)))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=script.parent)
+    assert done.stdout.splitlines()[-1] == f"{status} []", done.stdout + done.stderr

@@ -97,6 +97,22 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(two_rank
     assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
 
 
+def test_a_mistake_found_late_leaves_the_folder_to_the_corrected_command(tmp_path):
+    """And what torchrun refused once it refuses again: it does not go on with a run that is not its own."""
+    folder, sft = tmp_path / "run", ("--mode=sft", "--max_steps=1", "--checkpoint_every=0")
+    for wrong in ("--dataset=nowhere.jsonl", "--max_prompt_tokens=2", "--init_from=nowhere"):
+        assert launch_warm(folder, wrong, timeout=60)[0] == 2
+    assert (folder / "config.py").exists()  # the folder was opened
+    status, output = launch_warm(folder, *sft)
+    assert status == 0, output
+    status, output = launch_warm(folder, *sft)
+    assert status == 2 and "holds a run already" in error_line(output)
+    ledger = (folder / "ledger.jsonl").read_bytes()
+    status, output = launch(folder, *sft, ranks=1, restarts=1)
+    assert status != 0 and output.count("holds a run already") == 2
+    assert ledger and (folder / "ledger.jsonl").read_bytes() == ledger
+
+
 def test_a_reward_that_raises_ends_the_run_and_names_the_sample(tmp_path):
     (tmp_path / "mine.py").write_text("def late(prompt, response, answer):\n    return 1 / (len(answer) - 2)\n")
     reward = f"--reward={tmp_path}/mine.py:late"
