@@ -204,8 +204,8 @@ def pass_rates(rewards, pass_reward):
     for k in (2**i for i in range(n.bit_length())):
         chances = torch.tensor([pass_at_k(n, m, k) for m in right], dtype=torch.float64)
         # 95 % of the normal distribution of a mean over prompts: Miller 2024 (arXiv:2411.00640), section 2
-        half = 1.96 * float(chances.std()) / math.sqrt(len(right))
-        scores |= {f"pass@{k}": float(chances.mean()), f"pass@{k}_ci95": half}
+        scores[f"pass@{k}_ci95"] = 1.96 * float(chances.std()) / math.sqrt(len(right))
+        scores[f"pass@{k}"] = float(chances.mean())
     return scores
 
 
@@ -249,9 +249,8 @@ def load_rows(config):
 
         def load(split):
             try:
-                if kind:
-                    return datasets.load_dataset(kind, data_files=name, split="train")
-                return datasets.load_dataset(name, config["dataset_config"] or None, split=split)
+                hub = dict(path=name, name=config["dataset_config"] or None, split=split)
+                return datasets.load_dataset(**dict(path=kind, data_files=name, split="train") if kind else hub)
             except Exception as e:
                 reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
                 require(False, f"dataset={name!r}: cannot load split {split!r}: {reason}")

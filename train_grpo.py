@@ -474,7 +474,7 @@ class Trainer:
 
     def __init__(self, c, ranks, hf, folder, device, optimizer_steps=0):
         self.c, self.mesh, self.device = c, ranks.mesh, device
-        self.rank, self.group = ranks.rank, ranks.mesh.get_group()
+        self.rank, self.process_group = ranks.rank, ranks.mesh.get_group()
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
         self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic=c.advantage == "gae")
@@ -527,7 +527,7 @@ class Trainer:
             (unfinished / "optimizer").mkdir(parents=True)
             self.model.config.save_pretrained(unfinished)
             sync.save_tokenizer(unfinished, tokenizer, stop_tokens)
-        sync.meet(self.group)  # the folders are there
+        sync.meet(self.process_group)  # the folders are there
         sync.write_tensors(unfinished, "model", self.policy, self.mesh)
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(), self.mesh)
         if record:
@@ -559,7 +559,7 @@ class Trainer:
             mine[i] = list(zip(*split, [0.0] * len(leaves[i]) if ends is None else ends.tolist()))
         # Every rank needs every sample: advantages are normalised over the batch.
         everyone = [None] * ranks
-        dist.all_gather_object(everyone, mine, group=self.group)
+        dist.all_gather_object(everyone, mine, group=self.process_group)
         done = list(samples)
         for i, leaf in enumerate(leaves):
             for j, (*per_token, end) in zip(leaf, everyone[i % ranks][i]):
@@ -580,7 +580,7 @@ class Trainer:
         """
         ranks, tokens = self.mesh.size(), max(1, sum(int(s.loss_mask.sum()) for s in samples))
         leaves = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
-        total, rows, first = sync.LeafSum(self.c.lanes // ranks), {}, None
+        total, sums_of, first = sync.LeafSum(self.c.lanes // ranks), {}, None
         # Leaf i is rank i % ranks', so the ranks work on a row of leaves side by side, where FSDP2's gathers and
         # scatters meet: that is why an empty leaf is computed with like any other.
         for i in range(self.rank, len(leaves), ranks):
@@ -600,12 +600,12 @@ class Trainer:
                 figures |= found
                 if mismatch:  # leaves are not in the order of the samples; the first sample is what a reader looks for
                     first = min(first or (len(samples),), (leaves[i][mismatch[0]], mismatch[1]))
-            rows[i] = torch.stack([x.detach().double().sum() for x in figures.values()])
-        # The rows of all ranks, put in their places by adding zeros.
+            sums_of[i] = torch.stack([x.detach().double().sum() for x in figures.values()])
+        # The leaves of all ranks, put in their places by adding zeros.
         table = torch.zeros(len(leaves), len(figures), dtype=torch.float64, device=self.device)
-        for i, row in rows.items():
-            table[i] = row
-        dist.all_reduce(table, group=self.group)
+        for i, leaf_sums in sums_of.items():
+            table[i] = leaf_sums
+        dist.all_reduce(table, group=self.process_group)
         sums = dict(zip(figures, sync.tree_sum(table).tolist()))
         metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
         if check:
@@ -619,22 +619,22 @@ class Trainer:
         the run, the weights as they were, if the norm is not finite; `where` says in which step.
         """
         # Everything from here on is element by element, but for the norm: it does not see where the shards are cut.
-        norm = sync.grad_norm(grads, self.shards, self.group)
+        norm = sync.grad_norm(grads, self.shards, self.process_group)
         require(math.isfinite(norm), f"{where}: the gradient norm is {norm}; the weights are as they were")
         if self.c.grad_clip and norm > self.c.grad_clip:
             for g in grads:
                 g.mul_((self.c.grad_clip / norm).float())
         # Hashed after the clip: these are the numbers that move the weights.
-        hashes = {"gradients": sync.tensor_hashes(grads, self.shards, self.group)}
+        hashes = {"gradients": sync.tensor_hashes(grads, self.shards, self.process_group)}
         for w, g in zip(self.weights, grads):
             w.grad = g
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()  # or they would lie there until the next step's
-        hashes["weights"] = sync.tensor_hashes(self.weights, self.shards, self.group)
+        hashes["weights"] = sync.tensor_hashes(self.weights, self.shards, self.process_group)
         moments = ([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS)
-        first, second = (sync.tensor_hashes(m, self.shards, self.group) for m in moments)
+        first, second = (sync.tensor_hashes(m, self.shards, self.process_group) for m in moments)
         hashes["optimizer"] = {name: first[name] + second[name] for name in first}
         return float(norm), hashes
 
@@ -647,7 +647,7 @@ class Trainer:
         # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks.
         if metrics.get("logprob_mismatch_tokens") and self.c.strict:
             firsts = [None] * self.mesh.size()
-            dist.all_gather_object(firsts, first, group=self.group)
+            dist.all_gather_object(firsts, first, group=self.process_group)
             _, line = min(x for x in firsts if x)
             count = f"{metrics['logprob_mismatch_tokens']} of {sum(int(s.loss_mask.sum()) for s in samples)}"
             require(False, f"step {step}, {line}; {count} log-probs differ (strict=True)")
@@ -767,8 +767,8 @@ if __name__ == "__main__":
         print(f"resuming at step {step}; {torn} torn rollout files deleted", flush=True)
     sync.meet()
 
-    # ---- what this rank has: a trainer, an engine, or both. `save` and `transport.publish` are collective: the trainers,
-    # or all ranks, call them after the same steps, so what decides when is the config and the step alone.
+    # ---- what this rank has: a trainer, an engine, or both. `save` and `transport.publish` are collective: the
+    # trainers, or all ranks, call them after the same steps, so what decides when is the config and the step alone.
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
         trainer = Trainer(c, ranks, hf, model_path, place, saved["optimizer_steps"] if saved else 0)
@@ -821,11 +821,12 @@ if __name__ == "__main__":
             engine.sleep()  # until the next weights come
         times.append(time.monotonic())
         # 2. Learn. The first update checks that the trainer computes the engine's log-probs before it moves a weight.
-        samples, metrics, hashes = samples_of(groups, overlong_filter), {}, {}
+        metrics, hashes = {}, {}
         if trainer:
+            samples = trainer.forward_only(samples_of(groups, overlong_filter))
             rewards, lengths = (torch.stack([t[k] for t, _ in groups]) for k in ("rewards", "lengths"))
             penalty = overlong_penalty(lengths, max_new_tokens, overlong_cache)
-            samples = with_advantages(trainer.forward_only(samples), rewards + penalty, c)
+            samples = with_advantages(samples, rewards + penalty, c)
             rate = learning_rate_at(step, *rl_schedule)
             metrics, hashes = trainer.update(samples, step, rate, check=True)
             for _ in range(updates_per_batch - 1):
