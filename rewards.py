@@ -203,9 +203,9 @@ def pass_rates(rewards, pass_reward):
     scores = {"eval_reward_mean": float(rewards.double().mean())}
     for k in (2**i for i in range(n.bit_length())):
         chances = torch.tensor([pass_at_k(n, m, k) for m in right], dtype=torch.float64)
+        scores[f"pass@{k}"] = float(chances.mean())
         # 95 % of the normal distribution of a mean over prompts: Miller 2024 (arXiv:2411.00640), section 2
         scores[f"pass@{k}_ci95"] = 1.96 * float(chances.std()) / math.sqrt(len(right))
-        scores[f"pass@{k}"] = float(chances.mean())
     return scores
 
 

@@ -517,10 +517,10 @@ class Queue:
     def __init__(self, folder, sampler, run, timeout):
         self.folder, self.sampler, self.run, self.timeout = folder, sampler, run, timeout
 
-    def take(self, job):
+    def sample(self, job):
         """
-        The groups [(tensors, meta)] of the job's prompts, in their order, on every rank. Blocks until they and those of
-        all smaller indices exist.
+        Samples the job's prompts; returns their groups [(tensors, meta)] in prompt order, on every rank. Blocks until
+        they and those of all smaller indices exist.
         """
         folder = self.folder / f"{job.stream}_{job.step:06d}"
         if self.sampler is not None:

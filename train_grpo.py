@@ -1,13 +1,12 @@
 """
-GRPO, top to bottom in the order it runs. One seed gives one curve, bit for bit.
+GRPO: the config, the formulas, a leaf's loss, the trainer, the loop. One seed gives one curve, bit for bit.
 
     python train_grpo.py config/tiny.py                                    # one process does both roles in turn
     torchrun --nproc_per_node=2 train_grpo.py config/tiny.py               # one trainer, one engine
     torchrun --nproc_per_node=8 train_grpo.py config/qwen3_8b.py --seed=2  # 4 trainers, 4 engines
 
 What differs from the GRPO paper (Shao et al. 2024, arXiv:2402.03300):
-  1. no KL term by default and no reference model: the policy is compared with itself, and exactly (DAPO, Yu et al.
-     2025, arXiv:2503.14476, drops it too)
+  1. no KL term by default and no reference model (as in DAPO, Yu et al. 2025, arXiv:2503.14476)
   2. `loss_aggregation` is by default a mean over all loss tokens of the step, not over each sample first (DAPO)
   3. `clip_low` and `clip_high` are separate (DAPO, "clip-higher")
   4. before each first update of a batch the trainer's log-probs are compared with the engine's, as bits
@@ -34,8 +33,8 @@ from configurator import FREE_KEYS, block, require, resolve, roles, versions
 # ------------------------------------------------------------------------------------------------------------------
 # the run
 out_dir = "out/run"  # everything the run writes
-# grpo; replay: train again from queue_dir; sft: train on the data's answers (neither has an engine);
-# rollout: only generate and score; reject: and write the best samples as data; eval: only the held-out prompts
+# grpo: sample and train. Without an engine: replay trains again from queue_dir, sft on the data's answers. Without a
+# trainer: rollout generates and scores, reject also writes the best samples as data, eval does the held-out prompts
 mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
@@ -49,7 +48,7 @@ colocate = False  # every rank does both, one after the other (a single process 
 dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file, or 'arithmetic': sums made here
 arithmetic_min = 0  # the least operand of those sums
 arithmetic_size = 100  # their operands are below this
-dataset_config = ""  # of a hub data set, such as 'main'
+dataset_config = ""  # only of a hub data set: its configuration, such as 'main'
 split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
@@ -71,7 +70,7 @@ temperature = 1.0
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
 reward = "numeric"  # numeric, exact, format, 'my_file.py:my_function', or a weighted sum: 'numeric+0.2*format'
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: none
-overlong_filter = False  # samples cut off at max_new_tokens are not trained on
+overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards count in the group all the same
 dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept
 # the update
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
@@ -83,14 +82,14 @@ lr_decay_steps = 0  # cosine from warmup_steps to lr_decay_steps; 0: constant
 min_lr = 0.0
 beta1 = 0.9
 beta2 = 0.95
-weight_decay = 0.0  # of matrices
+weight_decay = 0.0  # only of matrices
 grad_clip = 1.0  # l2 norm; 0: off
 advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic) or distill (a teacher)
-gamma = 1.0  # of gae: discount per token
+gamma = 1.0  # only with advantage='gae': discount per token
 gae_lambda = 0.95
-value_coef = 0.5  # of gae: weight of the critic's loss; its head is on the policy's trunk
-value_clip = 0.2  # of gae: bound of a value's change in one batch; 0: none
-teacher = ""  # of distill: model folder or hub name
+value_coef = 0.5  # only with advantage='gae': weight of the critic's loss; its head is on the policy's trunk
+value_clip = 0.2  # only with advantage='gae': bound of a value's change in one batch; 0: none
+teacher = ""  # only with advantage='distill': model folder or hub name
 loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo or pg (no ratio)
 # 'token': sum / loss tokens; 'sequence': mean of sample means; 'constant': sum / (samples * max_new_tokens)
 loss_aggregation = "token"
@@ -103,7 +102,7 @@ importance_floor = 0.0  # 'truncate' moves the weight to floor .. cap, 'mask' ma
 importance_cap = 2.0
 entropy_coef = 0.0  # of the entropy bonus
 kl_coef = 0.0  # of the KL to the frozen reference
-kl_in_reward = False  # of a sample, or with gae of each token; False: in the loss
+kl_in_reward = False  # subtract the KL from a sample's reward (with gae from each token's), not add it to the loss
 kl_estimator = "k3"  # k1, k2 or k3
 reference = ""  # model folder or hub name; '': that of init_from
 # supervised warm-up on the reference answers, before RL
@@ -122,7 +121,8 @@ engine_max_running = 0  # requests at a time; 0: all (CPU), SGLang's choice (CUD
 engine_prefill_chunk = 0  # tokens; 0: SGLang's choice
 engine_timeout = 600.0  # seconds of silence after which an engine counts as dead
 # weights, checkpoints, the record
-weight_sync = ""  # 'broadcast', 'ipc' (to an engine of the same rank) or 'disk'; '': ipc if colocated on CUDA
+# 'broadcast', 'disk' or 'ipc' (to an engine of the same rank); '': ipc if colocated on CUDA, else broadcast
+weight_sync = ""
 checkpoint_every = 50  # steps; and after the warm-up and the last step. 0: no checkpoints
 keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
 queue_dir = ""  # where the rollouts of mode='replay' are; '': out_dir/queue
@@ -165,7 +165,7 @@ def advantages_of(rewards, kind, eps=1e-6):
     dr_grpo                r - mean: Liu et al. 2025 (arXiv:2503.20783)
     rloo                   r - mean of the others in the group: Ahmadian et al. 2024 (arXiv:2402.14740)
     reinforce++            (r - mean) / (std + eps) in the batch: Hu et al. 2025 (arXiv:2501.03262)
-    reinforce++_baseline   r - mean in the group, divided by its std + eps in the batch: the same
+    reinforce++_baseline   r - mean in the group, divided by its std + eps in the batch: Hu et al. 2025, too
 
     A group of equal rewards gets exact zeros, but for reinforce++, whose baseline is the batch's.
     """
@@ -184,7 +184,8 @@ def gae(rewards, values, gamma, lam):
     """
     Generalised advantages (.., T) of rewards (.., T) and values (.., T + 1) of the states before each token and after
     the last: 0 there if the episode is over, the critic's estimate if it was only cut off.
-    A_t = sum_k (gamma lam)^k delta_t+k, delta_t = r_t + gamma V_t+1 - V_t: Schulman et al. 2015 (arXiv:1506.02438), 16.
+    A_t = sum_k (gamma lam)^k delta_t+k, delta_t = r_t + gamma V_t+1 - V_t: Schulman et al. 2015 (arXiv:1506.02438),
+    equation 16.
     """
     deltas = rewards + gamma * values[..., 1:] - values[..., :-1]
     out, later = [], torch.zeros(())
@@ -196,8 +197,8 @@ def gae(rewards, values, gamma, lam):
 
 def value_loss(values, old_values, returns, clip):
     """
-    (V - R)^2 / 2 per token (M,); with a clip, of V or of V kept within old V +- clip, what is larger: PPO's own
-    code (github.com/openai/baselines, ppo2), which Huang et al. 2022 describe ("The 37 implementation details", 9).
+    (V - R)^2 / 2 per token (M,); with a clip, the larger of that of V and that of V kept within old V +- clip: PPO's
+    own code (github.com/openai/baselines, ppo2), which Huang et al. 2022 describe ("The 37 implementation details", 9).
     """
     plain = (values - returns).square()
     if clip:
@@ -223,8 +224,8 @@ def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
 
 def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0):
     """
-    Per-token loss, and a mask of tokens where the clipped branch is active, (M,) each; `counts` is a list of the loss
-    tokens of each sample, M in all.
+    Per-token loss, and a mask of tokens where the clipped branch is active (of cispo: where the ratio was clipped),
+    (M,) each; `counts` is a list of the loss tokens of each sample, M in all.
     With r = exp(logprob - old_logprob):
 
     pg      -A logprob, the policy gradient
@@ -277,7 +278,7 @@ def aggregate(losses, counts, kind, samples, tokens, longest):
 
 
 def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
-    """Linear from 0 over warmup_steps, then cosine to min_lr at decay_steps (constant if 0). Steps from 0."""
+    """Linear from peak / warmup_steps at step 0, then cosine to min_lr at decay_steps (0: constant at the peak)."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if not decay_steps:
@@ -322,7 +323,7 @@ class Leaf(NamedTuple):
 
 
 def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False):
-    """A Sample of prompt (T - R,) and response (R,); what is not known yet is 0."""
+    """A Sample of prompt (T - R,) and response (R,). What is not known yet is 0, and old_logprobs are the engine's."""
     known = name, torch.cat([prompt, response]), len(prompt), truncated, 0.0, loss_mask, logprobs, logprobs
     return Sample(*known, *[torch.zeros(len(response))] * 4)
 
@@ -383,16 +384,21 @@ def scatter(mask, x):
     return torch.zeros(len(mask)).masked_scatter(mask, x)
 
 
+# ---- from rewards to advantages -------------------------------------------------------------------------------------
+
+
 def critic_advantages(samples, rewards, costs, gamma, lam):
     """
     The samples with the advantages of `gae`, normalised over the batch (Huang et al. 2022, detail 7), and returns.
-    rewards (B,) come with each one's last loss token; costs, (loss tokens,) per sample, come token by token.
+    rewards (B,) come with each one's last loss token; costs, the KL of (loss tokens,) per sample, token by token: of a
+    reward 1 and costs .1 .1 .2 the tokens gain -.1 -.1 .8.
     """
     states, gains = [], []
     for s, reward, cost in zip(samples, rewards.tolist(), costs):
         gains.append(torch.cat([-cost[:-1], reward - cost[-1:]]))
         states.append(torch.cat([s.values[s.loss_mask], torch.tensor([s.bootstrap])]))
-    at_the_end = dict(batch_first=True, padding_side="left")  # where the recursion starts, so padding comes after all
+    # The recursion starts at the end, so samples are aligned there: it comes to the padding after all that counts.
+    at_the_end = dict(batch_first=True, padding_side="left")
     padded = (torch.nn.utils.rnn.pad_sequence(x, **at_the_end) for x in (gains, states))
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
     mean, std = torch.cat(advantages).mean(), torch.cat(advantages).std()
@@ -415,6 +421,9 @@ def with_advantages(samples, rewards, c):
     net = rewards - torch.stack([cost.sum() for cost in costs]).view(rewards.shape)
     each = zip(samples, advantages_of(net, c.advantage).flatten().tolist())
     return [s._replace(advantages=torch.full(s.logprobs.shape, a)) for s, a in each]
+
+
+# ---- a leaf's loss, and the check -----------------------------------------------------------------------------------
 
 
 def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
@@ -465,8 +474,8 @@ def check_logprobs(leaf, logprobs, samples):
 
 class Trainer:
     """
-    A rank's share of the model and of AdamW's state, and what is done with them. Every method is collective over the
-    trainers: each rank calls it with all the samples of a step, and works on the leaves that are its own.
+    A rank's share of the model and of AdamW's state, and what is done with them. What takes samples, and `save`, is
+    collective over the trainers: each rank calls it with all the samples of a step, and works on its own leaves.
 
     c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from: a
     checkpoint if `optimizer_steps` have been taken.
@@ -548,7 +557,7 @@ class Trainer:
         leaves = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
         for i in range(self.rank, len(leaves), ranks):
             leaf = pack([samples[j] for j in leaves[i]], self.device)
-            ours, _, values, ends = self.model.token_logprobs(leaf, self.c.temperature)
+            ours, _, values, bootstraps = self.model.token_logprobs(leaf, self.c.temperature)
             self.model.reshard()  # FSDP2 reshards after a backward pass; there is none, so we do.
             theirs = ours
             if self.frozen:
@@ -556,27 +565,27 @@ class Trainer:
                 self.frozen.reshard()
             per_token = (ours, theirs, leaf.values if values is None else values)
             split = (x.cpu().split(leaf.counts.tolist()) for x in per_token)
-            mine[i] = list(zip(*split, [0.0] * len(leaves[i]) if ends is None else ends.tolist()))
+            mine[i] = list(zip(*split, [0.0] * len(leaves[i]) if bootstraps is None else bootstraps.tolist()))
         # Every rank needs every sample: advantages are normalised over the batch.
         everyone = [None] * ranks
         dist.all_gather_object(everyone, mine, group=self.process_group)
-        done = list(samples)
+        filled = list(samples)
         for i, leaf in enumerate(leaves):
-            for j, (*per_token, end) in zip(leaf, everyone[i % ranks][i]):
+            for j, (*per_token, bootstrap) in zip(leaf, everyone[i % ranks][i]):
                 s = samples[j]
                 ours, theirs, values = (scatter(s.loss_mask, x) for x in per_token)
                 ours = ours if self.c.importance else s.logprobs
                 # A sample that ended by itself is followed by nothing, so nothing is what its last state is worth.
-                end = end if s.truncated else 0.0
-                done[j] = s._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=end)
-        return done
+                bootstrap = bootstrap if s.truncated else 0.0
+                filled[j] = s._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
+        return filled
 
     def gradients(self, samples, phase="rl", check=False):
         """
         The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and, if
         the log-probs are checked, the first mismatch: (index of the sample, line), or None. Whatever is added up is a
         row per leaf first and then one tree over the leaves, so that no sum sees the number of ranks.
-        check: the samples were made with these very weights, so every log-prob must be the engine's.
+        check: compare every log-prob with the engine's, which had these very weights when it made the samples.
         """
         ranks, tokens = self.mesh.size(), max(1, sum(int(s.loss_mask.sum()) for s in samples))
         leaves = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
@@ -589,7 +598,7 @@ class Trainer:
             output = self.model.token_logprobs(leaf, self.c.temperature if phase == "rl" else 1.0)
             # The denominators are the whole step's, so that leaves of any size add up to one mean.
             loss, figures = leaf_loss(output, leaf, self.c, len(samples), tokens, phase)
-            loss.backward()  # and the tree over the ranks: sync.TreeReduceScatter
+            loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
             # FSDP2 gives no gradient to what took no part, as the critic in supervised steps.
             grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters())
             total.add([g.detach().to_local() for g in grads])
@@ -598,8 +607,9 @@ class Trainer:
             if check:
                 found, mismatch = check_logprobs(leaf, output[0].detach(), chosen)
                 figures |= found
-                if mismatch:  # leaves are not in the order of the samples; the first sample is what a reader looks for
-                    first = min(first or (len(samples),), (leaves[i][mismatch[0]], mismatch[1]))
+                # Leaves are not in the order of the samples, but the first sample is what a reader looks for.
+                if mismatch and (first is None or leaves[i][mismatch[0]] < first[0]):
+                    first = leaves[i][mismatch[0]], mismatch[1]
             sums_of[i] = torch.stack([x.detach().double().sum() for x in figures.values()])
         # The leaves of all ranks, put in their places by adding zeros.
         table = torch.zeros(len(leaves), len(figures), dtype=torch.float64, device=self.device)
@@ -610,7 +620,7 @@ class Trainer:
         metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
         if check:
             metrics["logprob_mismatch_tokens"] = int(sums["logprob_mismatch_tokens"])
-            metrics["logprob_mismatch_max"] = float(table[:, -1].max())
+            metrics["logprob_mismatch_max"] = float(table[:, list(figures).index("logprob_mismatch_max")].max())
         return total.total, metrics, first
 
     def apply(self, grads, lr, where):
@@ -641,7 +651,8 @@ class Trainer:
     def update(self, samples, step, lr, phase="rl", check=False):
         """
         One optimizer step on the samples of a step: (metrics, {stage: hash or {name: hash}}). Ends the run with one
-        line, the weights as they were, at a loss that is not finite and, if `strict`, at a log-prob that differs.
+        line, the weights as they were, at a loss or a norm that is not finite and, if it is to `check` and the run is
+        `strict`, at a log-prob that differs.
         """
         grads, metrics, first = self.gradients(samples, phase, check)
         # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks.
@@ -662,9 +673,10 @@ class Trainer:
 # ---- a step's prompts, and the held-out ones ------------------------------------------------------------------------
 
 
-def take_step(queue, step, rows, c, version):
+def sample_step(queue, step, rows, c, version):
     """
-    The P groups that step `step` trains on, and all that were sampled for it, as lists of (tensors, meta). With dynamic
+    Has the engines make samples (Queue.sample, Sampler.sample, SGLang's async_generate); on every rank it returns the P
+    groups that step `step` trains on, and all that were sampled for it, as lists of (tensors, meta). With dynamic
     sampling (DAPO, equation 11) groups of equal rewards are replaced by the next round's, and fill up what is missing
     after the last one; all in the order of the prompts. Each round has its own prompts, so what one step needs moves
     no other step's.
@@ -674,17 +686,18 @@ def take_step(queue, step, rows, c, version):
         chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, "rl")
         # A round's prompts are numbered on from the round's before: the number is part of a sample's seed.
         prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
-        for t, meta in queue.take(Job("rl", step, version, prompts, c.group_size, c.temperature)):
+        for t, meta in queue.sample(Job("rl", step, version, prompts, c.group_size, c.temperature)):
             equal = c.dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()
             (dropped if equal else kept).append((t, meta))
         if len(kept) >= P:
             break
-    return (kept + dropped)[:P], kept + dropped
+    made = kept + dropped
+    return made[:P], made
 
 
 def evaluate(queue, step, rows, c, version, record):
     """pass@k and the mean reward on the held-out rows, under the weights the engines hold, for the record."""
-    groups = queue.take(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, c.eval_temperature))
+    groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, c.eval_temperature))
     if record:
         record.evaluation(step, pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward))
 
@@ -752,7 +765,7 @@ if __name__ == "__main__":
     # function of the config and the step's number: that is why so little has to be saved.
     step = 0  # RL steps done (supervised ones with mode='sft')
     saved = None  # what the latest checkpoint says of itself
-    # The keys that say what is computed: a rollout file or a checkpoint of other ones is not this run's.
+    # The keys that say what is computed: a rollout file or a checkpoint made under other values is not this run's.
     run_id = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
     origin = dict(run=run_id, versions=versions())
     if resumed and (checkpoints := sync.checkpoints(folder / "ckpt")):
@@ -814,9 +827,9 @@ if __name__ == "__main__":
     bar = tqdm(total=rl_steps, initial=step, disable=not (record and rl_steps), unit="step", mininterval=0.5)
     while step < rl_steps:
         times = [time.monotonic()]
-        # 1. Sample the prompts of this step with its weights; on every rank, since what dynamic sampling asks for next
-        #    depends on what came.
-        groups, made = take_step(queue, step, train_rows, c, version)
+        # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
+        #    dynamic sampling asks for next depends on what came.
+        groups, made = sample_step(queue, step, train_rows, c, version)
         if engine and transport:
             engine.sleep()  # until the next weights come
         times.append(time.monotonic())

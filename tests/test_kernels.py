@@ -95,6 +95,29 @@ def test_swiglu_does_not_see_the_position_in_the_tensor_and_torchs_own_silu_does
     assert any(not same(F.silu(x[i:].clone()), theirs[i:]) for i in range(1, 40))
 
 
+def test_the_gradient_of_swiglu_is_right_and_none_is_nan():
+    gate, up = (torch.randn(40, 33).mul(4).requires_grad_() for _ in range(2))
+    grad = torch.randn(40, 33)
+    ours = torch.autograd.grad((kernels.swiglu(gate, up) * grad).sum(), (gate, up))
+    theirs = torch.autograd.grad((F.silu(gate.double()) * up.double() * grad).sum(), (gate, up))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs))
+    ends = torch.tensor([-1e4, -100.0, 100.0, 1e4], requires_grad=True)  # where exp(-gate) has no float32
+    out = kernels.swiglu(ends, torch.ones(4))
+    assert out.tolist() == [0.0, 0.0, 100.0, 1e4]
+    assert torch.autograd.grad(out.sum(), ends)[0].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("C", [0, 1, 2, 7, 98, 128, 1000])
+def test_the_sum_of_a_row_is_right_and_sees_neither_other_rows_nor_zeros_behind_it(C):
+    x = torch.randn(50, C, dtype=torch.float64)
+    whole = kernels.row_sums(x)
+    assert torch.allclose(whole, x.sum(1), atol=1e-12)
+    for M in (1, 2, 3, 17):
+        assert torch.equal(kernels.row_sums(x[5 : 5 + M].clone()), whole[5 : 5 + M])
+    width = 1 << max(0, C - 1).bit_length()
+    assert torch.equal(kernels.row_sums(F.pad(x, (0, width - C))), whole)
+
+
 @pytest.mark.parametrize("op", ["rms_norm", "log_softmax", "softmax", "logsumexp"])
 def test_row_operators_left_to_torch_are_row_invariant(op):
     def rms_norm(x):

@@ -102,15 +102,12 @@ def test_L2_the_logprobs_in_the_files_are_those_of_the_checkpoint_also_outside_o
     """
     from transformers import AutoModelForCausalLM
 
-    samples = []
-    for tensors, _ in read_groups(two_ranks[0], "rl_000016"):
-        fields = (tensors[key].split(tensors["lengths"].tolist()) for key in ("tokens", "loss_mask", "logprobs"))
-        samples += [train.make_sample(tensors["prompt_tokens"], *sample) for sample in zip(*fields)]
+    samples = train.samples_of(read_groups(two_ranks[0], "rl_000016"))
     sampled = torch.cat([s.logprobs for s in samples])
     assert len(samples) == 64 and len(sampled) > 150 and all(s.loss_mask.all() for s in samples)
 
     def ours(checkpoint):
-        hf = sync.check_model(checkpoint, train.DEFAULTS)
+        hf = train.check_model(checkpoint, train.DEFAULTS)
         model = train.build_model(hf, mesh, "cpu", True)
         sync.load_weights(sync.shards(model, mesh), checkpoint, hf.tie_word_embeddings)
         kernels.enable_batch_invariant()

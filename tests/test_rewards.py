@@ -7,6 +7,7 @@ Rewards: which number a response ends up with, weighted sums, the user's own fun
 import contextlib
 import io
 import json
+import math
 import sys
 import time
 from decimal import Decimal
@@ -14,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 
 import rewards
 from rewards import (
@@ -25,6 +27,7 @@ from rewards import (
     load_reward,
     load_rows,
     numeric,
+    pass_rates,
     rows_of_step,
     score,
 )
@@ -322,7 +325,7 @@ def test_any_finite_real_number_is_a_score(value):
 
 
 def test_scalars_of_numpy_and_torch_are_scores():
-    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    numpy = pytest.importorskip("numpy")
     for value in (numpy.float32(0.5), numpy.bool_(True), numpy.array(0.5), torch.tensor(0.5), torch.tensor([0.5])):
         assert score(lambda p, r, g: value, "", "", "", "here") == float(value)
     for value in (numpy.zeros(2), torch.zeros(2), torch.tensor(float("nan"))):
@@ -399,6 +402,18 @@ def test_rows_of_a_step_depend_on_seed_and_step_alone_and_cover_each_epoch_once(
     assert rows_of_step(10, 4, 0, 2, "rl") != steps[0]
 
 
+def test_pass_rates_are_means_over_prompts_with_their_interval():
+    rewards = torch.tensor([[1.0, 0.0, 0.4, 0.5], [0.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]])
+    rates = pass_rates(rewards, 0.5)  # 2, 0 and 4 of 4 are right
+    assert list(rates) == ["eval_reward_mean", *(f"pass@{k}{x}" for k in (1, 2, 4) for x in ("", "_ci95"))]
+    assert rates["eval_reward_mean"] == pytest.approx(3.9 / 12)
+    for k, chances in ((1, [1 / 2, 0, 1]), (2, [5 / 6, 0, 1]), (4, [1, 0, 1])):
+        mean = sum(chances) / 3
+        spread = math.sqrt(sum((x - mean) ** 2 for x in chances) / 2)
+        assert rates[f"pass@{k}"] == pytest.approx(mean)
+        assert rates[f"pass@{k}_ci95"] == pytest.approx(1.96 * spread / math.sqrt(3))
+
+
 def test_rows_come_from_jsonl_and_parquet_with_named_columns_and_a_template(tmp_path):
     import datasets
 
@@ -418,6 +433,15 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on():
     again = load_rows(DEFAULTS | dict(seed=2))
     assert (data, held_out) == again and len(held_out) == DEFAULTS["eval_size"]
     assert not {r["prompt"] for r in data} & {r["prompt"] for r in held_out}
+
+
+def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path):
+    for split in ("train", "test"):
+        text = "".join(json.dumps(dict(prompt=f"{split} {i}", answer="")) + "\n" for i in range(5))
+        (tmp_path / f"{split}.jsonl").write_text(text)
+    data, held_out = load_rows(DEFAULTS | dict(dataset=str(tmp_path), eval_split="test", eval_size=3))
+    assert [r["prompt"] for r in data] == [f"train {i}" for i in range(5)]
+    assert [r["prompt"] for r in held_out] == [f"test {i}" for i in range(3)]
 
 
 def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):

@@ -7,11 +7,13 @@ Sums that do not depend on who adds, files that are whole or refused, and a ledg
 import gc
 import json
 import random
+import types
 
 import pytest
 import torch
 
 import sync
+from rollout_server import Job
 from sync import RunError
 from train_grpo import DEFAULTS
 
@@ -86,6 +88,29 @@ def test_hash_and_norm_of_shards_are_those_of_the_whole(alone):
         weights[name][where] = weights[name][where].flip(0)
         assert hashes(1)[name] != whole[name], where
         whole = hashes(1)
+    weights["a"][2, 3], weights["a"][3, 2] = weights["a"][3, 2].clone(), weights["a"][2, 3].clone()
+    assert hashes(1)["a"] != whole["a"]  # rows and columns have factors of their own
+
+
+@pytest.mark.parametrize("elements", [1, 7, 20, 21])
+def test_a_hash_does_not_see_how_many_elements_are_multiplied_at_a_time(elements, monkeypatch):
+    """Less than a row, one row, several that do not divide the tensor: the row's number in the whole is what counts."""
+    tensor = torch.randn(10, 7)
+    (shard,) = cut(tensor, "a", 1)
+    whole = sync.tensor_hashes([tensor], [shard], None)
+    monkeypatch.setattr(sync, "HASHED", elements)
+    assert sync.tensor_hashes([tensor], [shard], None) == whole
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_norm_adds_each_row_in_its_place_whatever_rank_has_it(alone, ranks, monkeypatch):
+    """What the ranks bring to their sum adds up to the rows of one rank, bit for bit."""
+    grads, seen = {"a": torch.randn(10, 7), "b": torch.randn(5), "c": torch.randn(3, 4)}, []
+    monkeypatch.setattr(sync.dist, "all_reduce", lambda rows, group: seen.append(rows.clone()))
+    for cuts, r in ((1, 0), *((ranks, r) for r in range(ranks))):
+        mine = [cut(g, name, cuts)[r] for name, g in grads.items()]
+        sync.grad_norm([s.data for s in mine], mine, alone)
+    assert len(seen[0]) == 18 and torch.equal(sum(seen[1:]), seen[0])
 
 
 def test_adamw_does_not_see_where_the_shards_are_cut():
@@ -118,6 +143,17 @@ def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(tmp_path)
     assert tokenizer.decode(tokens) == text and len(tokens) == len(text)
     assert tokenizer.eos_token_id == 1 != tokenizer.pad_token_id == 0 and len(tokenizer) == model.config.vocab_size
     assert 700_000 < model.num_parameters() < 900_000
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_each_rank_reads_its_own_rows_of_a_model(tmp_path, ranks):
+    weights = {"a": torch.randn(10, 7), "b": torch.randn(5)}
+    sync.save_file(weights, tmp_path / "model.safetensors")
+    for name, tensor in weights.items():
+        shards = [s._replace(data=torch.zeros_like(s.data)) for s in cut(tensor, name, ranks)]
+        for shard in shards:
+            sync.load_weights([shard], tmp_path, tied=False)
+        assert torch.equal(torch.cat([s.data for s in shards]), tensor)
 
 
 # ---- files
@@ -166,6 +202,22 @@ def test_a_file_of_another_run_step_or_version_is_refused_by_name(tmp_path, key,
         sync.read_group(tmp_path, 7, {key: value})
 
 
+def test_a_step_takes_its_own_files_in_the_order_of_its_prompts(tmp_path):
+    queue, folder = sync.Queue(tmp_path, None, "abc", 0), tmp_path / "rl_000003"
+    folder.mkdir()
+    for i in (7, 4, 5, 6):
+        sync.write_group(folder, i, TENSORS, META | dict(prompt=i))
+    for i in range(4):  # of an earlier round
+        sync.write_group(folder, i, TENSORS, META | dict(prompt=i))
+    job = Job("rl", 3, 3, dict.fromkeys((4, 5, 6, 7)), 2, 1.0)
+    assert [meta["prompt"] for _, meta in queue.sample(job)] == [4, 5, 6, 7]
+    with pytest.raises(RunError, match="has version 3, expected 4"):
+        queue.sample(job._replace(version=4))
+    sync.group_path(folder, 6).write_bytes(sync.group_path(folder, 5).read_bytes())
+    with pytest.raises(RunError, match="has prompt 5, expected 6"):
+        queue.sample(job)
+
+
 def test_a_prompt_is_claimed_once(tmp_path):
     assert [sync.claim(tmp_path / "rl_000000", 3) for _ in range(3)] == [True, False, False]
     assert sync.claim(tmp_path / "rl_000000", 4)
@@ -192,12 +244,19 @@ def test_the_digest_depends_on_every_line_and_nothing_else(tmp_path):
     assert digest("a", lines) == digest("b", lines)
     assert json.loads((tmp_path / "a").read_text().splitlines()[-1])["chain"] == digest("c", lines)
     assert len({digest("d", lines[:2]), digest("e", lines[::-1]), digest("f", lines)}) == 3
+    for i in range(3):
+        assert digest(f"other {i}", [*lines[:i], lines[i] | dict(tokens="0"), *lines[i + 1 :]]) != digest("g", lines)
+    start = sync.Ledger(tmp_path / "start", "another start")
+    start.append(**lines[0])
+    assert start.digest != digest("h", lines[:1])
 
 
 def test_content_hash_sees_bits_and_order():
     a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
     assert sync.content_hash(a) == sync.content_hash(a.clone())
     assert len({sync.content_hash(*x) for x in ((a,), (b,), ([0.0, 1.0],), (a, b), (b, a))}) == 5
+    cuts = [torch.arange(1, 7).split(sizes) for sizes in ([6], [1, 5], [5, 1], [2, 2, 2])]
+    assert len({sync.content_hash(*cut) for cut in cuts}) == 4  # and where one part ends
 
 
 def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(tmp_path):
@@ -224,6 +283,33 @@ def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(t
     for i in range(sizes[1]):  # whatever byte of the part that stays is altered
         with pytest.raises(RunError, match="line [12] is altered or torn"):
             go_on([], content=whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])
+
+
+# ---- the record
+
+
+def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
+    c = types.SimpleNamespace(**DEFAULTS | dict(mode="reject", group_size=3, pass_reward=0.5, reject_best=1))
+    record, made = sync.Record(tmp_path, None, c, {}), []
+    for i, rewards in enumerate(([1.0, 1.0, 1.0], [0.0, 0.0, 0.6], [0.1, 0.1, 0.0], [0.0, 0.0, 0.0])):
+        tensors = dict(
+            tokens=torch.arange(6) + i, logprobs=torch.zeros(6), rewards=torch.tensor(rewards),
+            prompt_tokens=torch.tensor([i]), lengths=torch.tensor([1, 2, 3]), truncated=torch.tensor([i == 0] * 3),
+        )  # fmt: skip
+        meta = dict(prompt_text=f"p{i}", answer="", responses=list("abc"), version=3, retractions=1, seconds=i)
+        made.append((tensors, meta))
+    line = record.step(0, made[:3], made, dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0], 10**9)
+    whole = torch.cat([t["rewards"] for t, _ in made[:3]]).double()
+    assert line["reward_mean"] == float(whole.mean()) and line["reward_std"] == float(whole.std())
+    assert (line["groups"], line["zero_std_groups"], line["easy_groups"], line["hard_groups"]) == (4, 1, 1, 2)
+    assert (line["response_length_mean"], line["response_length_max"], line["loss"]) == (2.0, 3, 0.25)
+    assert line["truncated_fraction"] == pytest.approx(1 / 3) and line["engine_retractions"] == 4
+    assert (line["wait_seconds"], line["train_seconds"], line["sync_seconds"]) == (1.0, 2.0, 4.0)
+    best = [json.loads(x) for x in (tmp_path / "best.jsonl").read_text().splitlines()]
+    assert best == [dict(prompt="p0", answer="a"), dict(prompt="p1", answer="c")]
+    (written,) = (json.loads(x) for x in (tmp_path / "ledger.jsonl").read_text().splitlines())
+    for stage in ("tokens", "logprobs", "rewards"):
+        assert written[stage] == sync.content_hash(*(t[stage] for t, _ in made[:3]))
 
 
 # ---- checkpoints
@@ -267,14 +353,16 @@ def test_every_file_of_a_checkpoint_truncated_flipped_or_missing_is_refused_by_n
 
 def test_ranks_share_the_check_of_a_checkpoints_files(tmp_path):
     folder = make_checkpoint(tmp_path, 3, 7)
-    (folder / "config.json").write_bytes(b"")
-    refused = []
-    for rank in range(2):
-        try:
-            sync.read_checkpoint(folder, rank, 2)
-        except RunError:
-            refused.append(rank)
-    assert len(refused) == 1
+    for name in ("config.json", "optimizer/optimizer.safetensors"):
+        whole, refused = (folder / name).read_bytes(), []
+        (folder / name).write_bytes(b"")
+        for rank in range(2):
+            try:
+                sync.read_checkpoint(folder, rank, 2)
+            except RunError:
+                refused.append(rank)
+        (folder / name).write_bytes(whole)
+        assert len(refused) == 1, name
 
 
 def test_an_unfinished_checkpoint_is_none_and_the_last_ones_are_kept(tmp_path):

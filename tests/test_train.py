@@ -6,6 +6,7 @@ The formulas against loops in float64, packing, the model, and the presets up to
 
 import math
 import random
+import types
 from itertools import combinations
 from pathlib import Path
 
@@ -233,6 +234,143 @@ def test_learning_rate_warms_up_then_falls_to_its_minimum():
     assert rates[0] == 0.1 and rates[9] == 1.0 and rates[10] == 1.0 and rates[55] == pytest.approx(0.55)
     assert rates[100] == rates[119] == pytest.approx(0.1)
     assert train.learning_rate_at(10**6, 1.0, 0, 0, 0.0) == 1.0
+
+
+# ---- samples, leaves and steps
+
+
+FIELDS = ("logprobs", "old_logprobs", "advantages", "reference", "values", "returns")
+
+
+def random_samples(n, seed=0):
+    """n samples with other numbers in every field and gaps in the loss mask."""
+    rng, out = random.Random(seed), []
+    for i in range(n):
+        R = rng.randrange(3, 9)
+        s = train.make_sample(torch.zeros(2).long(), torch.arange(R), torch.arange(R) % 3 != 1, torch.zeros(R), f"{i}")
+        fields = {k: torch.tensor([rng.gauss(0, 0.4) for _ in range(R)], dtype=torch.float64) for k in FIELDS}
+        out.append(s._replace(**fields))
+    return out
+
+
+def config_of(**change):
+    return types.SimpleNamespace(**DEFAULTS | dict(importance="", entropy_coef=0.0, kl_coef=0.0) | change)
+
+
+@pytest.mark.parametrize("kl_in_reward", [False, True])
+def test_the_loss_of_a_leaf_is_that_of_a_loop_over_its_terms(kl_in_reward):
+    c = config_of(
+        importance="truncate", importance_floor=0.7, importance_cap=1.3, entropy_coef=0.3, kl_coef=0.2,
+        kl_in_reward=kl_in_reward, value_coef=0.7, value_clip=0.1, clip_low=0.1, clip_high=0.3,
+        loss_aggregation="constant", max_new_tokens=50,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    leaf, expected = train.pack(random_samples(6), "cpu"), 0.0
+    new, entropy, values = (torch.randn(len(leaf.targets), dtype=torch.float64) * 0.3 for _ in range(3))
+    loss, figures = train.leaf_loss((new, entropy, values, None), leaf, c, 9, 100)
+    kls, fields = [], (leaf.logprobs, leaf.old_logprobs, leaf.advantages, leaf.reference, leaf.values, leaf.returns)
+    for n, h, v, engine, old, A, reference, old_v, target in zip(
+        *(x.tolist() for x in (new, entropy, values, *fields))
+    ):
+        r = math.exp(n - old)
+        weight = min(max(math.exp(old - engine), 0.7), 1.3)
+        kls.append(math.exp(reference - n) - 1 + n - reference)
+        kept = old_v + min(max(v - old_v, -0.1), 0.1)
+        expected += -weight * min(r * A, min(max(r, 0.9), 1.3) * A) - 0.3 * h
+        expected += 0.2 * kls[-1] * (not kl_in_reward) + 0.7 * max((v - target) ** 2, (kept - target) ** 2) / 2
+    assert float(loss) == pytest.approx(expected / (9 * 50)) and figures["kl_reference"].tolist() == pytest.approx(kls)
+
+
+def test_costs_are_taken_from_the_reward_of_a_sample_and_a_teacher_is_followed():
+    samples, rewards = random_samples(6), torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]])
+    c = config_of(advantage="dr_grpo", kl_coef=0.2, kl_in_reward=True, kl_estimator="k1")
+    costs = []
+    for s in samples:
+        engine, reference, mask = s.logprobs.tolist(), s.reference.tolist(), s.loss_mask.tolist()
+        costs.append(0.2 * sum(a - b for a, b, used in zip(engine, reference, mask) if used))
+    net = [r - cost for r, cost in zip(rewards.flatten().tolist(), costs)]
+    expected = [r - mean(net[i // 3 * 3 :][:3]) for i, r in enumerate(net)]
+    done = train.with_advantages(samples, rewards, c)
+    assert [s.advantages.tolist() for s in done] == [
+        pytest.approx([a] * len(s.tokens[2:]), rel=1e-5) for s, a in zip(samples, expected)
+    ]
+    for s in train.with_advantages(samples, rewards, config_of(advantage="distill")):
+        assert s.advantages.tolist() == [a - b for a, b in zip(s.reference.tolist(), s.logprobs.tolist())]
+
+
+def make_group(prompt, rewards, lengths=(2, 3), truncated=(False, True)):
+    """A rollout group of two samples as the files have it."""
+    tokens = torch.arange(sum(lengths)) + 10 * prompt
+    mask = tokens % 5 != 0
+    tensors = dict(
+        tokens=tokens, loss_mask=mask, logprobs=-tokens.float(), lengths=torch.tensor(lengths),
+        truncated=torch.tensor(truncated), prompt_tokens=torch.tensor([prompt]), rewards=torch.tensor(rewards),
+    )  # fmt: skip
+    return tensors, dict(prompt=prompt)
+
+
+@pytest.mark.parametrize("overlong_filter", [False, True])
+def test_only_samples_that_were_cut_off_are_filtered(overlong_filter):
+    samples = train.samples_of([make_group(3, [0.0, 1.0]), make_group(4, [0.0, 1.0])], overlong_filter)
+    assert [s.name for s in samples] == [f"prompt {p}, sample {g}" for p in (3, 4) for g in (0, 1)]
+    assert [s.tokens.tolist() for s in samples[:2]] == [[3, 30, 31], [3, 32, 33, 34]]
+    assert [s.truncated for s in samples] == [False, True] * 2 and [s.prompt_tokens for s in samples] == [1] * 4
+    cut_off = [not overlong_filter] * 3
+    assert [s.loss_mask.tolist() for s in samples] == [[False, True], cut_off, [False, True], cut_off]
+    assert samples[1].logprobs.tolist() == samples[1].old_logprobs.tolist() == [-32.0, -33.0, -34.0]
+
+
+class Rollouts:
+    """In a queue's place: groups of rewards 0 and 1, equal ones for the rows in `equal`. It keeps the jobs."""
+
+    def __init__(self, equal=()):
+        self.equal, self.jobs = equal, []
+
+    def sample(self, job):
+        self.jobs.append(job)
+        return [make_group(i, [0.0, float(row not in self.equal)]) for i, row in job.rows.items()]
+
+
+def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_prompts():
+    c, rows = config_of(dynamic_sampling=2, prompts_per_step=4, group_size=2, temperature=0.7), list(range(24))
+    order = [train.rows_of_step(24, 4, k, c.seed, "rl") for k in range(6)]  # an epoch: three rounds for each step
+    equal = {order[3][0], order[3][2], order[4][1], order[4][2], *order[5]}
+    queue = Rollouts(equal)
+    groups, made = train.sample_step(queue, 1, rows, c, 7)
+    numbers = [meta["prompt"] for _, meta in made]
+    assert [[*job.rows.values()] for job in queue.jobs] == order[3:5]  # the second round was enough
+    assert [[*job.rows] for job in queue.jobs] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert all(job[:3] == ("rl", 1, 7) and job[4:] == (2, 0.7) for job in queue.jobs)
+    assert numbers == [1, 3, 4, 7, 0, 2, 5, 6] and [meta["prompt"] for _, meta in groups] == [1, 3, 4, 7]
+    queue = Rollouts(equal | {order[4][0]})
+    groups, made = train.sample_step(queue, 1, rows, c, 7)  # three rounds were not: the first of the others fill up
+    assert len(queue.jobs) == 3 and len(made) == 12 and [meta["prompt"] for _, meta in groups] == [1, 3, 7, 0]
+    queue = Rollouts(equal)
+    groups, made = train.sample_step(queue, 3, rows, config_of(prompts_per_step=4), 7)
+    assert [meta["prompt"] for _, meta in groups] == [meta["prompt"] for _, meta in made] == [0, 1, 2, 3]
+    assert [[*job.rows.values()] for job in queue.jobs] == [order[3]]  # with one round a step
+
+
+def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
+    c = config_of(eval_samples=2, eval_temperature=0.3, group_size=5, temperature=0.9, pass_reward=1.0)
+    queue, seen = Rollouts({8}), []
+    record = types.SimpleNamespace(evaluation=lambda step, scores: seen.append((step, scores["pass@1"])))
+    train.evaluate(queue, 6, [7, 8], c, 5, record)
+    assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, 0.3)] and seen == [(6, 0.25)]
+
+
+def test_supervised_samples_learn_the_whole_answer_and_nothing_of_the_prompt():
+    c, rows = config_of(sft_batch=4), [dict(prompt_tokens=[i, i], answer_tokens=[50, i, 1]) for i in range(20)]
+    samples = train.supervised_samples(rows, 2, c)
+    assert [int(s.tokens[0]) for s in samples] == train.rows_of_step(20, 4, 2, c.seed, "sft")
+    for s in samples:
+        i = int(s.tokens[0])
+        assert s.tokens.tolist() == [i, i, 50, i, 1] and s.prompt_tokens == 2 and s.loss_mask.tolist() == [True] * 3
+
+
+def test_what_comes_every_so_many_steps_comes_after_the_last_one_too():
+    assert [s for s in range(1, 11) if train.due(s, 4, 10)] == [4, 8, 10]
+    assert [s for s in range(1, 11) if train.due(s, 0, 10)] == [10]
 
 
 # ---- presets
