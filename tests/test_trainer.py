@@ -226,19 +226,20 @@ def test_the_first_logprob_that_differs_is_named_and_stops_a_strict_run(ranks, s
     for i in range(9, 20):  # whatever leaves they are in
         logprobs, where = samples[i].logprobs.clone(), [at, -1] if i == 9 else [-1]
         logprobs[where] = torch.nextafter(logprobs[where], torch.tensor(0.0))
-        samples[i] = samples[i]._replace(logprobs=logprobs, name=f"prompt {i + 70}, sample 2")
+        samples[i] = samples[i]._replace(logprobs=logprobs, name=f"prompt {90 - i}, sample 2")
     before = [s.data.clone() for s in trainer.shards]
     with pytest.raises(SystemExit):
         trainer.update(samples, step=5, lr=0.1, check=True)
     tokens = sum(int(s.loss_mask.sum()) for s in samples)
     line = capsys.readouterr().err
-    assert line.startswith(f"error: step 5, prompt 79, sample 2, token {at}: engine ") and line.count("0x") == 2
+    assert line.startswith(f"error: step 5, prompt 81, sample 2, token {at}: engine ") and line.count("0x") == 2
     assert line.endswith(f"; 12 of {tokens} log-probs differ (strict=True)\n")
     assert all(torch.equal(s.data, w) for s, w in zip(trainer.shards, before))
     trainer.c.strict = False
-    for i, shift in ((17, 0.5), (9, -0.25)):  # the largest distance, of either sign, is not the sum of two
+    # the largest distance, of either sign, is no sum over a leaf nor over leaves
+    for i, where, shift in ((9, at, 0.5), (9, -1, -0.25), (17, -1, 0.375)):
         logprobs = samples[i].logprobs.clone()
-        logprobs[-1] += shift
+        logprobs[where] += shift
         samples[i] = samples[i]._replace(logprobs=logprobs)
     metrics, _ = trainer.update(samples, step=5, lr=0.1, check=True)
     assert metrics["logprob_mismatch_tokens"] == 12 and metrics["logprob_mismatch_max"] == pytest.approx(0.5, rel=1e-5)
