@@ -328,7 +328,7 @@ class Rollouts:
 
     def sample(self, job):
         self.jobs.append(job)
-        return [make_group(i, [0.0, float(row not in self.equal)]) for i, row in job.rows.items()]
+        return [make_group(i, [0.0, 0.0, float(row not in self.equal)]) for i, row in job.rows.items()]
 
 
 def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_prompts():
@@ -356,7 +356,7 @@ def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
     queue, seen = Rollouts({8}), []
     record = types.SimpleNamespace(evaluation=lambda step, scores: seen.append((step, scores["pass@1"])))
     train.evaluate(queue, 6, [7, 8], c, 5, record)
-    assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, 0.3)] and seen == [(6, 0.25)]
+    assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, 0.3)] and seen == [(6, pytest.approx(1 / 6))]
 
 
 def test_supervised_samples_learn_the_whole_answer_and_nothing_of_the_prompt():
