@@ -432,6 +432,7 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on():
     data, held_out = load_rows(DEFAULTS)
     again = load_rows(DEFAULTS | dict(seed=2))
     assert (data, held_out) == again and len(held_out) == DEFAULTS["eval_size"]
+    assert held_out != rewards.arithmetic()[: len(held_out)]  # a fair sample, not the first ones
     assert not {r["prompt"] for r in data} & {r["prompt"] for r in held_out}
 
 
