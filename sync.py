@@ -604,12 +604,12 @@ class Record:
         if (step + 1) % 50 == 0:
             tqdm.write(f"supervised step {step + 1}: loss {metrics['loss']:.4f}")
 
-    def evaluation(self, step, scores):
-        """{metric: value} on the held-out prompts."""
+    def evaluation(self, step, scores, prompts):
+        """{metric: value} on the held-out prompts, and how many they were."""
         c = self.c
         self.line("metrics.jsonl", phase="eval", step=step, **scores)
         rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)
-        what = f"{c.eval_size} prompts, {c.eval_samples} samples each, reward {c.reward!r}"
+        what = f"{prompts} prompts, {c.eval_samples} samples each, reward {c.reward!r}"
         tqdm.write(f"held out after {step} RL steps: {', '.join(rates)} ({what}, temperature {c.eval_temperature})")
 
     def step(self, step, groups, made, metrics, hashes, times, sent):
@@ -636,7 +636,7 @@ class Record:
             engine_retractions=sum(m["retractions"] for _, m in made),
             wait_seconds=wait, rollout_seconds=max(m["seconds"] for _, m in made), train_seconds=train,
             sync_seconds=publish, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
-            sync_gb_per_second=sent / 1e9 / publish,
+            sync_gb_per_second=sent and sent / 1e9 / publish,
         )  # fmt: skip
         self.line("metrics.jsonl", **line)
         for t, m in groups if c.mode == "reject" else ():

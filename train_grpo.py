@@ -699,7 +699,7 @@ def evaluate(queue, step, rows, c, version, record):
     """pass@k and the mean reward on the held-out rows, under the weights the engines hold, for the record."""
     groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, c.eval_temperature))
     if record:
-        record.evaluation(step, pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward))
+        record.evaluation(step, pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward), len(rows))
 
 
 def supervised_samples(rows, step, c):

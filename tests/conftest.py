@@ -38,7 +38,7 @@ kernels.disable_batch_invariant()
 
 # Flags of runs that are compared: what must not matter for an engine, and dynamic sampling with what goes with it
 ENGINE_FLAGS = ("--radix_cache=False", "--engine_max_running=17", "--engine_prefill_chunk=32")
-DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=8 --eval_size=0".split()
+DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=6 --eval_size=0".split()
 
 # Long tests first, so that both workers end at the same time. Those of WHOLE_RUNS are handed out one by one; any other
 # file's tests share a model, a process group or an engine and stay together.

@@ -354,9 +354,9 @@ def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_pro
 def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
     c = config_of(eval_samples=2, eval_temperature=0.3, group_size=5, temperature=0.9, pass_reward=1.0)
     queue, seen = Rollouts({8}), []
-    record = types.SimpleNamespace(evaluation=lambda step, scores: seen.append((step, scores["pass@1"])))
+    record = types.SimpleNamespace(evaluation=lambda step, scores, n: seen.append((step, scores["pass@1"], n)))
     train.evaluate(queue, 6, [7, 8], c, 5, record)
-    assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, 0.3)] and seen == [(6, pytest.approx(1 / 6))]
+    assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, 0.3)] and seen == [(6, pytest.approx(1 / 6), 2)]
 
 
 def test_supervised_samples_learn_the_whole_answer_and_nothing_of_the_prompt():

@@ -44,7 +44,7 @@ def seeds_by_engine():
     import rollout_server
 
     seed = rollout_server.sampling_seed
-    rollout_server.sampling_seed = lambda *key: seed(*key, os.environ["RANK"])
+    rollout_server.sampling_seed = lambda *key: seed(*key, os.environ.get("RANK", "0"))
 
 
 def a_flipped_bit():
