@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import finish, launch_warm
+from conftest import finish
 from prove import lines
 from test_dispatch import Record
 from torch.utils._python_dispatch import _disable_current_modes
@@ -498,7 +498,7 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path):
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, vocab_size=151_936)).save_pretrained(model)
     reward.write_text("def odd(prompt, response, answer):\n    return len(response) % 2\n")
     plain = "--max_steps=2", "--warmup_sft_steps=0", "--eval_size=0", "--checkpoint_every=0"
-    finish(tmp_path / "run", f"--init_from={model}", f"--reward={reward}:odd", *plain, launch=launch_warm)
+    finish(tmp_path / "run", f"--init_from={model}", f"--reward={reward}:odd", *plain)
     steps = lines(tmp_path / "run", "metrics.jsonl", "rl")
     assert len(steps) == 2 and all(s["logprob_mismatch_tokens"] == 0 for s in steps)
     assert all(s["reward_std"] > 0 and s["grad_norm"] > 0 for s in steps)
