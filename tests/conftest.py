@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(items):
 @cache
 def warm():
     """
-    The process that tests/warm.py describes, one in each worker. Not for test_engine.py, which comes first and has engines
-    in the worker itself: the end of an engine ends all children of its process.
+    The process that tests/warm.py describes, one in each worker. Not for test_engine.py, which comes first and has
+    engines in the worker itself: the end of an engine ends all children of its process.
     """
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1)
     process = subprocess.Popen([sys.executable, Path(__file__).parent / "warm.py"], cwd=ROOT, **pipes)
