@@ -553,7 +553,8 @@ def open_run(folder, config, resumed, restarted, gpu):
     except OSError as e:
         fail(f"out_dir={str(folder)!r}: {e.strerror}; choose another")
     lock, owner = folder / "lock", f"torchrun {os.getppid()}"
-    begun = (*folder.glob("queue/*/group_*"), *(folder / name for name in LOGS))
+    begun = (*folder.glob("queue/*/group_*"), *folder.glob("ckpt/step_*[1-9]*/checkpoint.json"))
+    begun += tuple(folder / name for name in LOGS)
     begun = any(path.is_file() and path.stat().st_size for path in begun)
     # A torchrun that was refused starts this rank once more: it goes on with no run but its own.
     if begun and not resumed or restarted and lock.read_text() != owner:
