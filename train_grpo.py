@@ -367,15 +367,14 @@ def plan_leaves(lengths, leaf_tokens, lanes):
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows = max(1, -(-sum(lengths) // (leaf_tokens * lanes)))
     while True:
-        lightest, leaves = [(0, leaf) for leaf in range(rows * lanes)], [[] for _ in range(rows * lanes)]
+        leaves = [(0, leaf, []) for leaf in range(rows * lanes)]  # a heap of (tokens, number, samples)
         for i in longest_first:
-            load, leaf = lightest[0]
-            leaves[leaf].append(i)
-            heapq.heapreplace(lightest, (load + lengths[i], leaf))
-        if all(load <= leaf_tokens or len(leaves[leaf]) == 1 for load, leaf in lightest):
-            heaviest_first = sorted(lightest, key=lambda x: (-x[0], x[1]))  # so that a row's leaves are alike
-            used = -(-sum(load > 0 for load, _ in lightest) // lanes) * lanes  # long samples may leave rows empty
-            return [sorted(leaves[leaf]) for _, leaf in heaviest_first[:used]]
+            load, leaf, chosen = leaves[0]
+            heapq.heapreplace(leaves, (load + lengths[i], leaf, [*chosen, i]))
+        if all(load <= leaf_tokens or len(chosen) == 1 for load, _, chosen in leaves):
+            leaves.sort(key=lambda x: (-x[0], x[1]))  # the heaviest first, so that a row's leaves are alike
+            used = -(-sum(load > 0 for load, _, _ in leaves) // lanes) * lanes  # long samples may leave rows empty
+            return [sorted(chosen) for _, _, chosen in leaves[:used]]
         rows += 1 + rows // 8
 
 
@@ -393,20 +392,15 @@ def critic_advantages(samples, rewards, costs, gamma, lam):
     rewards (B,) come with each one's last loss token; costs, the KL of (loss tokens,) per sample, token by token: of a
     reward 1 and costs .1 .1 .2 the tokens gain -.1 -.1 .8.
     """
-    states, gains = [], []
-    for s, reward, cost in zip(samples, rewards.tolist(), costs):
-        gains.append(torch.cat([-cost[:-1], reward - cost[-1:]]))
-        states.append(torch.cat([s.values[s.loss_mask], torch.tensor([s.bootstrap])]))
+    gains = [torch.cat([-cost[:-1], reward - cost[-1:]]) for cost, reward in zip(costs, rewards.tolist())]
+    states = [torch.cat([s.values[s.loss_mask], torch.tensor([s.bootstrap])]) for s in samples]
     # The recursion starts at the end, so samples are aligned there: it comes to the padding after all that counts.
     at_the_end = dict(batch_first=True, padding_side="left")
     padded = (torch.nn.utils.rnn.pad_sequence(x, **at_the_end) for x in (gains, states))
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
     mean, std = torch.cat(advantages).mean(), torch.cat(advantages).std()
-    done = []
-    for s, a, v in zip(samples, advantages, states):
-        advantage, target = (scatter(s.loss_mask, x) for x in ((a - mean) / (std + 1e-6), a + v[:-1]))
-        done.append(s._replace(advantages=advantage, returns=target))
-    return done
+    each = [(s, (a - mean) / (std + 1e-6), a + v[:-1]) for s, a, v in zip(samples, advantages, states)]
+    return [s._replace(advantages=scatter(s.loss_mask, a), returns=scatter(s.loss_mask, r)) for s, a, r in each]
 
 
 def with_advantages(samples, rewards, c):
@@ -453,20 +447,21 @@ def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
     return aggregate(losses, counts, c.loss_aggregation, samples, tokens, c.max_new_tokens), figures
 
 
-def check_logprobs(leaf, logprobs, samples):
+def check_logprobs(leaf, logprobs, chosen, samples):
     """
     The promise of this project, checked at every loss token: the trainer's log-probs (M,) are the engine's, as bits.
-    Returns figures {metric: tensor}, and of the first that differs (index of its sample in the leaf, line) or None.
+    Returns figures {metric: tensor}, and of the first that differs [(index of its sample, line)], or []. `chosen` are
+    the indices of the leaf's samples.
     """
     differ = logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)
     distance = torch.nn.functional.pad((logprobs - leaf.logprobs).abs(), (0, 1))  # a leaf may have no loss tokens
     figures = dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=distance.max())
     if not differ.any():
-        return figures, None
+        return figures, []
     i = int(differ.nonzero()[0])
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
-    j, token = int(leaf.sample[i]), int(leaf.response_index[i])
-    return figures, (j, f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}")
+    j, token = chosen[int(leaf.sample[i])], int(leaf.response_index[i])
+    return figures, [(j, f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}")]
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -496,8 +491,7 @@ class Trainer:
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
-        matrices = [len(s.shape) > 1 for s in self.shards]
-        decayed, others = ([w for w, m in zip(self.weights, matrices) if m == kind] for kind in (True, False))
+        decayed, others = ([w for w in self.weights if (w.dim() > 1) == kind] for kind in (True, False))
         groups = [dict(params=decayed, weight_decay=c.weight_decay), dict(params=others, weight_decay=0.0)]
         self.optimizer = torch.optim.AdamW(groups, betas=(c.beta1, c.beta2))
         # AdamW makes its state at its first step; made here, a checkpoint's can be read into it.
@@ -545,6 +539,16 @@ class Trainer:
             sync.seal_checkpoint(unfinished, ckpt / f"step_{step:06d}", **state)
             sync.prune_checkpoints(ckpt, self.c.keep_checkpoints)
 
+    def leaves(self, samples):
+        """
+        Yields this rank's leaves of a step: (the indices of its samples, the Leaf). Leaf i is rank i % ranks', so the
+        ranks work on a row of leaves side by side, where FSDP2's gathers and scatters meet: that is why an empty leaf
+        is computed with like any other.
+        """
+        planned = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
+        for chosen in planned[self.rank :: self.mesh.size()]:
+            yield chosen, pack([samples[i] for i in chosen], self.device)
+
     @torch.no_grad()
     def forward_only(self, samples):
         """
@@ -553,10 +557,8 @@ class Trainer:
         """
         if not (self.frozen or self.c.importance or self.c.advantage == "gae"):
             return samples
-        ranks, mine = self.mesh.size(), {}  # {leaf: per sample (own log-probs, frozen ones, values, bootstrap)}
-        leaves = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
-        for i in range(self.rank, len(leaves), ranks):
-            leaf = pack([samples[j] for j in leaves[i]], self.device)
+        mine = {}  # {sample: (own log-probs, frozen ones, values, bootstrap)}
+        for chosen, leaf in self.leaves(samples):
             ours, _, values, bootstraps = self.model.token_logprobs(leaf, self.c.temperature)
             self.model.reshard()  # FSDP2 reshards after a backward pass; there is none, so we do.
             theirs = ours
@@ -565,19 +567,17 @@ class Trainer:
                 self.frozen.reshard()
             per_token = (ours, theirs, leaf.values if values is None else values)
             split = (x.cpu().split(leaf.counts.tolist()) for x in per_token)
-            mine[i] = list(zip(*split, [0.0] * len(leaves[i]) if bootstraps is None else bootstraps.tolist()))
+            mine |= zip(chosen, zip(*split, [0.0] * len(chosen) if bootstraps is None else bootstraps.tolist()))
         # Every rank needs every sample: advantages are normalised over the batch.
-        everyone = [None] * ranks
+        everyone, filled = [None] * self.mesh.size(), list(samples)
         dist.all_gather_object(everyone, mine, group=self.process_group)
-        filled = list(samples)
-        for i, leaf in enumerate(leaves):
-            for j, (*per_token, bootstrap) in zip(leaf, everyone[i % ranks][i]):
-                s = samples[j]
-                ours, theirs, values = (scatter(s.loss_mask, x) for x in per_token)
-                ours = ours if self.c.importance else s.logprobs
-                # A sample that ended by itself is followed by nothing, so nothing is what its last state is worth.
-                bootstrap = bootstrap if s.truncated else 0.0
-                filled[j] = s._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
+        for i, (*per_token, bootstrap) in (pair for part in everyone for pair in part.items()):
+            s = samples[i]
+            ours, theirs, values = (scatter(s.loss_mask, x) for x in per_token)
+            ours = ours if self.c.importance else s.logprobs
+            # A sample that ended by itself is followed by nothing, so nothing is what its last state is worth.
+            bootstrap = bootstrap if s.truncated else 0.0
+            filled[i] = s._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
         return filled
 
     def gradients(self, samples, phase="rl", check=False):
@@ -588,13 +588,8 @@ class Trainer:
         check: compare every log-prob with the engine's, which had these very weights when it made the samples.
         """
         ranks, tokens = self.mesh.size(), max(1, sum(int(s.loss_mask.sum()) for s in samples))
-        leaves = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
-        total, sums_of, first = sync.LeafSum(self.c.lanes // ranks), {}, None
-        # Leaf i is rank i % ranks', so the ranks work on a row of leaves side by side, where FSDP2's gathers and
-        # scatters meet: that is why an empty leaf is computed with like any other.
-        for i in range(self.rank, len(leaves), ranks):
-            chosen = [samples[j] for j in leaves[i]]
-            leaf = pack(chosen, self.device)
+        total, rows, mismatches = sync.LeafSum(self.c.lanes // ranks), [], []
+        for chosen, leaf in self.leaves(samples):
             output = self.model.token_logprobs(leaf, self.c.temperature if phase == "rl" else 1.0)
             # The denominators are the whole step's, so that leaves of any size add up to one mean.
             loss, figures = leaf_loss(output, leaf, self.c, len(samples), tokens, phase)
@@ -605,23 +600,21 @@ class Trainer:
             self.model.zero_grad()  # they are the sum's now: the next leaf's must not be added to them
             figures = {"loss": loss, **figures}
             if check:
-                found, mismatch = check_logprobs(leaf, output[0].detach(), chosen)
+                found, first = check_logprobs(leaf, output[0].detach(), chosen, samples)
                 figures |= found
-                # Leaves are not in the order of the samples, but the first sample is what a reader looks for.
-                if mismatch and (first is None or leaves[i][mismatch[0]] < first[0]):
-                    first = leaves[i][mismatch[0]], mismatch[1]
-            sums_of[i] = torch.stack([x.detach().double().sum() for x in figures.values()])
+                mismatches += first
+            rows.append(torch.stack([x.detach().double().sum() for x in figures.values()]))
         # The leaves of all ranks, put in their places by adding zeros.
-        table = torch.zeros(len(leaves), len(figures), dtype=torch.float64, device=self.device)
-        for i, leaf_sums in sums_of.items():
-            table[i] = leaf_sums
+        table = torch.zeros(len(rows) * ranks, len(figures), dtype=torch.float64, device=self.device)
+        table[self.rank :: ranks] = torch.stack(rows)
         dist.all_reduce(table, group=self.process_group)
         sums = dict(zip(figures, sync.tree_sum(table).tolist()))
         metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
         if check:
             metrics["logprob_mismatch_tokens"] = int(sums["logprob_mismatch_tokens"])
             metrics["logprob_mismatch_max"] = float(table[:, list(figures).index("logprob_mismatch_max")].max())
-        return total.total, metrics, first
+        # Leaves are not in the order of the samples, but the first sample is what a reader looks for.
+        return total.total, metrics, min(mismatches, default=None)
 
     def apply(self, grads, lr, where):
         """
