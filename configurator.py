@@ -14,9 +14,7 @@ All of it serves any script; only the last section knows the keys of train_grpo.
 
 import os
 import platform
-import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -124,8 +122,8 @@ def versions():
 
 def commit():
     """The code's commit, with '-dirty' behind it if the code was changed; 'unknown' without git."""
-    git = shutil.which("git") or "true"  # a command that prints nothing
-    command = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    # Through env, which any machine has: without git it fails like git does without a repository.
+    command = ["env", "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
@@ -133,10 +131,8 @@ def provenance(gpu):
     """Comment lines for a saved config: the command, the code's commit, the versions and the machine (gpu: or '')."""
     libraries = ", ".join(f"{name} {number}" for name, number in versions().items())
     chip = gpu or f"{platform.processor() or platform.machine()} CPU"
-    return (
-        f"# {shlex.join(sys.argv)}\n# commit {commit()}\n"
-        f"# python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores\n"
-    )
+    machine = f"python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores"
+    return f"# {shlex.join(sys.argv)}\n# commit {commit()}\n# {machine}\n"
 
 
 def _typed(value, kind, is_text):
@@ -170,12 +166,11 @@ def _run_file(name, folder, defaults):
 def _help(defaults, script):
     """Every key with its default, its comment in the script and the comment lines above it."""
     notes, above, in_function = {}, [], False
-    for line in script.read_text(encoding="utf-8").splitlines() if script.is_file() else ():
+    source = script.read_text(encoding="utf-8") if script.is_file() else ""
+    for line in source.partition("(globals()")[0].splitlines():  # up to the end of the block
         key = line.partition("=")[0].strip()
         if line[:1].isalpha():  # not the ) that may end a function's head
             in_function = line.startswith(("def ", "class "))
-        if "(globals()" in line:  # the end of the block
-            break
         if key in defaults and not in_function:  # else a local variable of the same name
             notes[key], above = (above, line.partition("  # ")[2]), []
         elif line.strip():
@@ -191,12 +186,10 @@ def _help(defaults, script):
 # the keys of train_grpo.py: what may change on the way, and which values make no sense together
 
 # keys that say where and how fast, not what is computed: they may differ between two runs with one digest
-FREE_KEYS = {
-    "out_dir", "mode", "queue_dir", "max_steps", "device", "threads", "rollout_ranks", "colocate", "eval_every",
-    "gradient_checkpointing", "radix_cache", "cuda_graphs", "engine_memory", "engine_kv_tokens", "engine_max_running",
-    "engine_prefill_chunk", "engine_timeout", "strict", "weight_sync", "checkpoint_every", "keep_checkpoints",
-    "keep_rollouts", "sample_every", "eval_samples", "pass_reward", "reject_best",
-}  # fmt: skip
+FREE_KEYS = """
+    out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
+    cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict weight_sync
+    checkpoint_every keep_checkpoints keep_rollouts sample_every eval_samples pass_reward reject_best""".split()
 CHOICES = {
     "device": ("", "cpu", "cuda"),
     "mode": ("grpo", "replay", "sft", "rollout", "reject", "eval"),
@@ -209,11 +202,10 @@ CHOICES = {
 }
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout
-    keep_checkpoints updates_per_batch leaf_tokens lanes"""
-ONLY_WITH = {  # keys that say nothing without another
-    "gamma": ("advantage", "gae"), "gae_lambda": ("advantage", "gae"), "value_coef": ("advantage", "gae"),
-    "value_clip": ("advantage", "gae"), "teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay"),
-}  # fmt: skip
+    keep_checkpoints updates_per_batch leaf_tokens lanes""".split()
+# keys that say nothing without another
+ONLY_WITH = dict.fromkeys(("gamma", "gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
+ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay")}
 
 
 def resolve(namespace, defaults):
@@ -240,7 +232,7 @@ def check_versions():
     """Refuses other versions than pyproject.toml's: the hooks into these libraries are written for them."""
     pins = (Path(__file__).parent / "pyproject.toml").read_text()
     for name, found in versions().items():
-        wanted = re.search(rf'"{name}==([\w.]+)"', pins)[1]
+        wanted = pins.partition(f'"{name}==')[2].partition('"')[0]
         cure = "install that one (uv sync), or adapt the hooks and the pin in pyproject.toml"
         require(found == wanted, f"{name} {found}: the hooks into it are written for {name} {wanted}; {cure}")
 
@@ -251,9 +243,8 @@ def roles(config, world):
         return world, 0
     if config["mode"] in ("rollout", "reject", "eval"):
         return 0, world
-    if world == 1 or config["colocate"]:
-        return world, world
-    return world - config["rollout_ranks"], config["rollout_ranks"]
+    both, engines = world == 1 or config["colocate"], config["rollout_ranks"]
+    return (world, world) if both else (world - engines, engines)
 
 
 def check_config(config, world, defaults):
@@ -265,7 +256,7 @@ def check_config(config, world, defaults):
 
     for key, known in CHOICES.items():
         check(key, config[key] in known, f"use {', '.join(filter(None, known))}")
-    for key in POSITIVE.split():
+    for key in POSITIVE:
         check(key, config[key] > 0, "must be more than 0")
     for key, (other, value) in ONLY_WITH.items():
         check(key, config[key] == defaults[key] or config[other] == value, f"is for --{other}={value}")
@@ -283,9 +274,8 @@ def check_config(config, world, defaults):
     check("kl_coef", refers, "to what? a scratch model is random; --reference=model folder")
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     check("loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence")
-    check(
-        "updates_per_batch", c.updates_per_batch == 1 or c.loss != "pg", "loss='pg' has no ratio; use 1, or --loss=ppo"
-    )
+    has_ratio = c.loss != "pg"
+    check("updates_per_batch", c.updates_per_batch == 1 or has_ratio, "loss='pg' has no ratio; use 1, or --loss=ppo")
     why = f"the weight of equal log-probs, 1, must lie between it and importance_cap={c.importance_cap}"
     check("importance_floor", c.importance_floor < 1 < c.importance_cap, why)
     check("overlong_cache", 0 <= c.overlong_cache < c.max_new_tokens, f"not within max_new_tokens={c.max_new_tokens}")
@@ -297,9 +287,8 @@ def check_config(config, world, defaults):
     sample, trainers, engines = c.max_prompt_tokens + c.max_new_tokens, *roles(config, world)
     holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
     check("engine_kv_tokens", holds, f"one sample may take {sample + 1}; use more, or 0")
-    split = c.mode != "grpo" or trainers > 0 < engines
     why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
-    check("rollout_ranks", split, why)
+    check("rollout_ranks", c.mode != "grpo" or trainers > 0 < engines, why)
     check("lanes", c.lanes & (c.lanes - 1) == 0, "not a power of two; use 1, 2, 4, ..")
     why = f"{trainers} trainer ranks cannot share them; use 1, 2, 4, .. ranks, at most as many as lanes"
     check("lanes", not trainers or c.lanes % trainers == 0, why)

@@ -25,7 +25,7 @@ from traceback import walk_tb
 import torch
 
 from configurator import require
-from sync import content_hash
+from sync import content_hash, reason
 
 
 class RewardError(RuntimeError):
@@ -252,8 +252,7 @@ def load_rows(config):
                 hub = dict(path=name, name=config["dataset_config"] or None, split=split)
                 return datasets.load_dataset(**dict(path=kind, data_files=name, split="train") if kind else hub)
             except Exception as e:
-                reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-                require(False, f"dataset={name!r}: cannot load split {split!r}: {reason}")
+                require(False, f"dataset={name!r}: cannot load split {split!r}: {reason(e)}")
 
         data = load(config["split"])
         held_out = load(config["eval_split"]) if config["eval_split"] else None

@@ -65,6 +65,11 @@ def report_disk_error(kind, error, trace):
     print(f"error: {error.filename or 'writing to out_dir'}: {error.strerror}; {cure}", file=sys.stderr, flush=True)
 
 
+def reason(error):
+    """The first line of what an exception says, or its name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # ranks
 
@@ -263,8 +268,7 @@ def fetch_model(name, key="init_from"):
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except Exception as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        require(False, f"{key}={name!r}: neither a model folder nor to be had from the hub: {reason}")
+        require(False, f"{key}={name!r}: neither a model folder nor to be had from the hub: {reason(e)}")
 
 
 def load_weights(shards, folder, tied):
@@ -435,13 +439,18 @@ class WeightSync:
 # rollouts: queue/rl_000012/group_0003.safetensors, written once and whole; claim_0003 beside it says that it is taken
 
 
+def _sync(path):
+    """Returns when a file or folder is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
 def write_atomic(path, data):
     """Bytes appear under `path` whole or not at all, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+    temporary.write_bytes(data)
+    _sync(temporary)
     os.replace(temporary, path)
 
 
@@ -486,8 +495,7 @@ def read_group(folder, index, expected):
             meta = json.loads(header.get("meta", "{}"))
             tensors = {name: f.get_tensor(name) for name in f.keys()}
     except (SafetensorError, ValueError, OSError) as e:
-        reason = str(e).splitlines()[0]
-        raise RunError(f"{path}: torn or not a rollout file ({reason}); delete it to have it made again")
+        raise RunError(f"{path}: torn or not a rollout file ({reason(e)}); delete it to have it made again")
     if header.get("sha256") != _digest(tensors, meta):
         raise RunError(f"{path}: its checksum is wrong; delete it to have it made again")
     for key, value in expected.items():
@@ -544,18 +552,17 @@ def open_run(folder, config, resumed, restarted, gpu):
 
     resumed: the saved config of the run that is to go on, or {}; restarted: torchrun says so, not the user.
     """
+    lock, owner = folder / "lock", f"torchrun {os.getppid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "a")
+        file = open(lock, "a")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fail(f"out_dir={str(folder)!r}: another run is writing there; choose another")
     except OSError as e:
         fail(f"out_dir={str(folder)!r}: {e.strerror}; choose another")
-    lock, owner = folder / "lock", f"torchrun {os.getppid()}"
-    begun = (*folder.glob("queue/*/group_*"), *folder.glob("ckpt/step_*[1-9]*/checkpoint.json"))
-    begun += tuple(folder / name for name in LOGS)
-    begun = any(path.is_file() and path.stat().st_size for path in begun)
+    computed = ("queue/*/group_*", "ckpt/step_*[1-9]*/checkpoint.json", *LOGS)
+    begun = any(path.is_file() and path.stat().st_size for pattern in computed for path in folder.glob(pattern))
     # A torchrun that was refused starts this rank once more: it goes on with no run but its own.
     if begun and not resumed or restarted and lock.read_text() != owner:
         fail(f"out_dir={str(folder)!r}: holds a run already; choose another, or go on with --init_from=resume")
@@ -581,8 +588,7 @@ class Record:
         sizes = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
         self.ledger = Ledger(folder / LOGS[0], "onecurve 1", sizes[LOGS[0]], c.strict)
         if saved and self.ledger.digest != saved["digest"]:
-            step = saved["step"]
-            raise RunError(f"{self.ledger.path}: does not lead to the checkpoint of step {step}; was it edited?")
+            raise RunError(f"{self.ledger.path}: does not lead to the checkpoint of step {saved['step']}; edited?")
         for name in LOGS[1:]:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
@@ -706,12 +712,6 @@ def seal_checkpoint(partial, final, **record):
     _sync(final.parent)
 
 
-def _sync(path):
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
 def read_checkpoint(folder, rank, ranks, **expected):
     """
     The record of a checkpoint. Each of `ranks` checks its share of the files. Raises RunError for a damaged file, and
@@ -770,9 +770,8 @@ def clean_queue(queue, first_step):
 # ledger
 
 
-HASHED = (
-    1 << 24
-)  # elements that are multiplied at a time: their int64 products take four times a bfloat16 weight's room
+# elements that are multiplied at a time: their int64 products take four times a bfloat16 weight's room
+HASHED = 1 << 24
 
 
 @cache
@@ -794,9 +793,7 @@ def tensor_hashes(tensors, shards, group):
     sums = []
     for t, s in zip(tensors, shards):
         rows = _by_row(t, s).view({2: torch.int16, 4: torch.int32}[t.itemsize])
-        odd_rows, odd_columns = (
-            _odd(*which, t.device) for which in ((s.first + (1 << 40), len(t)), (0, rows.shape[1]))
-        )
+        odd_rows, odd_columns = _odd(s.first + (1 << 40), len(t), t.device), _odd(0, rows.shape[1], t.device)
         size, total = max(1, HASHED // rows.shape[1]), torch.zeros((), dtype=torch.int64, device=t.device)
         for some, odd in zip(rows.split(size), odd_rows.split(size)):
             total += ((some * odd_columns).sum(1) * odd).sum()
