@@ -310,8 +310,6 @@ class Leaf(NamedTuple):
     positions: torch.Tensor  # (N,) of each token in its sample
     lengths: torch.Tensor  # (samples,) tokens
     counts: torch.Tensor  # (samples,) loss tokens
-    sample: torch.Tensor  # (M,) index of each loss token's sample in the leaf
-    response_index: torch.Tensor  # (M,) index of the token in its response
     predictors: torch.Tensor  # (M,) index of the token before it, whose output is the prediction
     targets: torch.Tensor  # (M,) the loss tokens themselves
     logprobs: torch.Tensor  # (M,), and so on as in Sample
@@ -347,12 +345,11 @@ def samples_of(groups, overlong_filter=False):
 def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
     parts, start = [], 0
-    for i, s in enumerate(samples or [FILLER]):
-        chosen, length = s.loss_mask.nonzero()[:, 0], len(s.tokens)
-        at = chosen + s.prompt_tokens
+    for s in samples or [FILLER]:
+        at, length = s.prompt_tokens + s.loss_mask.nonzero()[:, 0], len(s.tokens)
         of_sample = s.tokens, torch.arange(length), torch.tensor([length]), torch.tensor([len(at)])
-        of_tokens = torch.full((len(at),), i), chosen, start + at - 1, s.tokens[at]
-        parts.append((*of_sample, *of_tokens, *(field[chosen] for field in s[Sample._fields.index("logprobs") :])))
+        of_tokens = (field[s.loss_mask] for field in s[Sample._fields.index("logprobs") :])
+        parts.append((*of_sample, start + at - 1, s.tokens[at], *of_tokens))
         start += length
     return Leaf(*(torch.cat(field).to(device) for field in zip(*parts)))
 
@@ -460,7 +457,7 @@ def check_logprobs(leaf, logprobs, chosen, samples):
         return figures, []
     i = int(differ.nonzero()[0])
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
-    j, token = chosen[int(leaf.sample[i])], int(leaf.response_index[i])
+    j, token = [(j, t) for j in chosen for t in samples[j].loss_mask.nonzero()[:, 0].tolist()][i]
     return figures, [(j, f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}")]
 
 
@@ -524,7 +521,7 @@ class Trainer:
     def save(self, ckpt, tokenizer, stop_tokens, record, step):
         """Writes ckpt/step_000100, from which `step` goes on, on any number of ranks. record: the first rank's."""
         # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
-        unfinished = ckpt / f".step_{step:06d}"
+        finished, unfinished = ckpt / f"step_{step:06d}", ckpt / f".step_{step:06d}"
         if record:
             shutil.rmtree(unfinished, ignore_errors=True)
             (unfinished / "optimizer").mkdir(parents=True)
@@ -535,8 +532,7 @@ class Trainer:
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(), self.mesh)
         if record:
             steps = int(self.optimizer.state[self.weights[0]]["step"])
-            state = dict(step=step, optimizer_steps=steps) | record.state()
-            sync.seal_checkpoint(unfinished, ckpt / f"step_{step:06d}", **state)
+            sync.seal_checkpoint(unfinished, finished, step=step, optimizer_steps=steps, **record.state())
             sync.prune_checkpoints(ckpt, self.c.keep_checkpoints)
 
     def leaves(self, samples):
@@ -721,8 +717,8 @@ if __name__ == "__main__":
     only_sft, only_eval, publishes = mode == "sft", mode == "eval", mode == "grpo"
     rl_steps = 0 if only_sft or only_eval else max_steps
     sft_steps = max_steps if only_sft else warmup_sft_steps
-    sft_schedule = (sft_learning_rate, 20, 0, 0.0)  # of the warm-up: peak, warm-up, decay, minimum
-    rl_schedule = (learning_rate, warmup_steps, lr_decay_steps, min_lr)
+    rl_schedule = (learning_rate, warmup_steps, lr_decay_steps, min_lr)  # peak, warm-up, decay, minimum
+    sft_schedule = rl_schedule if only_sft else (sft_learning_rate, 20, 0, 0.0)
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
     # then the folder is nobody's, and a corrected command may have it.
@@ -736,16 +732,16 @@ if __name__ == "__main__":
     # More threads than cores wait for each other by spinning; no bit depends on their number.
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
+    model = folder / "model" if init_from == "scratch" else init_from
     if ranks.rank == 0:
         chip = torch.cuda.get_device_name() if place == "cuda" else ""
         # Keep it: the lock lasts as long as this file is open.
         lock = sync.open_run(folder, config, resumed, restarted, chip)
         if init_from == "scratch":
-            sync.make_scratch_model(folder / "model", config)
-        else:
-            sync.fetch_model(init_from)  # the others then find it on this disk
+            sync.make_scratch_model(model, config)
+        sync.fetch_model(model)  # the others then find it on this disk
     sync.meet()
-    model_path = folder / "model" if init_from == "scratch" else sync.fetch_model(init_from)
+    model_path = sync.fetch_model(model)
     hf = check_model(model_path, config)
     tokenizer, stop_tokens = sync.load_tokenizer(model_path)
     train_rows, eval_rows = load_rows(config)
@@ -789,8 +785,7 @@ if __name__ == "__main__":
         answered = encode_answers(train_rows, tokenizer, stop_tokens, config)
         for i in range(step, sft_steps):
             samples = supervised_samples(answered, i, c)
-            rate = learning_rate_at(i, *(rl_schedule if only_sft else sft_schedule))
-            metrics, hashes = trainer.update(samples, i, rate, "sft")
+            metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), "sft")
             if record:
                 record.supervised(i, samples, metrics, hashes)
             if saves and only_sft and due(i + 1, checkpoint_every, sft_steps):
@@ -834,10 +829,9 @@ if __name__ == "__main__":
             penalty = overlong_penalty(lengths, max_new_tokens, overlong_cache)
             samples = with_advantages(samples, rewards + penalty, c)
             rate = learning_rate_at(step, *rl_schedule)
-            metrics, hashes = trainer.update(samples, step, rate, check=True)
-            for _ in range(updates_per_batch - 1):
-                later, hashes = trainer.update(samples, step, rate)
-                metrics |= later  # but for the mismatch, which is the first update's
+            for i in range(updates_per_batch):
+                figures, hashes = trainer.update(samples, step, rate, check=i == 0)
+                metrics |= figures  # the last update's, but for the mismatch, which is the first's
         step += 1
         version = step if ranks.trainers else 0
         times.append(time.monotonic())

@@ -93,13 +93,13 @@ def test_a_packed_leaf_picks_the_masked_tokens_and_their_predecessors():
     samples = make_samples(5)
     leaf = train.pack(samples, "cpu")
     expected, start = [], 0
-    for i, s in enumerate(samples):
+    for s in samples:
         for j, used in enumerate(s.loss_mask.tolist()):
             if used:
                 at = s.prompt_tokens + j
-                expected.append((start + at - 1, int(s.tokens[at]), float(s.logprobs[j]), i, j))
+                expected.append((start + at - 1, int(s.tokens[at]), float(s.logprobs[j])))
         start += len(s.tokens)
-    got = zip(*(x.tolist() for x in (leaf.predictors, leaf.targets, leaf.logprobs, leaf.sample, leaf.response_index)))
+    got = zip(*(x.tolist() for x in (leaf.predictors, leaf.targets, leaf.logprobs)))
     assert list(got) == expected and leaf.ids.tolist() == sum((s.tokens.tolist() for s in samples), [])
     assert leaf.positions.tolist() == sum((list(range(len(s.tokens))) for s in samples), [])
 
