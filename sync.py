@@ -101,16 +101,18 @@ def hidden_torchrun():
         os.environ.update(hidden)
 
 
-def check_cuda(config, world):
-    """Ends the run where this machine's GPUs cannot do it."""
-    rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+def take_gpu(config, world, gpu):
+    """Makes the GPU of this number the one this rank uses: its name. Ends the run where this machine's cannot do it."""
+    count = torch.cuda.device_count()
     require(count, "device='cuda': this machine has no CUDA device; use --device=cpu")
-    require(rank < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
-    chip = torch.cuda.get_device_capability(rank)
+    require(gpu < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
+    chip = torch.cuda.get_device_capability(gpu)
     cure = "kernels.py is for 9.0 (Hopper); use --device=cpu"
     require(chip == (9, 0), f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
     two_ends = config["weight_sync"] == "broadcast" and roles(config, world) == (world, world)
     require(not two_ends, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc or disk")
+    torch.cuda.set_device(gpu)
+    return torch.cuda.get_device_name()
 
 
 def start_process_groups(trainers, engines, device):
@@ -200,11 +202,12 @@ class Shard(NamedTuple):
 
 def shards(model, mesh):
     """FSDP2 gives rank r the r-th chunk of ceil(rows / ranks) rows (torch.chunk). Plain views of the parameters."""
-    out = []
-    for name, p in model.named_parameters():
-        local = p.to_local().detach()
-        out.append(Shard(name, tuple(p.shape), -(-p.shape[0] // mesh.size()) * mesh.get_local_rank(), local))
-    return out
+
+    def shard(name, p):
+        first = -(-p.shape[0] // mesh.size()) * mesh.get_local_rank()
+        return Shard(name, tuple(p.shape), first, p.to_local().detach())
+
+    return [shard(name, p) for name, p in model.named_parameters()]
 
 
 def whole(shard, mesh):
@@ -466,8 +469,7 @@ def claim(folder, index):
 
 def _digest(tensors, meta):
     h = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
-    for name in sorted(tensors):
-        t = tensors[name]
+    for name, t in sorted(tensors.items()):
         h.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
         h.update(t.numpy().tobytes())
     return h.hexdigest()

@@ -623,19 +623,17 @@ class Trainer:
         if self.c.grad_clip and norm > self.c.grad_clip:
             for g in grads:
                 g.mul_((self.c.grad_clip / norm).float())
-        # Hashed after the clip: these are the numbers that move the weights.
-        hashes = {"gradients": sync.tensor_hashes(grads, self.shards, self.process_group)}
         for w, g in zip(self.weights, grads):
             w.grad = g
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()  # or they would lie there until the next step's
-        hashes["weights"] = sync.tensor_hashes(self.weights, self.shards, self.process_group)
-        moments = ([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS)
-        first, second = (sync.tensor_hashes(m, self.shards, self.process_group) for m in moments)
-        hashes["optimizer"] = {name: first[name] + second[name] for name in first}
-        return float(norm), hashes
+        # The gradients are hashed as clipped: these are the numbers that moved the weights.
+        tensors = (grads, self.weights, *([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS))
+        gradients, weights, first, second = (sync.tensor_hashes(x, self.shards, self.process_group) for x in tensors)
+        optimizer = {name: first[name] + second[name] for name in first}
+        return float(norm), dict(gradients=gradients, weights=weights, optimizer=optimizer)
 
     def update(self, samples, step, lr, phase="rl", check=False):
         """
@@ -724,9 +722,7 @@ if __name__ == "__main__":
     # then the folder is nobody's, and a corrected command may have it.
     world, gpu = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if place == "cuda":
-        sync.check_cuda(config, world)
-        torch.cuda.set_device(gpu)
+    chip = sync.take_gpu(config, world, gpu) if place == "cuda" else ""
     ranks = sync.start_process_groups(*roles(config, world), place)
     alike = ranks.trainers if ranks.mesh is not None else ranks.engines  # trainers and engines mostly work in turn
     # More threads than cores wait for each other by spinning; no bit depends on their number.
@@ -734,7 +730,6 @@ if __name__ == "__main__":
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     model = folder / "model" if init_from == "scratch" else init_from
     if ranks.rank == 0:
-        chip = torch.cuda.get_device_name() if place == "cuda" else ""
         # Keep it: the lock lasts as long as this file is open.
         lock = sync.open_run(folder, config, resumed, restarted, chip)
         if init_from == "scratch":

@@ -33,15 +33,18 @@ def bits(x):
     ],
 )
 def test_gpus_that_cannot_do_it_are_refused_in_one_line(gpus, chip, change, message, monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda rank: chip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: chip)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: f"number {taken}")
     config = dict(mode="grpo", colocate=False, rollout_ranks=1, weight_sync="broadcast") | change
     if message is None:
-        return sync.check_cuda(config, 2)
+        assert sync.take_gpu(config, 2, 1) == "number [1]"
+        return
     with pytest.raises(SystemExit):
-        sync.check_cuda(config, 2)
-    assert capsys.readouterr().err == f"error: {message}\n"
+        sync.take_gpu(config, 2, 1)
+    assert capsys.readouterr().err == f"error: {message}\n" and not taken
 
 
 # ---- sums
