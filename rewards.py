@@ -275,8 +275,8 @@ def load_rows(config):
     return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
 
 
-def encode_prompts(rows, tokenizer, config, what):
-    """Adds prompt_tokens to each row and drops those with too many, in one line that counts them."""
+def encode_prompts(rows, what, tokenizer, config):
+    """Adds prompt_tokens to each row and drops those with too many, in one line that counts them as `what`."""
     for row in rows:
         if config["chat_template"]:
             messages = [{"role": "user", "content": row["prompt"]}]

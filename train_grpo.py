@@ -447,18 +447,17 @@ def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
 def check_logprobs(leaf, logprobs, chosen, samples):
     """
     The promise of this project, checked at every loss token: the trainer's log-probs (M,) are the engine's, as bits.
-    Returns figures {metric: tensor}, and of the first that differs [(index of its sample, line)], or []. `chosen` are
-    the indices of the leaf's samples.
+    Returns [], or [(index of the first sample with one that differs, a line about that token, number of tokens that
+    differ, largest distance)]. `chosen` are the indices of the leaf's samples.
     """
     differ = logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)
-    distance = torch.nn.functional.pad((logprobs - leaf.logprobs).abs(), (0, 1))  # a leaf may have no loss tokens
-    figures = dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=distance.max())
     if not differ.any():
-        return figures, []
+        return []
     i = int(differ.nonzero()[0])
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
     j, token = [(j, t) for j in chosen for t in samples[j].loss_mask.nonzero()[:, 0].tolist()][i]
-    return figures, [(j, f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}")]
+    line = f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}"
+    return [(j, line, int(differ.sum()), float((logprobs - leaf.logprobs).abs().max()))]
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -578,9 +577,9 @@ class Trainer:
 
     def gradients(self, samples, phase="rl", check=False):
         """
-        The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and, if
-        the log-probs are checked, the first mismatch: (index of the sample, line), or None. Whatever is added up is a
-        row per leaf first and then one tree over the leaves, so that no sum sees the number of ranks.
+        The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and what
+        `check_logprobs` found in this rank's leaves. Whatever is added up is a row per leaf first and then one tree
+        over the leaves, so that no sum sees the number of ranks.
         check: compare every log-prob with the engine's, which had these very weights when it made the samples.
         """
         ranks, tokens = self.mesh.size(), max(1, sum(int(s.loss_mask.sum()) for s in samples))
@@ -596,9 +595,7 @@ class Trainer:
             self.model.zero_grad()  # they are the sum's now: the next leaf's must not be added to them
             figures = {"loss": loss, **figures}
             if check:
-                found, first = check_logprobs(leaf, output[0].detach(), chosen, samples)
-                figures |= found
-                mismatches += first
+                mismatches += check_logprobs(leaf, output[0].detach(), chosen, samples)
             rows.append(torch.stack([x.detach().double().sum() for x in figures.values()]))
         # The leaves of all ranks, put in their places by adding zeros.
         table = torch.zeros(len(rows) * ranks, len(figures), dtype=torch.float64, device=self.device)
@@ -606,11 +603,7 @@ class Trainer:
         dist.all_reduce(table, group=self.process_group)
         sums = dict(zip(figures, sync.tree_sum(table).tolist()))
         metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
-        if check:
-            metrics["logprob_mismatch_tokens"] = int(sums["logprob_mismatch_tokens"])
-            metrics["logprob_mismatch_max"] = float(table[:, list(figures).index("logprob_mismatch_max")].max())
-        # Leaves are not in the order of the samples, but the first sample is what a reader looks for.
-        return total.total, metrics, min(mismatches, default=None)
+        return total.total, metrics, mismatches
 
     def apply(self, grads, lr, where):
         """
@@ -641,14 +634,19 @@ class Trainer:
         line, the weights as they were, at a loss or a norm that is not finite and, if it is to `check` and the run is
         `strict`, at a log-prob that differs.
         """
-        grads, metrics, first = self.gradients(samples, phase, check)
-        # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks.
-        if metrics.get("logprob_mismatch_tokens") and self.c.strict:
-            firsts = [None] * self.mesh.size()
-            dist.all_gather_object(firsts, first, group=self.process_group)
-            _, line = min(x for x in firsts if x)
-            count = f"{metrics['logprob_mismatch_tokens']} of {sum(int(s.loss_mask.sum()) for s in samples)}"
-            require(False, f"step {step}, {line}; {count} log-probs differ (strict=True)")
+        grads, metrics, mismatches = self.gradients(samples, phase, check)
+        if check:
+            # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
+            # are not in the order of the samples, but the first sample is what a reader looks for.
+            everyone = [None] * self.mesh.size()
+            dist.all_gather_object(everyone, mismatches, group=self.process_group)
+            mismatches = sorted(sum(everyone, []))
+            differ = sum(count for _, _, count, _ in mismatches)
+            largest = max((distance for _, _, _, distance in mismatches), default=0.0)
+            metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
+            if mismatches and self.c.strict:
+                count = f"{differ} of {sum(int(s.loss_mask.sum()) for s in samples)}"
+                require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
         where, value = f"{phase} step {step}", metrics["loss"]
         require(math.isfinite(value), f"{where}: the loss is {value}; the weights are as they were")
         norm, hashes = self.apply(grads, lr, where)
@@ -739,9 +737,8 @@ if __name__ == "__main__":
     model_path = sync.fetch_model(model)
     hf = check_model(model_path, config)
     tokenizer, stop_tokens = sync.load_tokenizer(model_path)
-    train_rows, eval_rows = load_rows(config)
-    train_rows = encode_prompts(train_rows, tokenizer, config, "training")
-    eval_rows = encode_prompts(eval_rows, tokenizer, config, "held-out")
+    encode = partial(encode_prompts, tokenizer=tokenizer, config=config)
+    train_rows, eval_rows = map(encode, load_rows(config), ("training", "held-out"))
     if batch_invariant:
         kernels.enable_batch_invariant()
 

@@ -450,7 +450,7 @@ def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
         return {"input_ids": list(text.encode())}
 
     rows = [{"prompt": "x" * n, "answer": ""} for n in (3, 300, 5, 400)]
-    kept = encode_prompts(rows, tokenizer, DEFAULTS, "training")
+    kept = encode_prompts(rows, "training", tokenizer, DEFAULTS)
     assert [len(r["prompt_tokens"]) for r in kept] == [3, 5]
     assert capsys.readouterr().out == "dropped 2 of 4 training prompts: over max_prompt_tokens=256\n"
 
