@@ -6,23 +6,36 @@ Sampled tokens per second in steady state, of rollout and training together.
     python tools/bench.py --ranks=2 --new_tokens=128
     python tools/bench.py --onoff                            # with and without our operators, twice each
     python tools/bench.py --operators                        # on a GPU: each operator against the library's
+    python tools/bench.py --peer                             # on a CPU: beside TRL; --peer=all: at more settings
 
 Runs train_grpo.py for some steps with samples of a fixed length and takes the median over the steps after the first
 four, which warm up. `--operators` times one operator after the other at the shapes of Qwen3 instead: random numbers,
 several sets of inputs where one would fit the cache, CUDA graphs, ours and the library's in turn, medians. Beside each
 time is the roof, the larger of bytes / copy rate and operations / matmul rate, both rates measured in the same run.
+
+`--peer` runs ours, TRL's GRPOTrainer, ours, TRL's: the same model folder, prompts, reward, threads, and samples per
+optimizer step. uv makes TRL an environment of its own, with the torch and the transformers that we run on, and needs a
+registry the first time. TRL is set to what is fast on a CPU and does our work (`trl_side`): one batch of all samples,
+float32, no gradient checkpointing, SDPA, generation by transformers with its KV cache, min_new_tokens = max_new_tokens
+where we ignore the EOS, one update per batch, no KL, fused AdamW with our betas and rate, no saving, no logging. Its
+step is the time between two calls of on_step_end, its rollout what lies before the reward's call. The roof is of
+arithmetic alone, at the rate of a float32 torch.mm: 2 operations per matrix element for each sampled token, 6 for each
+trained one, a prompt's among them, and the causal attention of both.
 """
 
 import argparse
 import contextlib
 import json
 import math
+import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +51,15 @@ GPU_SIZE = [
     "--scratch_layers=16", "--scratch_hidden=1024", "--scratch_heads=16", "--scratch_kv_heads=8",
     "--scratch_head_dim=128", "--scratch_mlp=3072", "--prompts_per_step=32", "--engine_memory=0.3",
 ]  # fmt: skip
+# of --peer
+TRL = "trl==1.16.0"
+PROMPTS, GROUP = 8, 8  # measure()'s own
+PEER_MODELS = {  # as make_scratch_model wants them; the first has the default sizes
+    "0.8 M": dict(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=384),
+    "8 M": dict(layers=8, hidden=256, heads=8, kv_heads=4, head_dim=32, mlp=1024),
+}
+PEER_SETTINGS = {"default": [("0.8 M", 32), ("0.8 M", 128)]}  # model, sampled tokens
+PEER_SETTINGS["all"] = PEER_SETTINGS["default"] + [("0.8 M", 512), ("8 M", 128)]
 
 
 # ---- end to end
@@ -97,6 +119,162 @@ def onoff(args):
         ratio = statistics.median(runs[True]) / statistics.median(runs[False])
         print(f"| {name} | {' | '.join(each)} | {ratio:.3f} |")
     print(f"\n{platform.machine()}, {args.steps - 4} steps a run, {machine()}")
+
+
+# ---- beside TRL, on a CPU
+
+
+def trl_side(folder):
+    """In TRL's environment: trains as task.json says; times.json gets each step's seconds of (rollout, training)."""
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    task = json.loads((folder / "task.json").read_text())
+    torch.set_num_threads(task["threads"])
+    ends, scored = [], []  # when the run began and each step ended; when each step's samples were there
+
+    def different_characters(completions, completion_ids, **_):
+        scored.append(time.monotonic())
+        lengths = {len(ids) for ids in completion_ids}
+        assert lengths == {task["new_tokens"]}, f"samples of {lengths} tokens"  # or the rate would be of fewer tokens
+        return [float(len(set(text))) for text in completions]
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            ends.append(time.monotonic())
+
+        def on_step_end(self, *_, **__):
+            ends.append(time.monotonic())
+
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"), max_steps=task["steps"], use_cpu=True, bf16=False, seed=1,
+        model_init_kwargs=dict(dtype="float32", attn_implementation="sdpa"),
+        per_device_train_batch_size=PROMPTS * GROUP, gradient_accumulation_steps=1, num_generations=GROUP,
+        gradient_checkpointing=False, dataloader_pin_memory=False, temperature=1.0,
+        max_completion_length=task["new_tokens"],
+        generation_kwargs=dict(min_new_tokens=task["new_tokens"], use_cache=True),
+        beta=0.0, num_iterations=1,  # so neither a reference's log-probs nor the old ones are computed
+        optim="adamw_torch_fused", adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
+        learning_rate=1e-6, lr_scheduler_type="constant",
+        save_strategy="no", eval_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    data = Dataset.from_list([{"prompt": prompt} for prompt in task["prompts"]])
+    GRPOTrainer(str(folder / "model"), different_characters, config, data, callbacks=[Clock()]).train()
+    times = [(middle - begin, end - middle) for begin, middle, end in zip(ends, scored, ends[1:])]
+    (folder / "times.json").write_text(json.dumps(times))
+
+
+def trl_python():
+    """The command that is Python in TRL's environment. Ends the run in one line if there can be none."""
+    from configurator import versions
+
+    if not shutil.which("uv"):
+        refuse("no uv, which makes TRL's environment: pip install uv")
+    # The libraries below TRL are ours: what differs is then the trainers.
+    packages = [TRL, *(f"{name}=={versions()[name]}" for name in ("torch", "transformers"))]
+    command = ["uv", "run", "--isolated", "--no-project", f"--python={sys.executable}"]
+    command += [*(f"--with={package}" for package in packages), "python"]
+    # away from here, where our project's settings for uv are
+    tried = subprocess.run([*command, "-c", "import trl"], capture_output=True, text=True, cwd=tempfile.gettempdir())
+    if tried.returncode:
+        refuse(f"no {' '.join(packages)}: {' '.join(tried.stderr.split())[-300:]}")
+    return command
+
+
+def refuse(reason):
+    print(f"--peer: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
+def matmul_rate():
+    """Float32 operations per second of torch.mm on all cores; the best of many, since what else runs slows it down."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count())
+    a, b, times = torch.randn(1024, 1024), torch.randn(1024, 1024), []
+    for _ in range(50):
+        begin = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - begin)
+    return 2 * 1024**3 / min(times)
+
+
+def operations_of_step(size, vocabulary, prompt, new_tokens):
+    """Of sampling and training all samples of a step, whose prompts have `prompt` tokens in the mean."""
+    m = argparse.Namespace(**size)
+    layer = m.hidden * m.head_dim * 2 * (m.heads + m.kv_heads) + 3 * m.hidden * m.mlp
+    matrices = m.layers * layer + vocabulary * m.hidden  # the last is the head; the embedding only looks up
+    length = prompt + new_tokens
+    # Scores and sums take 4 operations per head, dim and earlier token, of which there are length / 2 in the mean.
+    attention = m.layers * 2 * length**2 * m.heads * m.head_dim
+    return PROMPTS * GROUP * (matrices * (2 * new_tokens + 6 * length) + (1 + 3) * attention)
+
+
+def peer(args):
+    import torch
+
+    if torch.cuda.is_available():
+        refuse("it compares on a CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=")
+    sys.path.insert(0, str(ROOT))
+    import sync
+    from configurator import commit, versions
+    from rewards import arithmetic
+
+    python, cores, rate = trl_python(), os.cpu_count(), matmul_rate()
+    prompts, samples = [row["prompt"] for row in arithmetic()], PROMPTS * GROUP
+    print("| model | samples x tokens | ours, runs | TRL, runs | ours / TRL | roof | ours / roof | TRL / roof |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    splits = []
+    for name, new_tokens in PEER_SETTINGS[args.peer]:
+        args.new_tokens, size = new_tokens, PEER_MODELS[name]
+        folder = Path(tempfile.mkdtemp(prefix="bench"))
+        try:
+            sync.make_scratch_model(folder / "model", {"seed": 1} | {f"scratch_{key}": x for key, x in size.items()})
+            task = dict(prompts=prompts, new_tokens=new_tokens, steps=args.steps, threads=cores)
+            (folder / "task.json").write_text(json.dumps(task))
+            ours, theirs = [], []  # per run the seconds of each step, by what they went into
+            for _ in range(2):
+                steps = measure(args, f"--init_from={folder / 'model'}")
+                ours.append([phases(step) for step in steps])
+                command = [*python, str(Path(__file__).resolve()), f"--trl_side={folder}"]
+                offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # all it needs is in the folder
+                subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=offline)
+                times = json.loads((folder / "times.json").read_text())[4:]
+                theirs.append([{"rollout": rollout, "training": training} for rollout, training in times])
+            vocabulary = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
+        finally:
+            shutil.rmtree(folder)
+        rates = []
+        for side, runs in (("ours", ours), ("TRL", theirs)):
+            rates.append([samples * new_tokens / statistics.median(sum(x.values()) for x in run) for run in runs])
+            steps = [x for run in runs for x in run]
+            parts = ", ".join(f"{key} {statistics.median(x[key] for x in steps):.3f}" for key in steps[0])
+            splits.append(f"{name}, {samples} x {new_tokens}, {side}: {parts}")
+        prompt = sum(map(len, prompts)) / len(prompts)  # a token is a character
+        roof = samples * new_tokens * rate / operations_of_step(size, vocabulary, prompt, new_tokens)
+        mine, other = (statistics.median(x) for x in rates)
+        each = (", ".join(f"{x:.0f}" for x in x) for x in rates)
+        shares = f"{mine / other:.2f} | {roof:.0f} | {mine / roof:.1%} | {other / roof:.1%}"
+        print(f"| {name} | {samples} x {new_tokens} | {' | '.join(each)} | {shares} |", flush=True)
+    print("\nSampled tokens per second of rollout and training together. Seconds of a step, medians:\n")
+    print("\n".join(f"- {line}" for line in splits))
+    cpu = "a CPU"
+    with contextlib.suppress(OSError, StopIteration):  # not on Linux
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+    numbers = ", ".join(f"{name} {number}" for name, number in versions().items())
+    print(f"\n{cpu}, {cores} cores, float32 torch.mm of 1024^3 {rate / 1e9:.0f} GFLOP/s, {args.steps - 4} steps a run")
+    print(f"{TRL.replace('==', ' ')}, {numbers}, Python {platform.python_version()}")
+    print(f"{time.strftime('%Y-%m-%d')}, commit {commit()}: python {shlex.join(sys.argv)}")
+
+
+def phases(step):
+    """Where the seconds of a step of ours went, from its metrics; they add up to the step's."""
+    rollout, wait, train, sync = (step[f"{key}_seconds"] for key in ("rollout", "wait", "train", "sync"))
+    parts = {"rollout": rollout, "queue": wait - rollout, "training": train, "weight sync": sync}
+    return parts | {"record": step["step_seconds"] - wait - train - sync}
 
 
 # ---- one operator at a time, on a GPU
@@ -450,15 +628,22 @@ def operators():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="1: one process in turn; more: torchrun")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, help="24; with --peer 12 a run")
     parser.add_argument("--new_tokens", type=int, help="32; on a GPU 256")
     parser.add_argument("--operators", action="store_true", help="each operator at Qwen3's shapes, on a GPU")
     parser.add_argument("--onoff", action="store_true", help="with and without the batch-invariant operators")
+    parser.add_argument("--peer", nargs="?", const="default", choices=PEER_SETTINGS, help="beside TRL, on a CPU")
+    parser.add_argument("--trl_side", type=Path, help=argparse.SUPPRESS)  # --peer's own: the other side's run
     args, args.flags = parser.parse_known_args()
+    args.steps = args.steps or (12 if args.peer else 24)
     if args.operators:
         operators()
     elif args.onoff:
         onoff(args)
+    elif args.trl_side:
+        trl_side(args.trl_side)
+    elif args.peer:
+        peer(args)
     else:
         end_to_end(args)
 
