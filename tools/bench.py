@@ -77,7 +77,7 @@ def measure(args, *more):
     command = [
         sys.executable, *(torchrun if args.ranks > 1 else []), "train_grpo.py", f"--out_dir={folder / 'run'}",
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
-        "--group_size=8", "--lanes=4", "--ignore_eos", *size, *args.flags, *more,
+        "--group_size=8", "--lanes=4", "--ignore_eos", f"--threads={args.threads}", *size, *args.flags, *more,
     ]  # fmt: skip
     # rewards that differ, so that no gradient is zero and nothing is skipped
     (folder / "reward.py").write_text("def length(prompt, response, answer):\n    return float(len(set(response)))\n")
@@ -188,11 +188,11 @@ def refuse(reason):
     sys.exit(2)
 
 
-def matmul_rate():
-    """Float32 operations per second of torch.mm on all cores; the best of many, since what else runs slows it down."""
+def matmul_rate(threads):
+    """Float32 operations per second of torch.mm; the best of many, since what else runs on the machine slows it."""
     import torch
 
-    torch.set_num_threads(os.cpu_count())
+    torch.set_num_threads(threads)
     a, b, times = torch.randn(1024, 1024), torch.randn(1024, 1024), []
     for _ in range(50):
         begin = time.perf_counter()
@@ -222,17 +222,18 @@ def peer(args):
     from configurator import commit, versions
     from rewards import arithmetic
 
-    python, cores, rate = trl_python(), os.cpu_count(), matmul_rate()
+    threads = args.threads or os.cpu_count()
+    python, rate = trl_python(), matmul_rate(threads)
     prompts, samples = [row["prompt"] for row in arithmetic()], PROMPTS * GROUP
-    print("| model | samples x tokens | ours, runs | TRL, runs | ours / TRL | roof | ours / roof | TRL / roof |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print("| model | samples x tokens | ours, runs | TRL, runs | ours / TRL | of the fastest steps | roof | ours | TRL |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     splits = []
     for name, new_tokens in PEER_SETTINGS[args.peer]:
         args.new_tokens, size = new_tokens, PEER_MODELS[name]
         folder = Path(tempfile.mkdtemp(prefix="bench"))
         try:
             sync.make_scratch_model(folder / "model", {"seed": 1} | {f"scratch_{key}": x for key, x in size.items()})
-            task = dict(prompts=prompts, new_tokens=new_tokens, steps=args.steps, threads=cores)
+            task = dict(prompts=prompts, new_tokens=new_tokens, steps=args.steps, threads=threads)
             (folder / "task.json").write_text(json.dumps(task))
             ours, theirs = [], []  # per run the seconds of each step, by what they went into
             for _ in range(2):
@@ -246,26 +247,29 @@ def peer(args):
             vocabulary = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
         finally:
             shutil.rmtree(folder)
-        rates = []
+        rates, fastest = [], []
         for side, runs in (("ours", ours), ("TRL", theirs)):
             rates.append([samples * new_tokens / statistics.median(sum(x.values()) for x in run) for run in runs])
             steps = [x for run in runs for x in run]
+            fastest.append(min(sum(x.values()) for x in steps))
             parts = ", ".join(f"{key} {statistics.median(x[key] for x in steps):.3f}" for key in steps[0])
             splits.append(f"{name}, {samples} x {new_tokens}, {side}: {parts}")
         prompt = sum(map(len, prompts)) / len(prompts)  # a token is a character
         roof = samples * new_tokens * rate / operations_of_step(size, vocabulary, prompt, new_tokens)
         mine, other = (statistics.median(x) for x in rates)
         each = (", ".join(f"{x:.0f}" for x in x) for x in rates)
-        shares = f"{mine / other:.2f} | {roof:.0f} | {mine / roof:.1%} | {other / roof:.1%}"
-        print(f"| {name} | {samples} x {new_tokens} | {' | '.join(each)} | {shares} |", flush=True)
-    print("\nSampled tokens per second of rollout and training together. Seconds of a step, medians:\n")
+        ratios = f"{mine / other:.2f} | {fastest[1] / fastest[0]:.2f}"
+        shares = f"{roof:.0f} | {mine / roof:.0%} | {other / roof:.0%}"
+        print(f"| {name} | {samples} x {new_tokens} | {' | '.join(each)} | {ratios} | {shares} |", flush=True)
+    print("\nSampled tokens per second of rollout and training together. Others' load changes the medians, and those of")
+    print("many small parallel regions most; the fastest steps less. Seconds of a step, medians:\n")
     print("\n".join(f"- {line}" for line in splits))
     cpu = "a CPU"
     with contextlib.suppress(OSError, StopIteration):  # not on Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
     numbers = ", ".join(f"{name} {number}" for name, number in versions().items())
-    print(f"\n{cpu}, {cores} cores, float32 torch.mm of 1024^3 {rate / 1e9:.0f} GFLOP/s, {args.steps - 4} steps a run")
+    print(f"\n{cpu}, {os.cpu_count()} cores, {threads} threads, torch.mm {rate / 1e9:.0f} GFLOP/s, {args.steps - 4} steps a run")
     print(f"{TRL.replace('==', ' ')}, {numbers}, Python {platform.python_version()}")
     print(f"{time.strftime('%Y-%m-%d')}, commit {commit()}: python {shlex.join(sys.argv)}")
 
@@ -630,6 +634,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=1, help="1: one process in turn; more: torchrun")
     parser.add_argument("--steps", type=int, help="24; with --peer 12 a run")
     parser.add_argument("--new_tokens", type=int, help="32; on a GPU 256")
+    parser.add_argument("--threads", type=int, default=0, help="of a process; 0: the cores shared evenly")
     parser.add_argument("--operators", action="store_true", help="each operator at Qwen3's shapes, on a GPU")
     parser.add_argument("--onoff", action="store_true", help="with and without the batch-invariant operators")
     parser.add_argument("--peer", nargs="?", const="default", choices=PEER_SETTINGS, help="beside TRL, on a CPU")
