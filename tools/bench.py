@@ -225,7 +225,7 @@ def peer(args):
     threads = args.threads or os.cpu_count()
     python, rate = trl_python(), matmul_rate(threads)
     prompts, samples = [row["prompt"] for row in arithmetic()], PROMPTS * GROUP
-    print("| model | samples x tokens | ours, runs | TRL, runs | ours / TRL | of the fastest steps | roof | ours | TRL |")
+    print("| model | samples x tokens | ours, runs | TRL, runs | ours / TRL | fastest steps | roof | ours | TRL |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     splits = []
     for name, new_tokens in PEER_SETTINGS[args.peer]:
@@ -261,16 +261,17 @@ def peer(args):
         ratios = f"{mine / other:.2f} | {fastest[1] / fastest[0]:.2f}"
         shares = f"{roof:.0f} | {mine / roof:.0%} | {other / roof:.0%}"
         print(f"| {name} | {samples} x {new_tokens} | {' | '.join(each)} | {ratios} | {shares} |", flush=True)
-    print("\nSampled tokens per second of rollout and training together. Others' load changes the medians, and those of")
-    print("many small parallel regions most; the fastest steps less. Seconds of a step, medians:\n")
+    print("\nSampled tokens per second of rollout and training together: medians, their ratio and that of the fastest")
+    print("steps, which other load on the machine changes less, the roof and the shares of it.")
+    print("Seconds of a step, medians:\n")
     print("\n".join(f"- {line}" for line in splits))
     cpu = "a CPU"
     with contextlib.suppress(OSError, StopIteration):  # not on Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
     numbers = ", ".join(f"{name} {number}" for name, number in versions().items())
-    print(f"\n{cpu}, {os.cpu_count()} cores, {threads} threads, torch.mm {rate / 1e9:.0f} GFLOP/s, {args.steps - 4} steps a run")
-    print(f"{TRL.replace('==', ' ')}, {numbers}, Python {platform.python_version()}")
+    print(f"\n{cpu}, {os.cpu_count()} cores, {threads} threads, float32 torch.mm of 1024^3 {rate / 1e9:.0f} GFLOP/s")
+    print(f"{args.steps - 4} steps a run, {TRL.replace('==', ' ')}, {numbers}, Python {platform.python_version()}")
     print(f"{time.strftime('%Y-%m-%d')}, commit {commit()}: python {shlex.join(sys.argv)}")
 
 
