@@ -25,6 +25,7 @@ imports sglang before an engine is wanted: that takes ten seconds.
 """
 
 import asyncio
+import copy
 import functools
 import hashlib
 import multiprocessing
@@ -46,6 +47,7 @@ from sync import RunError, Shard, TreeReduceScatter, claim, group_path, hidden_t
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
+SIGN_OF_LIFE = 50  # tokens of a sample after which SGLang sends what it has of it; SGLang's own number
 LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -194,14 +196,10 @@ def paged_attention(inv_freq):
         def get_cuda_graph_seq_len_fill_value(self):
             return 1
 
-        def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True):
-            if save_kv_cache:
-                self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, v)
+        def attend(self, q, k, v, layer, batch):
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc), k, v)
             keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-            x = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            return kernels.attention(x, keys, values, self.plan, layer.scaling).view(q.shape)
-
-        forward_decode = forward_extend
+            return kernels.attention(q, keys, values, self.plan, layer.scaling)
 
     return PagedAttention
 
@@ -227,8 +225,9 @@ def install_operators(backend, inv_freq):
     def attend(self, positions, hidden_states, forward_batch):
         qkv = self.qkv_proj(hidden_states)[0].view(len(hidden_states), -1, self.head_dim)
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
-        q, k = kernels.norm_rope(q, k, *get_attn_backend().rope_table, *head_norms(self))
-        return self.o_proj(self.attn(q.flatten(1), k.flatten(1), v.flatten(1), forward_batch))[0]
+        backend = get_attn_backend()
+        q, k = kernels.norm_rope(q, k, *backend.rope_table, *head_norms(self))
+        return self.o_proj(backend.attend(q, k, v, self.attn, forward_batch).flatten(1))[0]
 
     def rms_norm(self, x, residual=None, more=None):
         assert more is None
@@ -236,6 +235,8 @@ def install_operators(backend, inv_freq):
 
     RMSNorm.forward = rms_norm
     llama.LlamaAttention.forward = qwen2.Qwen2Attention.forward = qwen3.Qwen3Attention.forward = attend
+    # Its own is the same on one GPU, but asks for several, and for quantization, at each norm.
+    qwen3.Qwen3DecoderLayer.forward = qwen2.Qwen2DecoderLayer.forward
     SiluAndMul.forward = lambda self, x: kernels.swiglu(*x.chunk(2, -1))
     LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
     register_attention_backend(backend)(paged_attention(inv_freq))
@@ -277,11 +278,39 @@ def allow_deterministic_backend():
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
+def decode_results(self, by_sglang, batch, result):
+    """
+    What SGLang's scheduler does with the tokens of a decode step, half of its own work there. Most requests just go on,
+    and only keep their token and its log-prob. Those that may end here, whatever the reason, or have a sign of life to
+    send, are left to SGLang's own function.
+    """
+    if not batch.return_logprob:
+        return by_sglang(self, batch, result)
+    logits, special = result.logits_output, []
+    rows = zip(batch.reqs, result.next_token_ids.tolist(), logits.next_token_logprobs.tolist())
+    for i, (req, token, logprob) in enumerate(rows):
+        params, length = req.sampling_params, len(req.output_ids) + 1
+        stops = token in (params.stop_token_ids or ()) or token in (req.eos_token_ids or ())
+        if stops or length >= params.max_new_tokens or length % SIGN_OF_LIFE == 0 or req.to_finish:
+            special.append(i)
+        else:
+            req.output_ids.append(token)
+            req.logprob.output_token_logprobs_val.append(logprob)
+            req.logprob.output_token_logprobs_idx.append(token)
+    if special:
+        logits, batch, result = copy.copy(logits), copy.copy(batch), copy.copy(result)
+        batch.reqs = [batch.reqs[i] for i in special]
+        logits.next_token_logprobs = logits.next_token_logprobs[special]
+        result.logits_output, result.next_token_ids = logits, result.next_token_ids[special]
+        by_sglang(self, batch, result)
+
+
 def run_scheduler(device, threads, inv_freq, *args, **kwargs):
     """SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`."""
     from sglang.srt import batch_invariant_ops
     from sglang.srt.layers import sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
+    from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 
@@ -292,6 +321,10 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
         sampler.murmur_hash32 = kernels.murmur_hash32
+        processor = batch_result_processor.SchedulerBatchResultProcessor
+        own = processor.process_batch_result_decode
+        processor.process_batch_result_decode = functools.partialmethod(decode_results, own)
+        os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # into buffers that only a graph would need
     else:  # SGLang would have nvcc compile this one at the first decode step
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
     sampler.murmur_hash32 = functools.partial(kernels.finite_hash, sampler.murmur_hash32)  # for multinomial_with_seed
@@ -441,7 +474,7 @@ class RolloutEngine:
         timeout, started = self.config["engine_timeout"], time.time()
         try:
             while not (await asyncio.wait([results], timeout=min(1, timeout / 4)))[0]:
-                # SGLang sends a sign of life every 50 tokens of the slowest sample
+                # SGLang sends a sign of life every SIGN_OF_LIFE tokens of the slowest sample
                 if time.time() - max(started, self.manager.last_receive_tstamp) > timeout:
                     raise RunError(f"{self.name}: silent for {timeout:g} s {when}; see {self.log}")
             return results.result()
