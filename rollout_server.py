@@ -27,14 +27,17 @@ imports sglang before an engine is wanted: that takes ten seconds.
 import asyncio
 import copy
 import functools
+import gc
 import hashlib
 import multiprocessing
 import os
+import pkgutil
 import re
 import signal
 import sys
 import time
-from contextlib import contextmanager
+import types
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -307,7 +310,7 @@ def decode_results(self, by_sglang, batch, result):
 
 def run_scheduler(device, threads, inv_freq, *args, **kwargs):
     """SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`."""
-    from sglang.srt import batch_invariant_ops
+    from sglang.srt import batch_invariant_ops, models
     from sglang.srt.layers import sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
     from sglang.srt.managers.scheduler_components import batch_result_processor
@@ -336,10 +339,73 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
         os.environ["SGLANG_FORCE_COARSE_WAR_BARRIER"] = "1"
         # for its own backend's sake SGLang would cut prefills at multiples of 4096, and wait for ever for larger chunks
         os.environ["SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE"] = "1"
+    # it would import all its two hundred models before it picks one: seconds
+    others = {module.name for module in pkgutil.iter_modules(models.__path__)} - set(MODEL_TYPES)
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     run_scheduler_process(*args, **kwargs)
+
+
+@contextmanager
+def lean_imports():
+    """
+    Importing SGLang takes half as long without packages that it and transformers import only because they are there,
+    and without a search for garbage among the modules again and again, which would also come at the process's end.
+    """
+    unused = () if torch.cuda.is_available() else ("flashinfer", "sklearn", "torchao")
+    hidden = dict.fromkeys(name for name in unused if name not in sys.modules)
+    sys.modules.update(hidden)  # None: as if they were not installed
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze(), gc.enable()
+        for name in hidden:
+            del sys.modules[name]
+
+
+def early_scheduler(run, orders, writer):
+    """A process that imports SGLang while its rank does, and then does what SGLang has the rank's child do: `run`."""
+    with lean_imports():
+        import sglang.srt.managers.scheduler
+        import sglang.srt.models.qwen3  # noqa: F401
+
+    try:
+        environment, args = orders.recv()
+    except EOFError:  # the rank is no more, or SGLang has refused its arguments
+        return
+    os.environ.update(environment)
+    run(*args, writer)
+
+
+@contextmanager
+def started_early(run):
+    """
+    Starts SGLang's scheduler process before SGLang is imported here: on a CPU the imports are most of an engine's
+    start, and the two do not have to wait for each other. Inside, SGLang's engine gets this process when it wants one.
+
+    Spawned, not forked: a rank has threads of gloo and OpenMP, whose locks a fork would copy in whatever state they
+    are, and its lock on the run's folder.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    (orders, commands), (reader, writer) = spawn.Pipe(duplex=False), spawn.Pipe(duplex=False)
+    process = spawn.Process(target=early_scheduler, args=(run, orders, writer))
+    process.start()
+    orders.close(), writer.close()  # so that each end notices when the other dies
+    with commands:
+        with lean_imports():
+            from sglang.srt.entrypoints import engine
+
+        def stand_in(target, args):  # its last argument is the writer, which the process has
+            process.start = lambda: commands.send((dict(os.environ), args[:-1]))
+            return process
+
+        pipe = lambda duplex: (reader, None)  # noqa: E731
+        engine.mp = types.SimpleNamespace(Process=stand_in, Pipe=pipe, set_start_method=lambda *_, **__: None)
+        allow_deterministic_backend()
+        yield
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -429,9 +495,9 @@ class RolloutEngine:
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
+        run = functools.partial(run_scheduler, device, torch.get_num_threads(), self.inv_freq)
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
-            allow_deterministic_backend()
         else:
             torch.cuda.empty_cache()  # SGLang measures what is free
         if self.lends:
@@ -440,16 +506,16 @@ class RolloutEngine:
             loaded = re.findall(r"(/\S+)/libcuda(?:rt)?\.so", Path("/proc/self/maps").read_text())
             folders = dict.fromkeys([*loaded, *os.environ.get("LD_LIBRARY_PATH", "").split(":")])
             os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
-        from sglang.srt.entrypoints.engine import Engine
+        with started_early(run) if device == "cpu" else nullcontext():
+            from sglang.srt.entrypoints.engine import Engine
 
-        threads = torch.get_num_threads()
+            class EngineInRank(Engine):
+                run_scheduler_process_func = run
+                # tokens in, tokens out: the detokenizer's process would only import SGLang once more and wait
+                _launch_detokenizer_subprocesses = staticmethod(lambda *_, **__: ([], []))
 
-        class EngineInRank(Engine):
-            run_scheduler_process_func = functools.partial(run_scheduler, device, threads, self.inv_freq)
-            # tokens in, tokens out: the detokenizer's process would only import SGLang once more and wait
-            _launch_detokenizer_subprocesses = staticmethod(lambda *_, **__: ([], []))
-
-        sglang = EngineInRank(**engine_arguments(self.config, model_path, device, dtype, gpu, self.lends, self._died))
+            arguments = engine_arguments(self.config, model_path, device, dtype, gpu, self.lends, self._died)
+            sglang = EngineInRank(**arguments)
         unlink_shared_memory(sglang.get_all_child_pids())
         return sglang
 
