@@ -4,11 +4,13 @@ The real SGLang engine in this process, against the trainer's model: the same 32
     pytest tests/test_engine.py
 """
 
+import asyncio
 import copy
 import functools
 import itertools
 import json
 import mmap
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -246,6 +248,34 @@ def test_a_batch_of_requests_equals_the_same_requests_alone(pair):
     assert generate(range(len(rows)))[0] != alone  # the comparison can fail
 
 
+def test_a_sample_gives_signs_of_life_and_keeps_every_token(pair):
+    """Between its first token and its last, though a step's tokens mostly do not go through SGLang's own function."""
+    engine, model, _ = pair
+    length, seen = 2 * rollout_server.SIGN_OF_LIFE + 20, set()
+    params = dict(temperature=1.0, max_new_tokens=length, ignore_eos=True, sampling_seed=1)
+
+    async def watch(sample):
+        while not sample.done():
+            seen.add(engine.manager.last_receive_tstamp)
+            await asyncio.sleep(0.001)
+        seen.add(engine.manager.last_receive_tstamp)
+
+    async def sample():
+        row = dict(input_ids=[20, 11, 50], sampling_params=params, return_logprob=True)
+        task = asyncio.ensure_future(engine.sglang.async_generate(**row))
+        await watch(task)
+        return task.result()
+
+    (out,) = engine.run([sample()], "in a test")
+    assert len(seen) == 1 + 3  # as it was before, after 50 and 100 tokens, at the end
+    found = out["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in found] == out["output_ids"] and len(found) == length
+    logprobs = torch.tensor([logprob for logprob, _, _ in found])
+    tensors = dict(prompt_tokens=torch.tensor([20, 11, 50]), lengths=torch.tensor([length]))
+    tensors |= dict(tokens=torch.tensor(out["output_ids"]), logprobs=logprobs)
+    assert differing(model, [tensors], 1.0) == (0, length)
+
+
 def test_the_engine_computes_with_each_of_our_operators(pair):
     """A rounding error in any of them, made in the scheduler's process, is seen in the log-probs it returns."""
     engine, model, _ = pair
@@ -361,6 +391,23 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
 
 
 # ---- the pieces
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [(dict(no_such=1), "unexpected keyword argument 'no_such'"), (dict(model_path="/nowhere"), "/nowhere")],
+)
+def test_an_engine_that_sglang_refuses_to_start_leaves_no_process(tmp_path, monkeypatch, change, message):
+    """Its process has started before SGLang sees the arguments."""
+    from transformers import Qwen3Config
+
+    arguments, before = rollout_server.engine_arguments, set(multiprocessing.active_children())
+    monkeypatch.setattr(rollout_server, "engine_arguments", lambda *args: arguments(*args) | change)
+    with pytest.raises(sync.RunError, match=message):
+        RolloutEngine(0, tmp_path, Qwen3Config(), CONFIG, "cpu", torch.float32, tmp_path / "engine.log")
+    for process in set(multiprocessing.active_children()) - before:
+        process.join(60)
+        assert process.exitcode == 0
 
 
 def test_a_name_that_another_engine_removes_meanwhile_does_not_end_a_start():
