@@ -294,7 +294,8 @@ def decode_results(self, by_sglang, batch, result):
     for i, (req, token, logprob) in enumerate(rows):
         params, length = req.sampling_params, len(req.output_ids) + 1
         stops = token in (params.stop_token_ids or ()) or token in (req.eos_token_ids or ())
-        if stops or length >= params.max_new_tokens or length % SIGN_OF_LIFE == 0 or req.to_finish:
+        ends = stops and not params.ignore_eos or length >= params.max_new_tokens or req.to_finish
+        if ends or length % SIGN_OF_LIFE == 0:
             special.append(i)
         else:
             req.output_ids.append(token)
