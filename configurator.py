@@ -117,7 +117,7 @@ def config_source(config, origins=ORIGINS):
 
 def versions():
     """{name: version} of the libraries whose change may change bits."""
-    return {name: version(name).partition("+")[0] for name in ("torch", "sglang", "transformers", "triton")}
+    return {name: version(name).partition("+")[0] for name in ("torch", "sglang", "transformers", "triton", "numba")}
 
 
 def commit():

@@ -25,21 +25,21 @@ every operator here keeps it:
     the order in which one row's numbers are added depends on that row's own length and on the constants of this
     file, never on how many rows there are, who the neighbours are, or how the work was cut.
 
-Each operator is one public function, which checks its operands and picks by device: `cpu_*` and `Cpu*`, plain torch in
-float32, which is also the reference, or `triton_*` and `Triton*` on an NVIDIA GPU of compute capability 9.0 (bfloat16,
-or float32 without TF32). A section is always in this order: the equation, why its order is fixed, the CPU's path, the
-Triton kernels, the autograd Function that launches them, the public function.
+Each operator is one public function, which checks its operands and picks by device: `cpu_*` and `Cpu*`, loops in
+float32 that Numba compiles and that are to be read as the reference, or `triton_*` and `Triton*` on an NVIDIA GPU of
+compute capability 9.0 (bfloat16, or float32 without TF32). A section is always in this order: the equation, why its
+order is fixed, the CPU's path, the Triton kernels, the autograd Function that launches them, the public function.
 
-What torch 2.11 does on a CPU by itself, and what we do about it:
+What torch 2.11 does on a CPU by itself, and what our loops do about it:
 
-    matmul        rows differ unless their number is a multiple of 16, and columns differ between thread counts
-                  unless *their* number is: so both are padded with zeros to a multiple of TILE. On Intel processors
-                  MKL also cuts sums over some 400 terms between threads: `enable_batch_invariant` asks it not to.
-    silu          the vectorised body and the scalar tail of torch's loop differ in the last bit, so the result
-                  depends on a number's position: SwiGLU has x / (1 + exp(-x)), whose two operations agree.
-    attention     SDPA adds a decode step in another order than a prefill: a softmax over fixed key tiles at absolute
-                  positions, the same for packed training, chunked prefill and decode.
-    RMSNorm, RoPE, log_softmax, embedding, elementwise arithmetic: already row-invariant, left as they are.
+    matmul        rows differ unless their number is a multiple of 16, columns and long sums between thread counts: here
+                  each element is one chain of fused multiply-adds in the order of K, wherever its tile lies.
+    row sums      follow the width of the machine's vectors, as do `exp`, `log` and their kin, silu, AdamW and the
+                  random numbers of weights: here a sum is VECTOR sums side by side and then pairwise, whatever the
+                  width, and the functions are polynomials in operations that every CPU rounds alike. So all CPUs have
+                  one digest.
+    attention     SDPA adds a decode step in another order than a prefill: here a score is a chain over the head's
+                  numbers and an output one over the keys from position 0, in packed training, prefill and decode alike.
 
 What the Triton kernels do about it:
 
@@ -58,29 +58,44 @@ What the Triton kernels do about it:
 `tests/test_kernels.py` checks the CPU operators bit for bit, `tests/test_triton.py` what can be known of the others
 without a GPU; and a run checks the sum of them at every token it trains on.
 
-Letters: N tokens of a packed batch, B sequences, Tq the most queries of a sequence, L keys (a multiple of TILE_KV),
-Hq / Hkv query / key-value heads, D head dim, V vocabulary; M, N, K of a matmul (M, K) @ (K, N).
+Letters: N tokens of a packed batch, B sequences, T queries and L keys of one, H / HK query / key heads, G of the one to
+one of the other, D head dim, C width, F of the MLP, V vocabulary; M, N, K of a matmul (M, K) @ (K, N).
 """
 
+import ctypes
 import functools
+import math
 import os
+import sys
 import warnings
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 
+import llvmlite.binding
+import numba
+import numpy as np
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, event
+from numba.extending import intrinsic, models, register_model
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def cpu_features():
+    """What this CPU has, or what Numba is told to compile for."""
+    told = numba.config.CPU_FEATURES
+    return llvmlite.binding.get_host_cpu_features().flatten() if told is None else told
+
 
 # Part of the order of addition: whoever tunes one of these changes the bits of engine and trainer alike, and with them
 # every curve that was ever recorded. On both devices:
 CHUNK = 1024  # rows of logits held at a time: the head's weight gradient is added chunk by chunk
 
 # On a CPU:
-TILE = 16  # rows and columns of a matmul come in multiples of this
-TILE_Q = 8  # query rows of a softmax tile come in multiples of this
-TILE_KV = 16  # keys per softmax tile, counted from position 0 of the sequence; small, for the short sequences of a CPU
+VECTOR = 16  # a row's sum is this number of sums side by side, whatever the width of the machine's vectors
 
 # On Triton, where block and warps are the layout in which `tl.sum` adds a row:
 KEYS, KEYS_FLOAT32 = 64, 16  # keys per softmax tile, counted from position 0 of the sequence
@@ -98,8 +113,16 @@ SMS = 132  # of an H100 or H200
 DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.sync instead of wgmma
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
 PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill or a packed batch, and of its backward
+HASHED = 1 << 24  # elements of `bit_sum` that are multiplied at a time
 COLUMNS = 256  # that a program of `triton_column_sums` adds, each for itself
 ELEMENTS, ELEMENT_WARPS = 1024, 4  # numbers of a row that one program of an elementwise kernel takes, and its warps
+
+# The same of the CPU's loops: the tile of a matmul that the registers hold (512 bits, or 256) ..
+TILE_ROWS, TILE_VECTORS = (8, 2) if "+avx512f" in cpu_features() else (6, 1)
+PANEL = TILE_VECTORS * VECTOR  # .. and its columns, which lie together when it reads them
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+BLOCK_ROWS, QUERIES = 128, 64  # rows of a matmul's unit of work, and query rows of attention's
+WORTH_THREADS = 2e7  # operations that are worth waking another thread
 
 EXACT = {"enable_fp_fusion": False}  # no a * b + c in one rounding, unless it is written as one
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # tests: CPU tensors take the Triton path too
@@ -115,12 +138,15 @@ def use_triton(x):
 
 
 def check_operands(x, *others):
-    """Raises ValueError unless the Triton kernels can take x, and the others are of its device and dtype."""
-    if not INTERPRET and (x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != (9, 0)):
+    """Raises ValueError unless x's path can take it, and the others are of its device and dtype."""
+    on_a_gpu = use_triton(x) and not INTERPRET
+    if on_a_gpu and (x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != (9, 0)):
         raise ValueError(f"device={x.device}: the Triton operators are written for compute capability 9.0")
     for y in others:
         if (y.dtype, y.device) != (x.dtype, x.device):
             raise ValueError(f"{y.dtype} on {y.device} beside {x.dtype} on {x.device}: operands must agree")
+    if not use_triton(x) and x.dtype != torch.float32:  # the loops would read other bits as float32
+        raise ValueError(f"dtype={x.dtype}: the CPU operators know float32")
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype={x.dtype}: the Triton operators know bfloat16 and float32")
 
@@ -143,6 +169,16 @@ def _aligned(x):
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+class _NoGradient:
+    def save_for_backward(self, *_):
+        pass
+
+
+def _apply(function, *args):
+    """function.apply(*args), which takes longer than some loops do, only where a gradient may be asked for."""
+    return function.apply(*args) if torch.is_grad_enabled() else function.forward(_NoGradient(), *args)
+
+
 def _contiguous_like(x):
     """A new tensor for a result of x's shape and dtype."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -153,27 +189,412 @@ def _block(width):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# loops: what the CPU's operators are written in. Numba compiles them as they stand: in the order that is written, a
+# product and a sum in one rounding only where it says `fma`, which is the same number on every CPU. Elements that have
+# nothing to do with each other are still computed side by side, in vectors as wide as the machine has them.
+#
+# Where the order of a sum must not follow that width, numbers are held in tiles: rows x vectors x VECTOR of them, which
+# LLVM cuts into the registers that the machine has. `exp` and the like are ours: those of the libraries differ.
+
+
+FLOATS, INT32, INT64 = ir.VectorType(ir.FloatType(), VECTOR), ir.IntType(32), ir.IntType(64)
+LOAD, STORE, FMA = f"masked.load.v{VECTOR}f32.p0", f"masked.store.v{VECTOR}f32.p0", f"fma.v{VECTOR}f32"
+ZERO, ONE, ONES, NOTHING = np.float32(0), np.float32(1), np.ones(VECTOR, np.float32), np.zeros(0, np.float32)
+LEAST = np.finfo(np.float32).min
+LOOP_DTYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.int64: "<i8"}
+# of `exp`, `log` and `cos_sin`: what rounds to whole numbers when it is added and taken off again, and so on
+WHOLE32, LOG2_E32 = np.float32(1.5 * 2**23), np.float32(1.4426950408889634)
+EXP_ENDS = np.float32(-104), np.float32(89)  # from there on it is 0 and infinite
+LN2_32 = np.float32(-0.693359375), np.float32(2.12194440e-4)  # -ln 2, the first with few bits
+EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
+EXP = tuple(map(np.float32, EXP))
+WHOLE64, HALF_PI = 1.5 * 2**52, (1.5707963267948966, 6.123233995736766e-17)
+LOG_SHIFT = (0x3FF00000 - 0x3FE6A09E) << 32  # of the bits of 1 to those of sqrt(1/2)
+LN2_64 = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+LOG = (
+    1.479819860511658591e-01, 1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01,
+    2.857142874366239149e-01, 3.999999999940941908e-01, 6.666666666666735130e-01,
+)  # fmt: skip
+COS = (
+    -1.13596475577881948265e-11, 2.08757232129817482790e-09, -2.75573143513906633035e-07, 2.48015872894767294178e-05,
+    -1.38888888888741095749e-03, 4.16666666666666019037e-02,
+)  # fmt: skip
+SIN = (
+    1.58969099521155010221e-10, -2.50507602534068634195e-08, 2.75573137070700676789e-06, -1.98412698298579493134e-04,
+    8.33333333332248946124e-03, -1.66666666666666324348e-01,
+)  # fmt: skip
+
+
+@functools.cache
+def _say(text):
+    """Prints a line, once in a process."""
+    print(f"kernels.py: {text}", file=sys.stderr, flush=True)
+
+
+class CompileListener(event.Listener):
+    """Says in one line why a first start takes longer."""
+
+    def on_start(self, _):
+        _say("compiling its loops for this CPU, once: up to half a minute")
+
+    def on_end(self, _):
+        pass
+
+
+event.register("numba:compile", CompileListener())
+
+
+def loop(function, **options):
+    """Compiled at its first call. The result is kept beside this file, or where NUMBA_CACHE_DIR says."""
+    options |= dict(nogil=True, error_model="numpy")
+    try:
+        return numba.njit(function, cache=True, **options)
+    except (RuntimeError, OSError):
+        _say("no folder for compiled loops can be written (NUMBA_CACHE_DIR): they are compiled at each start")
+        return numba.njit(function, **options)
+
+
+class Tile(types.Type):
+    def __init__(self, rows, vectors):
+        super().__init__(f"Tile({rows}, {vectors})")
+        self.rows, self.vectors = rows, vectors
+
+
+@register_model(Tile)
+class TileModel(models.PrimitiveModel):
+    def __init__(self, manager, tile):
+        super().__init__(manager, tile, ir.ArrayType(FLOATS, tile.rows * tile.vectors))
+
+
+def _llvm(builder, name, result, *args):
+    """Calls LLVM's own function of this name."""
+    kind = ir.FunctionType(result, [x.type for x in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), args)
+
+
+def _in_all_lanes(builder, x):
+    first = builder.insert_element(ir.Constant(ir.VectorType(x.type, VECTOR), ir.Undefined), x, INT32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(INT32, VECTOR), [0] * VECTOR))
+
+
+def _vectors(builder, tile, pointer, at, stride, left):
+    """Of each vector of a tile: its number, and (pointer, alignment, mask of those of its columns that are `left`)."""
+    for i in range(tile.rows * tile.vectors):
+        row, first = divmod(i, tile.vectors)
+        if row and not first:
+            at = builder.add(at, stride)
+        columns = ir.Constant(ir.VectorType(INT64, VECTOR), list(range(first * VECTOR, (first + 1) * VECTOR)))
+        here = builder.gep(pointer, [builder.add(at, INT64(first * VECTOR))])
+        inside = builder.icmp_signed("<", columns, _in_all_lanes(builder, left))
+        yield i, (builder.bitcast(here, FLOATS.as_pointer()), INT32(4), inside)
+
+
+def _pointer(context, builder, array_type, value):
+    return context.make_array(array_type)(context, builder, value).data
+
+
+@intrinsic(prefer_literal=True)
+def load(_, rows, vectors, x, at, stride, left):
+    """A tile of x (any,) float32, whose rows begin at `at`, at + stride, ..; columns that are not `left` are 0."""
+    tile = Tile(rows.literal_value, vectors.literal_value)
+
+    def generate(context, builder, signature, args):
+        out, zeros = ir.Constant(context.get_value_type(tile), None), ir.Constant(FLOATS, None)
+        for i, where in _vectors(builder, tile, _pointer(context, builder, x, args[2]), *args[3:]):
+            out = builder.insert_value(out, _llvm(builder, LOAD, FLOATS, *where, zeros), i)
+        return out
+
+    return tile(rows, vectors, x, at, stride, left), generate
+
+
+@intrinsic(prefer_literal=True)
+def store(_, tile, x, at, stride, left):
+    """The opposite of `load`."""
+
+    def generate(context, builder, signature, args):
+        for i, where in _vectors(builder, tile, _pointer(context, builder, x, args[1]), *args[2:]):
+            _llvm(builder, STORE, ir.VoidType(), builder.extract_value(args[0], i), *where)
+        return context.get_dummy_value()
+
+    return types.void(tile, x, at, stride, left), generate
+
+
+@intrinsic
+def add_outer(_, tile, a, at, stride, b, first):
+    """The tile, to whose row r the product of a[at + r * stride] and b[first ..] is added, each in one rounding."""
+
+    def generate(context, builder, signature, args):
+        out, x, at, stride, y, first = args
+        x, y = _pointer(context, builder, a, x), builder.gep(_pointer(context, builder, b, y), [first])
+        y = builder.bitcast(y, FLOATS.as_pointer())
+        ys = [builder.load(builder.gep(y, [INT64(j)]), align=4) for j in range(tile.vectors)]
+        for i in range(tile.rows * tile.vectors):
+            row, j = divmod(i, tile.vectors)
+            if not j:
+                factor = _in_all_lanes(builder, builder.load(builder.gep(x, [at])))
+                at = builder.add(at, stride)
+            number = _llvm(builder, FMA, FLOATS, factor, ys[j], builder.extract_value(out, i))
+            out = builder.insert_value(out, number, i)
+        return out
+
+    return tile(tile, a, at, stride, b, first), generate
+
+
+@intrinsic
+def add_product(_, tile, x, y):
+    """tile + x * y, number by number, each in one rounding."""
+
+    def generate(context, builder, signature, args):
+        for i in range(tile.rows * tile.vectors):
+            old, *factors = (builder.extract_value(t, i) for t in args)
+            args = builder.insert_value(args[0], _llvm(builder, FMA, FLOATS, *factors, old), i), *args[1:]
+        return args[0]
+
+    return tile(tile, x, y), generate
+
+
+@intrinsic
+def total(_, tile):
+    """The sum of a tile of one vector: its two halves are added until one number is left."""
+
+    def generate(context, builder, signature, args):
+        x, half = builder.extract_value(args[0], 0), VECTOR // 2
+        while half:
+            upper = ir.Constant(ir.VectorType(INT32, VECTOR), [*range(half, VECTOR)] + [0] * half)
+            x, half = builder.fadd(x, builder.shuffle_vector(x, x, upper)), half // 2
+        return builder.extract_element(x, INT32(0))
+
+    return types.float32(tile), generate
+
+
+@intrinsic
+def transpose(_, tile):
+    """Of a tile of VECTOR rows, one vector each."""
+
+    def generate(context, builder, signature, args):
+        # Row i of the upper half and row i of the lower one, number by number in turn; log2(VECTOR) times.
+        half, rows = VECTOR // 2, [builder.extract_value(args[0], i) for i in range(VECTOR)]
+        pairs = [VECTOR * (i % 2) + i // 2 for i in range(2 * VECTOR)]
+        masks = [ir.Constant(ir.VectorType(INT32, VECTOR), x) for x in (pairs[:VECTOR], pairs[VECTOR:])]
+        for _ in range(VECTOR.bit_length() - 1):
+            rows = [builder.shuffle_vector(rows[i // 2], rows[i // 2 + half], masks[i % 2]) for i in range(VECTOR)]
+        out = args[0]
+        for i, row in enumerate(rows):
+            out = builder.insert_value(out, row, i)
+        return out
+
+    return tile(tile), generate
+
+
+@intrinsic
+def fma(_, a, b, c):
+    """a * b + c in one rounding; all of a's type."""
+    return a(a, a, a), lambda context, builder, signature, args: builder.fma(*args)
+
+
+@loop
+def polynomial(x, coefficients):
+    """Of the highest degree first (Horner)."""
+    y = coefficients[0]
+    for i in range(1, len(coefficients)):
+        y = fma(y, x, coefficients[i])
+    return y
+
+
+@loop
+def exp(x):
+    """e^x of a float32, within 1 ulp: x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial in r (Cephes, expf)."""
+    bounded = min(max(x, EXP_ENDS[0]), EXP_ENDS[1])
+    n = fma(bounded, LOG2_E32, WHOLE32) - WHOLE32  # rounds to a whole number
+    r = fma(n, LN2_32[1], fma(n, LN2_32[0], bounded))
+    y = fma(polynomial(r, EXP), r * r, r) + ONE
+    n, half = np.int32(n), np.int32(n) >> 1  # 2^n in two factors: one alone would end before the denormal numbers
+    for k in (half, n - half):
+        y *= np.int32((k + 127) << 23).view(np.float32)
+    return y if x == x else x
+
+
+@loop
+def log(x):
+    """The natural logarithm of a float64, within 1 ulp (fdlibm, e_log.c)."""
+    tiny = x < 2.2250738585072014e-308
+    bits = np.float64(x * 2.0**54 if tiny else x).view(np.int64) + LOG_SHIFT
+    k = np.float64((bits >> 52) - (1077 if tiny else 1023))
+    f = np.int64((bits & 0xFFFFFFFFFFFFF) + (0x3FF << 52) - LOG_SHIFT).view(np.float64) - 1.0
+    s, half = f / (2.0 + f), 0.5 * f * f
+    y = k * LN2_64[0] - ((half - (s * (half + s * s * polynomial(s * s, LOG)) + k * LN2_64[1])) - f)
+    y = y if x > 0.0 else (-np.inf if x == 0.0 else np.nan)
+    return y if x < np.inf else x
+
+
+@loop
+def cos_sin(x):
+    """(cos x, sin x) of a float64 below 10^6: x = n pi / 2 + r, |r| <= pi / 4 (fdlibm, k_cos.c and k_sin.c)."""
+    n = fma(x, 2.0 / np.pi, WHOLE64) - WHOLE64
+    r = fma(-n, HALF_PI[1], fma(-n, HALF_PI[0], x))
+    z, n = r * r, np.int64(n)
+    c, s = fma(z * z, polynomial(z, COS), 1.0 - 0.5 * z), fma(z * r, polynomial(z, SIN), r)
+    c, s = (s, c) if n & 1 else (c, s)
+    return (-c if (n + 1) & 2 else c), (-s if n & 2 else s)
+
+
+@loop
+def dot(x, at, y, to, n):
+    """sum x[at + i] y[to + i] of n float32: VECTOR sums of every VECTOR-th product in order, then their `total`."""
+    tile = load(1, 1, x, at, 0, 0)
+    for i in range(0, n, VECTOR):
+        tile = add_product(tile, load(1, 1, x, at + i, 0, n - i), load(1, 1, y, to + i, 0, n - i))
+    return total(tile)
+
+
+@loop
+def sum_of(x, at, n):
+    """The sum of n float32 from x[at] on, in the order of `dot`."""
+    tile = load(1, 1, x, at, 0, 0)
+    for i in range(0, n, VECTOR):
+        tile = add_product(tile, load(1, 1, x, at + i, 0, n - i), load(1, 1, ONES, 0, 0, VECTOR))
+    return total(tile)
+
+
+@functools.partial(loop, fastmath={"nnan", "nsz"})  # or it would not be computed in vectors; the largest has no order
+def largest(x, at, n):
+    y, row = x[at], x[at:]
+    for i in range(n):
+        y = row[i] if row[i] > y else y
+    return y
+
+
+class _Memory:
+    """What NumPy takes for an array. Tensor.numpy() would do, but a storage that it has seen FSDP2 cannot resize."""
+
+    def __init__(self, x, size):
+        self.kept, where = x, (x.data_ptr(), False)
+        self.__array_interface__ = dict(data=where, shape=(size,), typestr=LOOP_DTYPES[x.dtype], version=3)
+
+
+def _flat(x):
+    """
+    The memory of a CPU tensor from its first element to its last, as a NumPy array that loops index by x's strides.
+    Loops check nothing: who hands over to one has compared the shapes.
+    """
+    if x.device.type != "cpu" or x.dtype not in LOOP_DTYPES:
+        raise ValueError(f"{x.dtype} on {x.device}: the CPU operators know float32")
+    if not x.numel():
+        return NOTHING.view(LOOP_DTYPES[x.dtype])
+    size = x.numel() if x.is_contiguous() else 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+    return np.asarray(_Memory(x, size))
+
+
+threads = 1  # of a loop, beside which torch's own would wait for each other by spinning: see enable_batch_invariant
+_pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a forked child has none of its parent's
+
+
+def _share(loop, units, work, *args):
+    """loop(first, last, *args) over all units, by several threads if `work`, the number of operations, is worth it."""
+    if threads == 1 or work < WORTH_THREADS:
+        return loop(0, units, *args) if units else None
+    ends = [units * i // threads for i in range(threads + 1)]
+    others = [_pool(os.getpid()).submit(loop, *part, *args) for part in zip(ends[1:], ends[2:])]
+    loop(0, ends[1], *args)
+    for other in others:
+        other.result()
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # matmul: c[m, n] = sum_k a[m, k] b[k, n]. `mm` and `addmm` replace the aten kernels, so that any model reaches them,
 # forward and backward.
 #
-# On a CPU each call has whole tiles only, so that torch has nothing to choose. On Triton one accumulator takes the k16
-# steps of its element in the order of K, whatever tile the element is in; other rows and columns never enter it, and
-# the zeros that fill the last step of K add nothing.
+# One accumulator takes what belongs to its element in the order of K, whatever tile the element is in: on a CPU product
+# by product, on Triton by steps of k16, whose last one is filled with zeros, which add nothing. Other rows and columns
+# never enter it.
 
 
-def _pad(x, rows, cols):
-    """x (R, C) with zeros appended up to a multiple of `rows` rows and `cols` columns."""
-    down, right = -x.shape[0] % rows, -x.shape[1] % cols
-    return F.pad(x, (0, right, 0, down)) if down or right else x
+@loop
+def panels(columns):
+    return (columns + PANEL - 1) // PANEL
 
 
-def cpu_mm(a, b):
-    """Zero rows and columns fill the last tiles."""
-    (M, _), N = a.shape, b.shape[1]
-    a, b = _pad(a, TILE, 1), _pad(b, 1, TILE)
-    out = a.new_empty(a.shape[0], b.shape[1])
-    torch.mm(a, b, out=out)  # aten::mm.out is torch's own kernel: only aten::mm is replaced by this function
-    return out[:M, :N].contiguous()
+@loop
+def padded(rows):
+    """So that whole vectors can be packed; what is in the columns beyond is in no result."""
+    return (rows + VECTOR - 1) // VECTOR * VECTOR
+
+
+@loop
+def cpu_pack(first, last, b, b_k, b_n, K, N, packed):
+    """
+    Panels first .. last of b (K, N), PANEL columns each, as `cpu_multiply` reads them: (panels, K, PANEL), 0 beyond N.
+    b_k or b_n is 1.
+    """
+    for n in range(first * PANEL, last * PANEL, VECTOR):
+        to, whole = n // PANEL * PANEL * K + n % PANEL, K // VECTOR * VECTOR if b_n != 1 and n + VECTOR <= N else 0
+        for k in range(0, whole, VECTOR):
+            store(transpose(load(VECTOR, 1, b, n * b_n + k, b_n, VECTOR)), packed, to + k * PANEL, PANEL, VECTOR)
+        for k in range(whole, K):
+            if b_n == 1:
+                store(load(1, 1, b, k * b_k + n, 0, N - n), packed, to + k * PANEL, 0, VECTOR)
+            else:
+                for i in range(VECTOR):
+                    packed[to + k * PANEL + i] = b[(n + i) * b_n + k] if n + i < N else ZERO
+
+
+@loop
+def cpu_multiply(a, at, a_m, a_k, M, K, packed, start, depth, first, last, c, to, c_m, N, add):
+    """
+    c[to + m c_m + n] = sum_k a[at + m a_m + k a_k] b[k, n], added to what is there if `add`: one chain of `fma` in the
+    order of K. b: the rows from `start` on of the panels first .. last of `packed` (panels, depth, PANEL).
+    """
+    for panel in range(first, last):
+        b, n = (panel * depth + start) * PANEL, panel * PANEL
+        whole = M // TILE_ROWS * TILE_ROWS
+        for m in range(0, whole, TILE_ROWS):
+            tile = load(TILE_ROWS, TILE_VECTORS, c, to + m * c_m + n, c_m, N - n if add else 0)
+            for k in range(K):
+                tile = add_outer(tile, a, at + m * a_m + k * a_k, a_m, packed, b + k * PANEL)
+            store(tile, c, to + m * c_m + n, c_m, N - n)
+        for m in range(whole, M):
+            row = load(1, TILE_VECTORS, c, to + m * c_m + n, c_m, N - n if add else 0)
+            for k in range(K):
+                row = add_outer(row, a, at + m * a_m + k * a_k, a_m, packed, b + k * PANEL)
+            store(row, c, to + m * c_m + n, c_m, N - n)
+
+
+@loop
+def cpu_matmul_blocks(first, last, a, a_m, a_k, packed, c, M, N, K, add):
+    """Units are blocks of BLOCK_ROWS rows, panel by panel: what `first` to `last` read of a stays in the cache."""
+    across = panels(N)
+    for unit in range(first, last):
+        m, panel = unit // across * BLOCK_ROWS, unit % across
+        rows = min(BLOCK_ROWS, M - m)
+        cpu_multiply(a, m * a_m, a_m, a_k, rows, K, packed, 0, K, panel, panel + 1, c, m * N, N, N, add)
+
+
+# An engine makes this a dict, {where b is: (b, its panels)}, and clears it when its weights change: it multiplies by
+# nothing else, and often by so few rows that the panels cost as much time as the product.
+kept = None
+
+
+def _panels_of(b):
+    where = b.data_ptr(), b.shape, b.stride()
+    if kept and where in kept:
+        return kept[where][1]
+    (K, N), across = b.shape, -(-b.shape[1] // PANEL)
+    packed = np.empty(across * K * PANEL, np.float32)
+    _share(cpu_pack, across, K * N, _flat(b), *b.stride(), K, N, packed)
+    if kept is not None:
+        kept[where] = b, packed
+    return packed
+
+
+def cpu_matmul(a, b, out=None):
+    """a (M, K) @ b (K, N) -> (M, N), any strides. out: a contiguous result to which the product is added."""
+    (M, K), N, add = a.shape, b.shape[1], out is not None
+    c = out if add else a.new_empty(M, N)
+    if 1 not in b.stride():
+        b = b.contiguous()
+    units, tail = -(-M // BLOCK_ROWS) * -(-N // PANEL), (_panels_of(b), _flat(c), M, N, K, add)
+    _share(cpu_matmul_blocks, units, 2 * M * N * K, _flat(a), *a.stride(), *tail)
+    return c
 
 
 @triton.jit
@@ -262,13 +683,19 @@ def _for_tma(x):
 
 def matmul(a, b, out_dtype=None, out=None):
     """
-    Triton's a (M, K) @ b (K, N) -> (M, N); any strides; accumulated in float32.
+    a (M, K) @ b (K, N) -> (M, N); any strides; accumulated in float32.
 
-    out_dtype: of the result, a's unless given. out: a float32 result to which the product is added, in the same chain.
+    out_dtype: of the result, a's unless given. out: a contiguous float32 result to which the product is added, in the
+    same chain.
     """
-    check_operands(a, b)
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
+    if not fits or out is not None and out.shape != (len(a), b.shape[1]):
         raise ValueError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
+    check_operands(a, b)
+    if out is not None and (out.dtype, out.device, out.is_contiguous()) != (torch.float32, a.device, True):
+        raise ValueError(f"out {out.dtype} on {out.device}: contiguous float32 on a's device is needed")
+    if not use_triton(a):
+        return cpu_matmul(a, b, out)
     (M, K), N, add = a.shape, b.shape[1], out is not None
     result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
     if 0 in c.shape:
@@ -292,13 +719,15 @@ def matmul(a, b, out_dtype=None, out=None):
 
 
 def mm(a, b):
-    """aten::mm, a (M, K) @ b (K, N) -> (M, N)."""
-    return matmul(a, b) if use_triton(a) else cpu_mm(a, b)
+    """aten::mm, a (M, K) @ b (K, N) -> (M, N). On a CPU other types than float32 are left to torch."""
+    if use_triton(a) or a.dtype == b.dtype == torch.float32:
+        return matmul(a, b)
+    return torch.mm(a, b, out=a.new_empty(len(a), b.shape[1]))
 
 
 def addmm(bias, a, b, *, beta=1, alpha=1):
     """aten::addmm, beta * bias + alpha * (a @ b), rounded once; torch's own starts the sum with the bias."""
-    out = matmul(a, b, out_dtype=torch.float32) if use_triton(a) else cpu_mm(a, b)
+    out = matmul(a, b, out_dtype=torch.float32) if use_triton(a) else mm(a, b)
     if alpha != 1:
         out = out * alpha
     return (out + (bias if beta == 1 else bias * beta)).to(a.dtype)
@@ -307,17 +736,17 @@ def addmm(bias, a, b, *, beta=1, alpha=1):
 # ------------------------------------------------------------------------------------------------------------------
 # row_sums: y_r = sum_c x_rc, for the gradient norm
 #
-# On a CPU the row's two halves, padded to a power of two, are added until one is left. On Triton LANES partial sums,
-# each in order, and then their sum. Both orders follow from C.
+# On a CPU one number after the other. On Triton LANES partial sums, each in order, and then their sum, an order that
+# follows from C.
 
 
-def cpu_row_sums(x):
-    width = triton.next_power_of_2(max(1, x.shape[1]))
-    x = F.pad(x, (0, width - x.shape[1]))
-    while width > 1:
-        width //= 2
-        x = x[:, :width] + x[:, width:]
-    return x[:, 0]
+@loop
+def cpu_row_sums(first, last, x, C, out):
+    for row in range(first, last):
+        y = 0.0
+        for i in range(row * C, (row + 1) * C):
+            y += x[i]
+        out[row] = y
 
 
 @triton.jit(do_not_specialize=["C"])
@@ -338,9 +767,10 @@ def row_sums(x):
     """
     if x.dtype != torch.float64:
         raise ValueError(f"dtype={x.dtype}: row_sums adds float64")
-    if not use_triton(x):
-        return cpu_row_sums(x)
     out, x = x.new_empty(len(x)), _aligned(x)
+    if not use_triton(x):
+        _share(cpu_row_sums, len(x), x.numel(), _flat(x), x.shape[1], _flat(out))
+        return out
     block = min(LANES, _block(x.shape[1]))
     _launch(triton_row_sums, (len(x),), x, out, x.shape[1], BLOCK=block, num_warps=LANE_WARPS, **EXACT)
     return out
@@ -354,10 +784,75 @@ def row_sums(x):
 # a constant of the compiled kernel: so `tl.sum` has one order per length. dw is added by blocks of SUM_ROWS rows.
 
 
-def cpu_rms_norm(x, weight, eps):
-    """In float32, and returned so."""
-    x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+@loop
+def _norm_scale(x, at, C, eps):
+    return ONE / np.sqrt(dot(x, at, x, at, C) / np.float32(C) + eps)
+
+
+@loop
+def _turn_row(y, cos, sin, half, sign):
+    other = y[half:]
+    for i in range(half):
+        a, b, s = y[i], other[i], sign * sin[i]
+        y[i], other[i] = a * cos[i] - b * s, b * cos[i] + a * s
+
+
+@loop
+def cpu_norm_rope(first, last, x, x_n, weight, cos, sin, y, H, C, eps):
+    """Tokens first .. last of x, each of H rows of C, x_n apart from token to token. No weight, or no cos: not done."""
+    half = C // 2
+    for row in range(first * H, last * H):
+        at = row // H * x_n + row % H * C
+        of, to = x[at:], y[row * C :]
+        scale = _norm_scale(x, at, C, eps) if len(weight) else ONE
+        for i in range(C):
+            to[i] = of[i] * scale * weight[i] if len(weight) else of[i]
+        if len(cos):
+            _turn_row(to, cos[row // H * half :], sin[row // H * half :], half, ONE)
+
+
+@loop
+def cpu_norm_rope_backward(first, last, x, x_n, weight, cos, sin, dx, dw, H, C, eps):
+    """dx holds the gradient and becomes x's; dw (blocks, C) gets the sum over each SUM_ROWS tokens' rows, in order."""
+    half = C // 2
+    for row in range(first * SUM_ROWS * H, min(last * SUM_ROWS * H, len(dx) // C)):
+        at = row // H * x_n + row % H * C
+        of, to = x[at:], dx[row * C :]
+        if len(cos):
+            _turn_row(to, cos[row // H * half :], sin[row // H * half :], half, -ONE)
+        if len(weight):
+            scale, part = _norm_scale(x, at, C, eps), dw[row // H // SUM_ROWS * C :]
+            for i in range(C):
+                part[i] += to[i] * (of[i] * scale)
+                to[i] *= weight[i]
+            mean = dot(dx, row * C, x, at, C) * scale / np.float32(C)
+            for i in range(C):
+                to[i] = scale * (to[i] - of[i] * scale * mean)
+
+
+class CpuNormRope(torch.autograd.Function):
+    """x (N, H, C): normed where there is a weight (C,), turned where there are cos and sin (N, C / 2)."""
+
+    @staticmethod
+    def operands(x, *others):
+        return _flat(x), x.stride(0), *(NOTHING if t is None else _flat(t.contiguous()) for t in others)
+
+    @staticmethod
+    def forward(ctx, x, weight, cos, sin, eps):
+        x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+        y, ctx.eps, saved = _contiguous_like(x), np.float32(eps), (x, weight, cos, sin)
+        _share(cpu_norm_rope, len(x), 8 * x.numel(), *CpuNormRope.operands(*saved), _flat(y), *x.shape[1:], ctx.eps)
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, *_ = saved = ctx.saved_tensors
+        dx, blocks = grad.clone(memory_format=torch.contiguous_format), -(-len(x) // SUM_ROWS)
+        dw = x.new_zeros(0 if weight is None else blocks, x.shape[2])
+        tail = _flat(dx), _flat(dw), *x.shape[1:], ctx.eps
+        _share(cpu_norm_rope_backward, blocks, 16 * x.numel(), *CpuNormRope.operands(*saved), *tail)
+        return dx, None if weight is None else row_sums(dw.t().double()).float(), None, None, None
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -454,11 +949,11 @@ def rms_norm(x, weight, eps, residual=None):
     if weight.shape != x.shape[-1:] or residual is not None and residual.shape != x.shape:
         raise ValueError(f"weight {tuple(weight.shape)} or residual does not fit x {tuple(x.shape)}")
     s = x if residual is None else x + residual  # the engine has residuals, the trainer none: so it is no kernel's work
+    check_operands(x, weight, s)
     if use_triton(x):
-        check_operands(x, weight, s)
         y = TritonRMSNorm.apply(s, weight, eps)
     else:
-        y = cpu_rms_norm(s, weight, eps).to(x.dtype)
+        y = _apply(CpuNormRope, s.reshape(-1, 1, s.shape[-1]), weight, None, None, eps).view(s.shape)
     return y if residual is None else (y, s)
 
 
@@ -469,19 +964,20 @@ def rms_norm(x, weight, eps, residual=None):
 # A row is one head of one token: one sum per head, over D alone.
 
 
+@loop
+def cpu_rope_table(first, last, angle, cos, sin):
+    for i in range(first, last):
+        cos[i], sin[i] = cos_sin(np.float64(angle[i]))
+
+
 def rope_table(inv_freq, positions):
     """cos and sin (N, D/2) float32 of position * inv_freq (Su et al. 2021, eq. 15); both sides take them from here."""
     angle = positions.float()[:, None] * inv_freq.float()
-    return angle.cos(), angle.sin()
-
-
-def cpu_norm_rope(q, k, cos, sin, q_weight, k_weight, eps):
-    def turn(x, weight):
-        x = x.float() if weight is None else cpu_rms_norm(x, weight, eps)
-        (x1, x2), c, s = x.chunk(2, -1), cos[:, None], sin[:, None]
-        return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(q.dtype)
-
-    return turn(q, q_weight), turn(k, k_weight)
+    if use_triton(angle):
+        return angle.cos(), angle.sin()
+    cos, sin = torch.empty_like(angle), torch.empty_like(angle)
+    _share(cpu_rope_table, angle.numel(), 40 * angle.numel(), *map(_flat, (angle, cos, sin)))
+    return cos, sin
 
 
 @triton.jit
@@ -585,18 +1081,21 @@ class TritonNormRope(torch.autograd.Function):
 
 def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     """
-    Rotary positions of q (N, Hq, D) and k (N, Hkv, D), each head normed before where there are weights (D,); cos, sin
+    Rotary positions of q (N, H, D) and k (N, HK, D), each head normed before where there are weights (D,); cos, sin
     (N, D/2) float32 as `rope_table` gives them. All in float32, rounded once; new tensors; differentiable in q, k and
     the weights.
     """
-    if cos.dtype != torch.float32 or sin.dtype != torch.float32 or cos.shape != (len(q), q.shape[2] // 2):
-        raise ValueError(f"cos {cos.dtype} {tuple(cos.shape)}: float32 ({len(q)}, {q.shape[2] // 2}) is needed")
+    if q.dim() != 3 or k.dim() != 3 or (len(k), k.shape[2]) != (len(q), q.shape[2]) or q.shape[2] % 2:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)}: (N, heads, D) with an even D are needed")
+    for x in (cos, sin):
+        if x.dtype != torch.float32 or x.shape != (len(q), q.shape[2] // 2):
+            raise ValueError(f"cos or sin {x.dtype} {tuple(x.shape)}: float32 ({len(q)}, {q.shape[2] // 2}) is needed")
     weights = [w for w in (q_weight, k_weight) if w is not None]
     if len(weights) == 1 or any(w.shape != q.shape[2:] for w in weights):
         raise ValueError(f"weights {[tuple(w.shape) for w in weights]}: none, or two of q's head dim {q.shape[2]}")
-    if not use_triton(q):
-        return cpu_norm_rope(q, k, cos, sin, q_weight, k_weight, eps)
     check_operands(q, k, *weights)
+    if not use_triton(q):
+        return tuple(_apply(CpuNormRope, x, w, cos, sin, eps) for x, w in ((q, q_weight), (k, k_weight)))
     return TritonNormRope.apply(q, k, cos, sin, q_weight, k_weight, eps)
 
 
@@ -606,19 +1105,41 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
 # Element by element, so there is no order.
 
 
+@loop
+def cpu_swiglu(first, last, gate, gate_r, up, up_r, y, C):
+    for row in range(first, last):
+        g, u, to = gate[row * gate_r :], up[row * up_r :], y[row * C :]
+        for c in range(C):
+            to[c] = g[c] / (ONE + exp(-g[c])) * u[c]
+
+
+@loop
+def cpu_swiglu_backward(first, last, grad, gate, gate_r, up, up_r, d_gate, d_up, C):
+    for row in range(first, last):
+        d, g, u = grad[row * C :], gate[row * gate_r :], up[row * up_r :]
+        dg, du = d_gate[row * C :], d_up[row * C :]
+        for c in range(C):
+            e = ONE + exp(-g[c])  # infinite for a g below -88, and the gradient then 0: g times exp(-g) would be NaN
+            s = ONE / e
+            dg[c] = d[c] * u[c] * (s * (ONE + g[c] * (ONE - s)))
+            du[c] = d[c] * (g[c] / e)
+
+
 class CpuSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        g = gate.float()
-        return (g / (1 + torch.exp(-g)) * up.float()).to(gate.dtype)
+        y, (R, C) = _contiguous_like(gate), gate.shape
+        _share(cpu_swiglu, R, 20 * R * C, _flat(gate), gate.stride(0), _flat(up), up.stride(0), _flat(y), C)
+        return y
 
     @staticmethod
     def backward(ctx, grad):
-        d, g, u = (x.float() for x in (grad, *ctx.saved_tensors))
-        e = 1 + torch.exp(-g)  # infinite for a g below -88, and the gradient then 0: autograd's own would be NaN
-        s = 1 / e
-        return (d * u * (s * (1 + g * (1 - s)))).to(grad.dtype), (d * (g / e)).to(grad.dtype)
+        (gate, up), (R, C) = ctx.saved_tensors, grad.shape
+        d_gate, d_up = _contiguous_like(gate), _contiguous_like(up)
+        args = _flat(grad.contiguous()), _flat(gate), gate.stride(0), _flat(up), up.stride(0)
+        _share(cpu_swiglu_backward, R, 40 * R * C, *args, _flat(d_gate), _flat(d_up), C)
+        return d_gate, d_up
 
 
 @triton.jit
@@ -663,19 +1184,19 @@ def swiglu(gate, up):
         raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
     C = gate.shape[-1]
     flat = [x.reshape(-1, C) if x.stride(-1) == 1 else x.contiguous().view(-1, C) for x in (gate, up)]
-    if not use_triton(gate):
-        return CpuSwiGLU.apply(*flat).view(gate.shape)
     check_operands(*flat)
+    if not use_triton(gate):
+        return _apply(CpuSwiGLU, *flat).view(gate.shape)
     return TritonSwiGLU.apply(*flat).view(gate.shape)
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# attention: o = sum_t p_t v_t / sum_t l_t, p_t = exp(q k_t^T * scale - m), l_t the row sums of p_t, over key tiles t of
-# one sequence in order; m is the row's largest score, which has no order.
-# Backward (Dao 2023, algorithm 2): ds = p * (do v^T - rowsum(do * o)).
+# attention: o = p v / rowsum(p), p = exp(q k^T * scale - m), over the keys of one sequence in order; m is the row's
+# largest score, which has no order. Backward (Dao 2023, algorithm 2): ds = p * (do v^T - rowsum(do * o)).
 #
-# Tiles lie at absolute positions. A key in a row's future adds an exact zero, and so does a tile of them. So neither
-# the batch, nor the chunk of a prefill, nor the pages of the cache can be seen.
+# Sums begin at the sequence's first key, and tiles of keys lie at absolute positions. A key in a row's future adds an
+# exact zero, and so does a tile of them. So neither the batch, nor the chunk of a prefill, nor the pages of the cache
+# can be seen.
 
 
 class Plan:
@@ -695,7 +1216,7 @@ class Plan:
         self.q_lens, self.kv_lens, self.B = q_lens, kv_lens, len(q_lens)
         self.q_ends = q_lens.cumsum(0)
         self.page_table, self.requests = page_table, requests
-        self._ends, self._tiles = {}, {}
+        self._ends = {}
 
     def ends(self, per_token, rows):
         """Triton's: running sums (B,) of the tiles of `rows` rows of each sequence, `per_token` rows to a token."""
@@ -703,39 +1224,27 @@ class Plan:
             self._ends[per_token, rows] = ((self.q_lens * per_token + (rows - 1)) // rows).cumsum(0)
         return self._ends[per_token, rows]
 
-    @functools.cached_property
-    def cpu_rows(self):
-        """
-        q_rows (B, Tq), the row of each query in the packed batch; unpad (N,), the index into B * Tq of each packed
-        query; kv_rows (B, L), the row of each key in the packed batch or in the cache. An unused entry repeats a valid
-        row.
-        """
-        L = -(-int(self.kv_lens.max()) // TILE_KV) * TILE_KV
-        Tq = L if self.page_table is None else int(self.q_lens.max())
-        at = torch.arange(L, device=self.q_lens.device)
-        valid = at[:Tq] < self.q_lens[:, None]
-        q_rows = (self.q_ends - self.q_lens)[:, None] + torch.where(valid, at[:Tq], 0)
-        unpad = valid.flatten().nonzero()[:, 0]
-        if self.page_table is None:
-            return q_rows, unpad, q_rows
-        table = F.pad(self.page_table[self.requests, :L], (0, max(0, L - self.page_table.shape[1])))
-        # an unused key repeats the sequence's first one: it is masked, but 0 * NaN of a foreign page would still be NaN
-        return q_rows, unpad, torch.where(at < self.kv_lens[:, None], table, table[:, :1]).long()
+    def check(self, N, S):
+        """The CPU's: raises ValueError unless the plan is one of N queries over S rows of keys."""
+        if self.queries != N or self.page_table is None and self.queries != S:
+            raise ValueError(f"the plan is of {self.queries} tokens, there are {N} queries and {S} keys")
 
-    def cpu_tiles(self, heads, groups):
+    @functools.cached_property
+    def queries(self):
+        return int(self.q_ends[-1]) if self.B else 0
+
+    @functools.cached_property
+    def for_loops(self):
         """
-        The keys cut into n tiles, for all layers: rows of (row, head) pairs (n * B * Hkv * TILE_KV,), and where a
-        query does not see a key (n, B * Hkv, R, TILE_KV).
+        The CPU's: the packed batch's rows and the keys' rows, (any,) int32, and of each sequence the place of its first
+        query in the one and its queries, the place of its first key in the other and its keys, (B,) int64.
         """
-        if (heads, groups) not in self._tiles:
-            q_rows, _, kv_rows = self.cpu_rows
-            rows = kv_rows.view(self.B, -1, TILE_KV).transpose(0, 1)[:, :, None]  # (n, B, 1, TILE_KV)
-            rows = rows * heads + torch.arange(heads, device=rows.device)[:, None]
-            at = torch.arange(kv_rows.shape[1], device=rows.device)
-            q_at = (self.kv_lens - self.q_lens)[:, None] + at[: q_rows.shape[1]].repeat_interleave(groups)
-            q_at = F.pad(q_at, (0, -q_at.shape[1] % TILE_Q)).repeat_interleave(heads, dim=0)  # (B * Hkv, R)
-            self._tiles[heads, groups] = rows.flatten(), at.view(-1, 1, 1, TILE_KV) > q_at[:, :, None]
-        return self._tiles[heads, groups]
+        starts, tokens = self.q_ends - self.q_lens, torch.arange(self.queries, dtype=torch.int32)
+        rows, first = tokens, starts
+        if self.page_table is not None:
+            rows, first = self.page_table.int(), self.requests * self.page_table.stride(0)
+        numbers = (x.long().contiguous() for x in (starts, self.q_lens, first, self.kv_lens))
+        return _flat(tokens), _flat(rows), *map(_flat, numbers)
 
 
 def packed_plan(lengths, device=None):
@@ -755,59 +1264,128 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
     return Plan(q_lens, kv_lens, page_table, requests)
 
 
-def _queries(x, rows, groups):
-    """Packed (N, Hq, D) -> (B * Hkv, R, D), the queries that share a key head as rows, R a multiple of TILE_Q."""
-    (B, Tq), (_, Hq, D) = rows.shape, x.shape
-    x = x[rows].view(B, Tq, Hq // groups, groups, D).transpose(1, 2).reshape(-1, Tq * groups, D)
-    return F.pad(x, (0, 0, 0, -x.shape[1] % TILE_Q))
+@loop
+def _bring(x, rows, first, n, row_size, at, width, out):
+    """Of n rows of x, whose numbers begin at rows[first], the `width` numbers from `at` on, one after the other."""
+    for i in range(n):
+        start = np.int64(rows[first + i]) * row_size + at
+        for j in range(0, width, VECTOR):
+            store(load(1, 1, x, start + j, 0, width - j), out, i * width + j, 0, width - j)
 
 
-def _packed_queries(x, plan, heads, groups):
-    """The inverse of `_queries`: (B * Hkv, R, D) -> (N, Hq, D)."""
-    q_rows, unpad, _ = plan.cpu_rows
-    (B, Tq), D = q_rows.shape, x.shape[-1]
-    return x[:, : Tq * groups].view(B, -1, Tq, groups, D).transpose(1, 2).reshape(B * Tq, heads, D)[unpad]
+@loop
+def _scores_to_probabilities(s, at, keys, width, scale, m):
+    """A row of `width` scores becomes exp(score * scale - m), 0 for what it does not see: all but the first `keys`."""
+    row = s[at : at + width]
+    for i in range(keys):
+        row[i] = exp(row[i] * scale - m)
+    row[keys:] = ZERO
+
+
+@loop
+def cpu_attention(first, last, q, k, v, out, stats, plan, H, HK, D, scale):
+    """
+    Units are (sequence, key head) pairs. A unit's queries, token by token and within one head by head, are multiplied
+    QUERIES rows at a time with its keys and values, which lie together for all of them.
+    """
+    tokens, rows, q_starts, q_lens, kv_starts, kv_lens = plan
+    G, longest = H // HK, kv_lens.max()
+    x, y = np.empty(q_lens.max() * G * D, np.float32), np.empty(padded(longest) * D, np.float32)
+    keys, values = np.empty((longest + PANEL) * D, np.float32), np.empty((D + PANEL) * longest, np.float32)
+    s, o = np.empty(QUERIES * longest, np.float32), np.empty(QUERIES * D, np.float32)
+    for unit in range(first, last):
+        b, head = unit // HK, unit % HK
+        T, L = q_lens[b], kv_lens[b]
+        _bring(q, tokens, q_starts[b], T, H * D, head * G * D, G * D, x)
+        _bring(k, rows, kv_starts[b], L, HK * D, head * D, D, y)
+        cpu_pack(0, panels(L), y, 1, D, D, padded(L), keys)
+        _bring(v, rows, kv_starts[b], L, HK * D, head * D, D, y)
+        cpu_pack(0, panels(D), y, D, 1, L, D, values)
+        for r in range(0, T * G, QUERIES):
+            R = min(QUERIES, T * G - r)
+            seen = L - T + (r + R - 1) // G + 1  # keys that some row of the block sees
+            cpu_multiply(x, r * D, D, 1, R, D, keys, 0, D, 0, panels(seen), s, 0, seen, seen, False)
+            for i in range(R):
+                mine = L - T + (r + i) // G + 1
+                at = ((q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G) * 2
+                stats[at] = largest(s, i * seen, mine) * scale
+                _scores_to_probabilities(s, i * seen, mine, seen, scale, stats[at])
+                stats[at + 1] = sum_of(s, i * seen, mine)
+            cpu_multiply(s, 0, seen, 1, R, seen, values, 0, L, 0, panels(D), o, 0, D, D, False)
+            for i in range(R):
+                at = (q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G
+                to, of = out[at * D :], o[i * D :]
+                for j in range(D):
+                    to[j] = of[j] / stats[at * 2 + 1]
+
+
+@loop
+def cpu_attention_backward(first, last, grad, q, k, v, out, stats, dq, dk, dv, plan, H, HK, D, scale):
+    """The units and blocks of `cpu_attention`. dk and dv are chains over the query rows in order, dq over the keys."""
+    tokens, _, starts, lens, _, _ = plan
+    G, longest = H // HK, lens.max()
+    of_rows, of_keys = np.empty((3, longest * G * D), np.float32), np.empty((4, padded(longest) * D), np.float32)
+    scores = np.empty((2, QUERIES * longest), np.float32)
+    packed = np.empty((5, (longest * G + PANEL) * (D + PANEL)), np.float32)
+    x, g, dx, p, ds = of_rows[0], of_rows[1], of_rows[2], scores[0], scores[1]
+    y, z, dy, dz = of_keys[0], of_keys[1], of_keys[2], of_keys[3]
+    for unit in range(first, last):
+        b, head = unit // HK, unit % HK
+        T = lens[b]
+        _bring(q, tokens, starts[b], T, H * D, head * G * D, G * D, x)
+        _bring(grad, tokens, starts[b], T, H * D, head * G * D, G * D, g)
+        _bring(k, tokens, starts[b], T, HK * D, head * D, D, y)
+        _bring(v, tokens, starts[b], T, HK * D, head * D, D, z)
+        cpu_pack(0, panels(T), y, 1, D, D, padded(T), packed[0])
+        cpu_pack(0, panels(T), z, 1, D, D, padded(T), packed[1])
+        cpu_pack(0, panels(D), y, D, 1, T, D, packed[2])
+        cpu_pack(0, panels(D), x, D, 1, T * G, D, packed[3])
+        cpu_pack(0, panels(D), g, D, 1, T * G, D, packed[4])
+        dy[:], dz[:] = ZERO, ZERO
+        for r in range(0, T * G, QUERIES):
+            R = min(QUERIES, T * G - r)
+            seen = (r + R - 1) // G + 1
+            cpu_multiply(x, r * D, D, 1, R, D, packed[0], 0, D, 0, panels(seen), p, 0, seen, seen, False)
+            cpu_multiply(g, r * D, D, 1, R, D, packed[1], 0, D, 0, panels(seen), ds, 0, seen, seen, False)
+            for i in range(R):
+                at = (starts[b] + (r + i) // G) * H + head * G + (r + i) % G
+                _scores_to_probabilities(p, i * seen, (r + i) // G + 1, seen, scale, stats[at * 2])
+                delta = dot(grad, at * D, out, at * D, D)
+                p_row, ds_row = p[i * seen :], ds[i * seen :]
+                for j in range(seen):
+                    p_row[j] /= stats[at * 2 + 1]
+                    ds_row[j] = p_row[j] * (ds_row[j] - delta) * scale
+            cpu_multiply(p, 0, 1, seen, seen, R, packed[4], r, T * G, 0, panels(D), dz, 0, D, D, True)
+            cpu_multiply(ds, 0, 1, seen, seen, R, packed[3], r, T * G, 0, panels(D), dy, 0, D, D, True)
+            cpu_multiply(ds, 0, seen, 1, R, seen, packed[2], 0, T, 0, panels(D), dx, r * D, D, D, False)
+        for t in range(T):
+            at = (starts[b] + t) * HK + head
+            dq[at * G * D : (at + 1) * G * D] = dx[t * G * D : (t + 1) * G * D]
+            dk[at * D : (at + 1) * D] = dy[t * D : (t + 1) * D]
+            dv[at * D : (at + 1) * D] = dz[t * D : (t + 1) * D]
 
 
 class CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan, scale):
-        (heads, D), groups = k.shape[1:], q.shape[1] // k.shape[1]
-        rows, masked = plan.cpu_tiles(heads, groups)
-        x, tiles = _queries(q, plan.cpu_rows[0], groups), len(masked)
-        # (tiles * B * Hkv, TILE_KV, D)
-        k, v = (t.reshape(-1, D).index_select(0, rows).view(-1, TILE_KV, D) for t in (k, v))
-        s = torch.bmm(x.repeat(tiles, 1, 1), k.transpose(1, 2)).mul_(scale).view(masked.shape)
-        s.masked_fill_(masked, float("-inf"))
-        p = torch.exp(s.sub_(s.amax((0, 3), keepdim=True)))
-        total = functools.reduce(torch.add, p.sum(-1, keepdim=True))
-        out = functools.reduce(torch.add, torch.bmm(p.flatten(0, 1), v).view(tiles, *x.shape)) / total
-        ctx.save_for_backward(x, k, v, out, p, total)
-        ctx.plan, ctx.scale, ctx.heads = plan, scale, (q.shape[1], heads)
-        return _packed_queries(out, plan, q.shape[1], groups)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        (N, H, D), HK = q.shape, k.shape[1]
+        q_lens, kv_lens = plan.for_loops[3], plan.for_loops[5]
+        out, stats, scale = _contiguous_like(q), q.new_empty(N, H, 2), np.float32(scale)
+        args = *map(_flat, (q, k, v, out, stats)), plan.for_loops, H, HK, D, scale
+        _share(cpu_attention, plan.B * HK, 4 * H * D * int((q_lens * kv_lens).sum()), *args)
+        ctx.save_for_backward(q, k, v, out, stats)
+        ctx.plan, ctx.scale = plan, scale
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        x, k, v, out, p, total = ctx.saved_tensors
-        plan, (q_heads, heads), (tiles, D) = ctx.plan, ctx.heads, (len(p), x.shape[-1])
-        groups, (q_rows, unpad, _) = q_heads // heads, plan.cpu_rows
-        # a gathered gradient would count a repeated (padding) row twice: those queries get zeros
-        grad_rows = grad.new_zeros(q_rows.numel(), *grad.shape[1:])
-        grad_rows[unpad] = grad
-        every_row = torch.arange(q_rows.numel(), device=grad.device).view(q_rows.shape)
-        do = _queries(grad_rows, every_row, groups)
-        p = p / total
-        dp = torch.bmm(do.repeat(tiles, 1, 1), v.transpose(1, 2)).view(p.shape)
-        ds = (p * (dp - (do * out).sum(-1, keepdim=True)) * ctx.scale).flatten(0, 1)
-        dq = functools.reduce(torch.add, torch.bmm(ds, k).view(tiles, *x.shape))
-        dk = torch.bmm(ds.transpose(1, 2), x.repeat(tiles, 1, 1))
-        dv = torch.bmm(p.flatten(0, 1).transpose(1, 2), do.repeat(tiles, 1, 1))
-
-        def packed_keys(t):  # (tiles * B * Hkv, TILE_KV, D) -> (N, Hkv, D)
-            t = t.view(tiles, -1, heads, TILE_KV, D).permute(1, 0, 3, 2, 4)
-            return t.reshape(-1, heads, D)[unpad]
-
-        return _packed_queries(dq, plan, q_heads, groups), packed_keys(dk), packed_keys(dv), None, None
+        q, k, v, out, stats = ctx.saved_tensors
+        (_, H, D), HK, plan, lens = q.shape, k.shape[1], ctx.plan.for_loops, ctx.plan.for_loops[3]
+        dq, dk, dv = [_contiguous_like(x) for x in (q, k, v)]
+        args = *map(_flat, (grad.contiguous(), q, k, v, out, stats, dq, dk, dv)), plan, H, HK, D, ctx.scale
+        _share(cpu_attention_backward, ctx.plan.B * HK, 10 * H * D * int((lens * lens).sum()), *args)
+        return dq, dk, dv, None, None
 
 
 # On Triton the softmax is online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Per split of SPLIT keys, over
@@ -1083,17 +1661,23 @@ class TritonAttention(torch.autograd.Function):
 
 def attention(q, k, v, plan, scale):
     """
-    Causal attention of packed queries q (N, Hq, D) over keys and values k, v (S, Hkv, D) -> (N, Hq, D).
+    Causal attention of packed queries q (N, H, D) over keys and values k, v (S, HK, D) -> (N, H, D).
 
-    `plan` says which rows of k and v belong to which query; Hq must be a multiple of Hkv. Differentiable for a
-    `packed_plan` only. On a GPU D is 64 or 128, Hq / Hkv at most 8, scale above 0.
+    `plan` says which rows of k and v belong to which query; H must be a multiple of HK. Differentiable for a
+    `packed_plan` only. On a GPU D is 64 or 128, H / HK at most 8, scale above 0.
     """
-    if not use_triton(q):
-        return CpuAttention.apply(q, k, v, plan, scale)
     check_operands(q, k, v)
     if plan.q_lens.is_cuda != q.is_cuda:
         raise ValueError(f"the plan is not on q's device={q.device}: pass device to packed_plan")
+    if q.dim() != 3 or k.dim() != 3:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)}: (tokens, heads, D) are needed")
     (_, H, D), heads = q.shape, k.shape[1]
+    if not use_triton(q):
+        if k.shape[2] != D or v.shape != k.shape or H % heads:
+            shapes = [tuple(x.shape) for x in (q, k, v)]
+            raise ValueError(f"q, k, v {shapes}: one D, and query heads a multiple of the key heads are needed")
+        plan.check(len(q), len(k))
+        return _apply(CpuAttention, q, k, v, plan, scale)
     if D not in (64, 128) or k.shape[2] != D or v.shape != k.shape:
         raise ValueError(f"head dims {D}, {k.shape[2]}, {v.shape[2]}: 64 or 128, the same for q, k and v")
     if H % heads or H > 8 * heads:
@@ -1104,50 +1688,162 @@ def attention(q, k, v, plan, scale):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# a decoder layer of an engine on a CPU: the loops above, one after the other, in one call. They take a few microseconds
+# each, and between calls from Python, through the engine's own code, a CPU's caches have forgotten them each time.
+
+
+@loop
+def _linear(x, M, K, weight, bias, y, N):
+    cpu_matmul_blocks(0, -(-M // BLOCK_ROWS) * panels(N), x, K, 1, weight, y, M, N, K, False)
+    if len(bias):
+        for m in range(M):
+            row = y[m * N :]
+            for n in range(N):
+                row[n] += bias[n]
+
+
+@loop
+def _store_rows(x, at, stride, width, where, cache):
+    for i in range(len(where)):
+        for j in range(0, width, VECTOR):
+            store(load(1, 1, x, at + i * stride + j, 0, width - j), cache, where[i] * width + j, 0, width - j)
+
+
+@loop
+def cpu_layer(
+    first, last, x, residual, weights, eps, cos, sin, keys, values, where, plan, nothing, C, H, HK, D, F, scale
+):
+    """
+    Units are sequences. Their rows of x and residual (N, C) become the next layer's; keys and values get rows `where`
+    (N,). weights: CpuLayer's.
+    """
+    tokens, rows, q_starts, q_lens, kv_starts, kv_lens = plan
+    start, end = q_starts[first], q_starts[last - 1] + q_lens[last - 1]
+    plan = tokens, rows, q_starts[first:last] - start, q_lens[first:last], kv_starts[first:last], kv_lens[first:last]
+    x, residual, where, M = x[start * C : end * C], residual[start * C : end * C], where[start:end], end - start
+    cos, sin = cos[start * D // 2 :], sin[start * D // 2 :]
+    norm, qkv, qkv_bias, q_norm, k_norm, o, o_bias, second_norm, gate_up, gate_up_bias, down, down_bias = weights
+    width = (H + 2 * HK) * D
+    normed, wide = np.empty(M * C, np.float32), np.empty(M * max(width, 2 * F), np.float32)
+    q, k, out = (np.empty(M * H * D, np.float32), np.empty(M * HK * D, np.float32), np.empty(M * H * D, np.float32))
+    stats, hidden = np.empty(M * H * 2, np.float32), np.empty(M * F, np.float32)
+    residual += x
+    cpu_norm_rope(0, M, residual, C, norm, nothing, nothing, normed, 1, C, eps)
+    _linear(normed, M, C, qkv, qkv_bias, wide, width)
+    cpu_norm_rope(0, M, wide, width, q_norm, cos, sin, q, H, D, eps)
+    cpu_norm_rope(0, M, wide[H * D :], width, k_norm, cos, sin, k, HK, D, eps)
+    _store_rows(k, 0, HK * D, HK * D, where, keys)
+    _store_rows(wide, (H + HK) * D, width, HK * D, where, values)
+    cpu_attention(0, (last - first) * HK, q, keys, values, out, stats, plan, H, HK, D, scale)
+    _linear(out, M, H * D, o, o_bias, x, C)
+    residual += x
+    cpu_norm_rope(0, M, residual, C, second_norm, nothing, nothing, normed, 1, C, eps)
+    _linear(normed, M, C, gate_up, gate_up_bias, wide, 2 * F)
+    cpu_swiglu(0, M, wide, 2 * F, wide[F:], 2 * F, hidden, F)
+    _linear(hidden, M, F, down, down_bias, x, C)
+
+
+class CpuLayer:
+    """
+    One layer's weights as `cpu_layer` wants them. linear: (weight (N, K), bias (N,) or None) of the projections to q, k
+    and v, to o, to gate and up, and down; norms: the weights of the two norms; head_norms: those of q and k, or ().
+    heads: number of query and of key heads.
+    """
+
+    def __init__(self, linear, norms, head_norms, eps, heads, head_dim, scale):
+        qkv, o, gate_up, down = ((_panels_of(w.t()), NOTHING if b is None else _flat(b)) for w, b in linear)
+        first, second, *of_heads = map(_flat, (*norms, *head_norms))
+        self.weights = (first, *qkv, *(of_heads or (NOTHING, NOTHING)), *o, second, *gate_up, *down)
+        self.eps, self.tail = np.float32(eps), (*heads, head_dim, linear[3][0].shape[1], np.float32(scale))
+
+    def __call__(self, x, residual, rope, keys, values, where, plan):
+        """x (M, C) and residual, or None for the first layer -> those for the next one, in their place."""
+        residual = torch.full_like(x, -0.0) if residual is None else residual  # to which x is added: x, and so is -0.0
+        before, after = map(_flat, (x, residual)), map(_flat, (*rope, keys, values, where))
+        args = *before, self.weights, self.eps, *after, plan.for_loops, NOTHING, x.shape[1], *self.tail
+        _share(cpu_layer, plan.B, 2 * len(x) * sum(w.size for w in self.weights), *args)
+        return x, residual
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # the head: log p_v = (z_v - m) - log sum_u exp(z_u - m), z = hidden weight^T / temperature, m = max z, and the entropy
 # H = -sum_v p_v log p_v, row by row what a sampler computes from the engine's logits, without keeping (N, V) numbers.
 # d log p_t / dz = onehot(t) - p, d H / dz = -p (log p + H): the backward pass makes the logits again.
 #
-# On a CPU torch's log_softmax is row-invariant. On Triton `triton_softmax_stats` alone makes that sum, lane by lane and
-# then over the lanes, an order that follows from V; log_softmax and token_logprobs both start from it.
+# One function makes that sum, `_log_sum` on a CPU and `triton_softmax_stats` on Triton, lane by lane and then over the
+# lanes, an order that follows from V; log_softmax and token_logprobs both start from it.
 
 
 def head_logits(hidden, weight):
     """hidden (M, H) @ weight (V, H)^T -> (M, V) float32, accumulated and returned in float32. Not differentiable."""
-    w = weight.t()
-    return matmul(hidden, w, out_dtype=torch.float32) if use_triton(hidden) else (hidden @ w).float()
+    return matmul(hidden, weight.t(), out_dtype=torch.float32)
+
+
+@loop
+def _log_sum(z, at, V, scratch):
+    """(the largest of V logits, the log of the sum of exp(z - largest)); scratch (V,) is overwritten."""
+    m, row = largest(z, at, V), z[at:]
+    for i in range(V):
+        scratch[i] = exp(row[i] - m)
+    return m, np.float32(log(np.float64(sum_of(scratch, 0, V))))
+
+
+@loop
+def cpu_log_softmax(first, last, z, out, V):
+    scratch = np.empty(V, np.float32)
+    for row in range(first, last):
+        (m, log_sum), of, to = _log_sum(z, row * V, V, scratch), z[row * V :], out[row * V :]
+        for i in range(V):
+            to[i] = (of[i] - m) - log_sum
+
+
+@loop
+def cpu_token_logprobs(first, last, z, targets, logprobs, entropy, V):
+    scratch = np.empty(V, np.float32)
+    for row in range(first, last):
+        (m, log_sum), of = _log_sum(z, row * V, V, scratch), z[row * V :]
+        for i in range(V):
+            x = (of[i] - m) - log_sum
+            scratch[i] = exp(x) * max(x, LEAST)  # 0 times -inf would be NaN
+        logprobs[row], entropy[row] = (of[targets[row]] - m) - log_sum, -sum_of(scratch, 0, V)
+
+
+@loop
+def cpu_token_grads(first, last, z, t, targets, entropy, grad, entropy_grad, V):
+    """The logits z become their gradients."""
+    scratch = np.empty(V, np.float32)
+    for row in range(first, last):
+        (m, log_sum), of = _log_sum(z, row * V, V, scratch), z[row * V :]
+        g, e, H = grad[row] / t, entropy_grad[row] / t, entropy[row]
+        for i in range(V):
+            x = (of[i] - m) - log_sum
+            p = exp(x)
+            of[i] = -p * g - p * (max(x, LEAST) + H) * e
+        of[targets[row]] += g
 
 
 class CpuTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, t):
-        ctx.save_for_backward(hidden, weight, targets, t)
-        ctx.set_materialize_grads(False)
-        logprobs, entropy = [], []
-        for h, target in zip(hidden.split(CHUNK), targets.split(CHUNK)):
-            logp = torch.log_softmax(head_logits(h, weight) / t, -1)
-            logprobs.append(logp.gather(1, target[:, None])[:, 0])
-            entropy.append(-(logp.exp() * logp).sum(-1))
-        return torch.cat(logprobs), torch.cat(entropy)
+        (N, _), V = hidden.shape, len(weight)
+        logprobs, entropy, targets = hidden.new_empty(N), hidden.new_empty(N), targets.contiguous()
+        for h, *rest in zip(*(x.split(CHUNK) for x in (hidden, targets, logprobs, entropy))):
+            z = head_logits(h, weight).div_(t)
+            _share(cpu_token_logprobs, len(h), 20 * z.numel(), *map(_flat, (z, *rest)), V)
+        ctx.save_for_backward(hidden, weight, targets, t, entropy)
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, entropy_grad):
-        hidden, weight, targets, t = ctx.saved_tensors
-        # float32: a sum over chunks in bfloat16 would lose the small ones
-        d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32)
-        for i, (h, target, g) in enumerate(zip(*(x.split(CHUNK) for x in (hidden, targets, grad)))):
-            z = head_logits(h, weight) / t
-            dz = -torch.softmax(z, -1)
-            dz[torch.arange(len(h), device=h.device), target] += 1
-            dz = dz * (g[:, None] / t)
-            if entropy_grad is not None:
-                logp = torch.log_softmax(z, -1)
-                surprise = logp - (logp.exp() * logp).sum(-1, keepdim=True)
-                dz -= logp.exp() * surprise * (entropy_grad.split(CHUNK)[i][:, None] / t)
-            dz = dz.to(weight.dtype)
-            d_hidden.append(dz @ weight)
-            d_weight += dz.t() @ h
-        return torch.cat(d_hidden), d_weight.to(weight.dtype), None, None
+        hidden, weight, targets, t, entropy = ctx.saved_tensors
+        d_hidden, d_weight = [], torch.zeros_like(weight)
+        grads = grad.contiguous(), entropy_grad.contiguous()
+        for h, *rest in zip(*(x.split(CHUNK) for x in (hidden, targets, entropy, *grads))):
+            z = head_logits(h, weight).div_(t)
+            _share(cpu_token_grads, len(h), 30 * z.numel(), _flat(z), np.float32(t), *map(_flat, rest), len(weight))
+            d_hidden.append(matmul(z, weight))
+            matmul(z.t(), h, out=d_weight)
+        return torch.cat(d_hidden), d_weight, None, None
 
 
 @triton.jit
@@ -1242,20 +1938,31 @@ def token_logprobs(hidden, weight, targets, temperature=1.0):
 
     hidden (N, H), weight (V, H). Gradients flow to hidden and weight; the log-probs must have one.
     """
+    if hidden.shape[1:] != weight.shape[1:] or targets.shape != hidden.shape[:1]:
+        shapes = [tuple(x.shape) for x in (hidden, weight, targets)]
+        raise ValueError(f"hidden, weight, targets {shapes}: (N, H), (V, H), (N,) are needed")
+    check_operands(hidden, weight)
     # divided by a tensor: by a Python number, CUDA would multiply by a rounded reciprocal
     t = torch.tensor(temperature, dtype=torch.float32, device=hidden.device)
     if not use_triton(hidden):
-        return CpuTokenLogprobs.apply(hidden, weight, targets, t)
-    check_operands(hidden, weight)
+        if len(targets) and not (0 <= int(targets.min()) and int(targets.max()) < len(weight)):
+            raise ValueError(f"targets {int(targets.min())} to {int(targets.max())}: below {len(weight)} are needed")
+        return CpuTokenLogprobs.apply(hidden, weight, targets.long(), t)
     return TritonTokenLogprobs.apply(hidden, weight, targets, t)
 
 
 def log_softmax(x, dim, half_to_float):
-    """aten::_log_softmax along the last dim, on Triton."""
+    """aten::_log_softmax along the last dim. On a CPU other types than float32 are left to torch."""
+    if not use_triton(x) and x.dtype != torch.float32:
+        return torch._log_softmax(x, dim, half_to_float, out=torch.empty_like(x))
     if dim % max(1, x.dim()) != x.dim() - 1 or x.dim() == 0:
         raise ValueError(f"log_softmax: dim={dim} of {x.dim()}; only the last one is written")
-    check_operands(x)
     out = torch.empty(x.shape, dtype=torch.float32 if half_to_float else x.dtype, device=x.device)
+    if not use_triton(x):
+        z, V = x.contiguous(), x.shape[-1]
+        _share(cpu_log_softmax, x.numel() // max(1, V), 20 * x.numel(), _flat(z), _flat(out), V)
+        return out
+    check_operands(x)
     z, t = _aligned(x.reshape(-1, x.shape[-1])), torch.ones(1, dtype=torch.float32, device=x.device)
     stats, config = z.new_empty(len(z), 2, dtype=torch.float32), _softmax_config(z.shape[1])
     _launch(triton_softmax_stats, (len(z),), z, t, stats, **config)
@@ -1264,14 +1971,21 @@ def log_softmax(x, dim, half_to_float):
 
 
 def softmax(x, dim, half_to_float):
-    """aten::_softmax along the last dim, on Triton: no log-prob needs it, but SGLang's sampler draws from it."""
+    """aten::_softmax along the last dim: no log-prob needs it, but SGLang's sampler draws from it."""
     return torch.exp(log_softmax(x, dim, half_to_float))
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# the embedding's gradient, on Triton: dw[v] = sum of the gradients of v's tokens
+# the embedding's gradient: dw[v] = sum of the gradients of v's tokens, in their order
 #
-# A stable sort brings equal ids together, and one program adds a run of them in the order of the tokens; no atomics.
+# On Triton a stable sort brings equal ids together, and one program adds a run of them; no atomics.
+
+
+@loop
+def cpu_embedding_backward(grad, ids, out, C, pad):
+    for i in range(len(ids)):
+        for c in range(C if ids[i] != pad else 0):
+            out[ids[i] * C + c] += grad[i * C + c]
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -1293,9 +2007,14 @@ def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
     """aten::embedding_dense_backward: grad (..., C) of ids (...) -> (rows, C)."""
     if scale_grad_by_freq:
         raise ValueError("scale_grad_by_freq=True: the embedding's gradient is written without it")
-    check_operands(grad)
+    if grad.shape[:-1] != ids.shape:
+        raise ValueError(f"grad {tuple(grad.shape)} of ids {tuple(ids.shape)}: one row for each is needed")
     C = grad.shape[-1]
     grad, out = grad.reshape(-1, C).contiguous(), grad.new_zeros(rows, C)
+    if not use_triton(grad):
+        cpu_embedding_backward(_flat(grad), _flat(ids.reshape(-1).long()), _flat(out), C, padding_idx)
+        return out
+    check_operands(grad)
     ids, order = torch.sort(ids.reshape(-1).long(), stable=True)
     args = grad, ids, order, out, len(ids), C, padding_idx
     _launch_on_elements(triton_embedding_backward, len(ids), C, *args)
@@ -1307,33 +2026,9 @@ def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
 # and no other step can be seen in it
 
 
-def murmur_hash32(seed, positions, columns):
-    """
-    MurmurHash3 (Appleby, 32 bits) of seed (B,) uint64, position (B,) and column (V,) -> (B, V) int64 in [0, 2^32):
-    bit for bit SGLang's Triton kernel, so that a CPU run draws the noise a GPU run would. An int64 product wraps, but
-    its low 32 bits, which are all that is kept, are right.
-    """
-    mask = 0xFFFFFFFF
-
-    def rotate(x, r):
-        return ((x << r) | (x >> (32 - r))) & mask
-
-    def mix(h, k):
-        h = rotate(h ^ (rotate(k * 0xCC9E2D51 & mask, 15) * 0x1B873593 & mask), 13)
-        return (h * 5 + 0xE6546B64) & mask
-
-    seed = seed.view(torch.int64)
-    h = mix(torch.zeros_like(seed), seed & mask)
-    h = mix(mix(h, (seed >> 32) & mask), positions.long() & mask)
-    h = mix(h[:, None], columns.long()[None] & mask) ^ 16  # 16 bytes hashed
-    h = (h ^ (h >> 16)) * 0x85EBCA6B & mask
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 & mask
-    return h ^ (h >> 16)
-
-
 def finite_hash(hash32, seed, positions, columns):
     """
-    What the function `hash32` (SGLang's or ours) gives, its largest value replaced by the one below; (B, V) float64.
+    What SGLang's function `hash32` gives, its largest value replaced by the one below; (B, V) float64. For CUDA.
 
     SGLang draws the token with the largest log-prob + noise, -log(-log(x)) with x = hash / (2^32 - 1) in float64. Of
     the hash 2^32 - 1 that is +inf, and once in 2^32 draws a token was taken whatever its probability: of 151,936 tokens
@@ -1345,9 +2040,180 @@ def finite_hash(hash32, seed, positions, columns):
     impossible, which takes at most 2^-32 off its probability: less than a float32 log-prob tells apart.
 
     float64 holds each hash exactly, and torch knows no minimum of uint32. SGLang's own conversion then has nothing to
-    do; on CUDA torch.compile makes all this part of the kernel that makes the noise.
+    do; torch.compile makes all this part of the kernel that makes the noise.
     """
     return hash32(seed, positions, columns).double().clamp_(max=2**32 - 2)
+
+
+@loop
+def _mix(h, k):
+    k = (k * 0xCC9E2D51) & 0xFFFFFFFF
+    h ^= (((k << 15) | (k >> 17)) * 0x1B873593) & 0xFFFFFFFF
+    return ((((h << 13) | (h >> 19)) & 0xFFFFFFFF) * 5 + 0xE6546B64) & 0xFFFFFFFF
+
+
+@loop
+def murmur_hash32(seed, position, column):
+    """
+    MurmurHash3 (Appleby, 32 bits) of 64, 32 and 32 bits, in [0, 2^32): bit for bit SGLang's Triton kernel, so that a
+    CPU run draws the noise a GPU run would. An int64 product wraps, but its low 32 bits are right.
+    """
+    h = _mix(_mix(0, seed & 0xFFFFFFFF), (seed >> 32) & 0xFFFFFFFF)
+    h = _mix(_mix(h, position & 0xFFFFFFFF), column) ^ 16  # 16 bytes hashed
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
+@loop
+def cpu_draw(first, last, logprobs, seeds, positions, tokens, V):
+    scores = np.empty(V, np.float64)
+    for row in range(first, last):
+        for i in range(V):
+            u = np.float64(min(murmur_hash32(seeds[row], positions[row], i), 0xFFFFFFFE)) / 4294967295.0
+            scores[i] = np.float64(logprobs[row * V + i]) - log(min(-log(u), 1.7976931348623157e308))
+        for i in range(V):
+            if scores[i] > scores[tokens[row]]:
+                tokens[row] = i
+
+
+def draw(logprobs, seeds, positions):
+    """
+    The CPU's: a token (B, 1) from each row of logprobs (B, V) float32, that with the largest log-prob + noise, the
+    noise of `finite_hash` from seeds (B,) int64 and positions (B,).
+    """
+    check_operands(logprobs)
+    if logprobs.dim() != 2 or seeds.shape != logprobs.shape[:1] or positions.shape != logprobs.shape[:1]:
+        shapes = [tuple(x.shape) for x in (logprobs, seeds, positions)]
+        raise ValueError(f"logprobs, seeds, positions {shapes}: (B, V), (B,), (B,) are needed")
+    (B, V), tokens = logprobs.shape, torch.zeros(len(logprobs), 1, dtype=torch.int64)
+    args = logprobs.contiguous(), seeds.long().contiguous(), positions.long().contiguous(), tokens
+    _share(cpu_draw, B, 60 * B * V, *map(_flat, args), V)
+    return tokens
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# bit_sum: sum over elements of bits * odd(row) * odd(column) mod 2^64, for hashes. Whole numbers' sums have no order.
+
+
+@loop
+def cpu_bit_sum(x, odd_rows, odd_columns):
+    C, y = len(odd_columns), 0
+    for row in range(len(odd_rows)):
+        of_row, of = 0, x[row * C :]
+        for c in range(C):
+            of_row += np.int64(of[c]) * odd_columns[c]
+        y += of_row * odd_rows[row]
+    return y
+
+
+def bit_sum(x, odd_rows, odd_columns):
+    """x (R, C) of whole numbers, the factors (R,) and (C,) int64 -> () int64."""
+    if x.shape != (len(odd_rows), len(odd_columns)):
+        raise ValueError(f"bit_sum: x {tuple(x.shape)} beside {len(odd_rows)} and {len(odd_columns)} factors")
+    if x.dtype == torch.int32 and not use_triton(x):
+        return torch.tensor(cpu_bit_sum(*map(_flat, (x.contiguous(), odd_rows, odd_columns))))
+    # Some rows at a time: their int64 products take four times a bfloat16 weight's room.
+    size, sums = max(1, HASHED // len(odd_columns)), odd_rows.new_zeros(())
+    for some, odd in zip(x.split(size), odd_rows.split(size)):
+        sums += ((some * odd_columns).sum(1) * odd).sum()
+    return sums
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# AdamW: m = m + (1 - b1) (g - m), v = b2 v + (1 - b2) g^2, w = w (1 - lr decay) - lr / c1 m / (sqrt(v / c2) + eps),
+# c = 1 - b^step (Loshchilov and Hutter 2019, algorithm 2). Element by element, so there is no order; but torch's own
+# rounds in other places where its vectors are of another width.
+
+
+@loop
+def cpu_adamw(first, last, w, g, m, v, rest1, b2, rest2, keep, rate, root, eps):
+    w, g, m, v = w[first:last], g[first:last], m[first:last], v[first:last]
+    for i in range(last - first):
+        m[i] = fma(rest1, g[i] - m[i], m[i])
+        v[i] = fma(rest2 * g[i], g[i], b2 * v[i])
+        w[i] = w[i] * keep - rate * m[i] / (np.sqrt(v[i]) / root + eps)
+
+
+class AdamW(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for w in group["params"]:
+                if use_triton(w):
+                    return super().step()
+                state, (b1, b2), lr = self.state[w], group["betas"], group["lr"]
+                state["step"] += 1
+                # Decimal: a power of Python's float is the C library's, which has its own on each CPU.
+                c1, c2 = (float(1 - Decimal(b) ** int(state["step"])) for b in (b1, b2))
+                numbers = 1 - b1, b2, 1 - b2, 1 - lr * group["weight_decay"], lr / c1, math.sqrt(c2), group["eps"]
+                tensors = map(_flat, (w, w.grad, state["exp_avg"], state["exp_avg_sq"]))
+                _share(cpu_adamw, w.numel(), 20 * w.numel(), *tensors, *map(np.float32, numbers))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# what formulas in plain torch need on a CPU, where torch's own follow the width of the machine's vectors: exp, log,
+# sum, mean and std. Sums are one chain in float64 over the elements of a row in order, rounded once.
+
+
+@loop
+def cpu_exp(x, y):
+    for i in range(len(x)):
+        y[i] = exp(x[i])
+
+
+@loop
+def cpu_log(x, y):
+    for i in range(len(x)):
+        y[i] = log(np.float64(x[i]))
+
+
+def _element_wise(loop, its_own):
+    """An aten operator on float32; other types are left to torch."""
+
+    def operator(x):
+        if x.dtype != torch.float32:
+            return its_own(x, out=torch.empty_like(x, dtype=x.dtype if x.is_floating_point() else torch.float32))
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        loop(_flat(x), _flat(y))
+        return y
+
+    return operator
+
+
+def _reduction(of_rows, its_own):
+    """An aten operator that takes x, the dims to reduce and keepdim. Other types than floats are left to torch."""
+
+    def operator(x, dim=None, keepdim=False, dtype=None, **options):
+        if not x.is_floating_point():
+            out = x.new_empty(0, dtype=dtype or torch.int64)
+            return its_own(x, dim or list(range(x.dim())), keepdim, dtype=dtype, out=out)
+        dims = [d % x.dim() for d in dim or range(x.dim())]
+        others = [d for d in range(x.dim()) if d not in dims]
+        size = (math.prod(x.shape[d] for d in part) for part in (others, dims))
+        rows = x.permute([*others, *dims]).reshape(*size)
+        y = of_rows(rows.double(), **options).to(dtype or x.dtype)
+        return y.view([1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims])
+
+    return operator
+
+
+def _mean(rows):
+    return row_sums(rows) / rows.shape[1]
+
+
+def _std(rows, correction=None):
+    off = rows - _mean(rows)[:, None]
+    return (row_sums(off * off) / (rows.shape[1] - (1 if correction is None else correction))).sqrt()
+
+
+def power(base, exponents):
+    """aten::pow of a number and a float tensor: RoPE's frequencies, once, in decimal arithmetic."""
+    if not exponents.is_floating_point() or not base > 0:
+        return torch.pow(base, exponents, out=torch.empty_like(exponents, dtype=torch.result_type(base, exponents)))
+    powers = [float(Decimal(base) ** Decimal(x)) for x in exponents.flatten().tolist()]
+    return torch.tensor(powers, dtype=exponents.dtype).view(exponents.shape)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1356,23 +2222,33 @@ def finite_hash(hash32, seed, positions, columns):
 _library = None
 
 
-def enable_batch_invariant():
+def enable_batch_invariant(cpu_threads=1):
     """
-    Replaces torch's kernels of the named operators in this process by the ones above, for CPU and CUDA tensors. To be
-    called before the first matmul, which is when MKL reads its switch for reproducible sums (and not again).
+    Replaces torch's kernels of the named operators in this process by the ones above, for CPU and CUDA tensors.
+    cpu_threads: of a loop. torch itself keeps one: several would wait for each other, and for our loops, by spinning.
     """
-    global _library
-    if "GenuineIntel" in Path("/proc/cpuinfo").read_text():  # elsewhere MKL would fall back to code 3 to 5 times slower
-        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-    if _library is None:
-        _library = torch.library.Library("aten", "IMPL")
-        both = dict(mm=mm, addmm=addmm)
-        cuda = both | dict(_log_softmax=log_softmax, _softmax=softmax, embedding_dense_backward=embedding_backward)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want
-            for device, operators in dict(CPU=cuda if INTERPRET else both, CUDA=cuda).items():
-                for name, operator in operators.items():
-                    _library.impl(name, operator, device, allow_override=True)
+    global _library, threads
+    threads = cpu_threads
+    torch.set_num_threads(1)
+    # A step's memory stays with the process. Where the C library is another than glibc, it does as it does.
+    keep_memory = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
+    keep_memory(M_TRIM_THRESHOLD, 2**30), keep_memory(M_MMAP_THRESHOLD, 2**30)
+    if _library is not None:
+        return
+    add, average = _reduction(row_sums, torch.sum), _reduction(_mean, torch.mean)
+    both = dict(mm=mm, addmm=addmm, _log_softmax=log_softmax, _softmax=softmax)
+    both["embedding_dense_backward"] = embedding_backward
+    on_cpu = {
+        "exp": _element_wise(cpu_exp, torch.exp), "log": _element_wise(cpu_log, torch.log), "sum": add,
+        "sum.dim_IntList": add, "mean": average, "mean.dim": average, "std.correction": _reduction(_std, torch.std),
+        "pow.Scalar": power,
+    }  # fmt: skip
+    _library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want
+        for device, operators in dict(CPU=both if INTERPRET else both | on_cpu, CUDA=both).items():
+            for name, operator in operators.items():
+                _library.impl(name, operator, device, allow_override=True)
 
 
 def disable_batch_invariant():

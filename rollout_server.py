@@ -210,37 +210,61 @@ def paged_attention(inv_freq):
 def install_operators(backend, inv_freq):
     """
     Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
-    choice of a platform's kernel, so a CPU and CUDA have the same. `backend`: whose name our attention takes, as SGLang
-    decides by the name how the cache is laid out.
+    choice of a platform's kernel. `backend`: whose name our attention takes, as SGLang decides by the name how the
+    cache is laid out. A decoder layer is the same operators on a CPU and on CUDA; on a CPU they are one call.
 
-    Linear layers, log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces where
-    they need it. Without a hook: VocabParallelEmbedding and set_kv_buffer copy rows; Sampler.forward divides once, by a
-    tensor of temperatures, before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA, is the
-    float64 noise of a hash, element by element, and an argmax.
+    log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
+    VocabParallelEmbedding and set_kv_buffer copy rows; Sampler.forward divides once, by a tensor of temperatures,
+    before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA, is the float64 noise of a hash,
+    element by element, and an argmax.
     """
-    from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.model_executor.forward_context import get_attn_backend
     from sglang.srt.models import llama, qwen2, qwen3
 
-    def attend(self, positions, hidden_states, forward_batch):
-        qkv = self.qkv_proj(hidden_states)[0].view(len(hidden_states), -1, self.head_dim)
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
-        backend = get_attn_backend()
-        q, k = kernels.norm_rope(q, k, *backend.rope_table, *head_norms(self))
-        return self.o_proj(backend.attend(q, k, v, self.attn, forward_batch).flatten(1))[0]
+    def linear(module, x):
+        weight = module.weight.t()
+        return kernels.mm(x, weight) if module.bias is None else kernels.addmm(module.bias, x, weight)
 
-    def rms_norm(self, x, residual=None, more=None):
+    def attend(attention, x, batch):
+        qkv = linear(attention.qkv_proj, x).view(len(x), -1, attention.head_dim)
+        q, k, v = qkv.split([attention.num_heads, attention.num_kv_heads, attention.num_kv_heads], 1)
+        backend = get_attn_backend()
+        q, k = kernels.norm_rope(q, k, *backend.rope_table, *head_norms(attention))
+        return linear(attention.o_proj, backend.attend(q, k, v, attention.attn, batch).flatten(1))
+
+    def layer(self, positions, x, batch, residual):
+        if kernels.kept is not None:
+            return layer_on_cpu(self, x, batch, residual)
+        x, residual = (
+            (norm(self.input_layernorm, x), x) if residual is None else norm(self.input_layernorm, x, residual)
+        )
+        x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
+        return linear(self.mlp.down_proj, kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))), residual
+
+    def layer_on_cpu(self, x, batch, residual):
+        attention, backend = self.self_attn, get_attn_backend()
+        if self not in kernels.kept:
+            parts = attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
+            norms = self.input_layernorm, self.post_attention_layernorm
+            kernels.kept[self] = kernels.CpuLayer(
+                [(part.weight, part.bias) for part in parts], [n.weight for n in norms], head_norms(attention)[:2],
+                norms[0].variance_epsilon, (attention.num_heads, attention.num_kv_heads), attention.head_dim,
+                attention.attn.scaling,
+            )  # fmt: skip
+        cache = backend.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
+        return kernels.kept[self](x, residual, backend.rope_table, *cache, batch.out_cache_loc, backend.plan)
+
+    def norm(self, x, residual=None, more=None):
         assert more is None
         return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
 
-    RMSNorm.forward = rms_norm
-    llama.LlamaAttention.forward = qwen2.Qwen2Attention.forward = qwen3.Qwen3Attention.forward = attend
-    # Its own is the same on one GPU, but asks for several, and for quantization, at each norm.
-    qwen3.Qwen3DecoderLayer.forward = qwen2.Qwen2DecoderLayer.forward
-    SiluAndMul.forward = lambda self, x: kernels.swiglu(*x.chunk(2, -1))
+    RMSNorm.forward = norm
+    # SGLang's own layers do the same, but ask at each part for several GPUs, for quantization and for a platform
+    for decoder in (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer, qwen3.Qwen3DecoderLayer):
+        decoder.forward = layer
     LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
     register_attention_backend(backend)(paged_attention(inv_freq))
 
@@ -281,6 +305,22 @@ def allow_deterministic_backend():
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
+def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
+    """
+    SGLang's sampler where all requests are drawn from the whole softmax: its log-softmax and its draw, without a
+    softmax of its own and the log of that between them.
+    """
+    from sglang.srt.layers import sampler
+
+    cut = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
+    if cut or info.is_all_greedy or not return_logprob:
+        return by_sglang(self, output, info, return_logprob, *others)
+    logprobs = kernels.log_softmax(output.next_token_logits.div_(info.temperatures), -1, False)
+    tokens = sampler.multinomial_with_seed(logprobs, info.sampling_seed, others[-1])
+    output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
+    return tokens[:, 0].int()
+
+
 def decode_results(self, by_sglang, batch, result):
     """
     What SGLang's scheduler does with the tokens of a decode step, half of its own work there. Most requests just go on,
@@ -318,20 +358,24 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 
+    enable = functools.partial(kernels.enable_batch_invariant, threads)
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
-    batch_invariant_ops.enable_batch_invariant_mode = kernels.enable_batch_invariant if inv_freq else lambda: None
+    batch_invariant_ops.enable_batch_invariant_mode = enable if inv_freq else lambda: None
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
-        sampler.murmur_hash32 = kernels.murmur_hash32
+        sampler.multinomial_with_seed = kernels.draw
+        sampler.Sampler.forward = functools.partialmethod(sample_tokens, sampler.Sampler.forward)
+        kernels.kept = None if kernels.INTERPRET else {}
         processor = batch_result_processor.SchedulerBatchResultProcessor
         own = processor.process_batch_result_decode
         processor.process_batch_result_decode = functools.partialmethod(decode_results, own)
         os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # into buffers that only a graph would need
     else:  # SGLang would have nvcc compile this one at the first decode step
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
-    sampler.murmur_hash32 = functools.partial(kernels.finite_hash, sampler.murmur_hash32)  # for multinomial_with_seed
+        # for multinomial_with_seed
+        sampler.murmur_hash32 = functools.partial(kernels.finite_hash, sampler.murmur_hash32)
     if inv_freq:
         install_operators(ATTENTION_BACKEND[device], inv_freq)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
@@ -345,6 +389,12 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
+    def flush_cache(self, *args, own=Scheduler.flush_cache, **kwargs):
+        if kernels.kept:
+            kernels.kept.clear()
+        return own(self, *args, **kwargs)
+
+    Scheduler.flush_cache = flush_cache  # as with every change of the weights
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     run_scheduler_process(*args, **kwargs)
 
@@ -369,6 +419,9 @@ def lean_imports():
 
 def early_scheduler(run, orders, writer):
     """A process that imports SGLang while its rank does, and then does what SGLang has the rank's child do: `run`."""
+    import setproctitle
+
+    setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
     with lean_imports():
         import sglang.srt.managers.scheduler
         import sglang.srt.models.qwen3  # noqa: F401
@@ -496,7 +549,7 @@ class RolloutEngine:
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
-        run = functools.partial(run_scheduler, device, torch.get_num_threads(), self.inv_freq)
+        run = functools.partial(run_scheduler, device, max(kernels.threads, torch.get_num_threads()), self.inv_freq)
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         else:
@@ -518,6 +571,10 @@ class RolloutEngine:
             arguments = engine_arguments(self.config, model_path, device, dtype, gpu, self.lends, self._died)
             sglang = EngineInRank(**arguments)
         unlink_shared_memory(sglang.get_all_child_pids())
+        # On a CPU the first tokens take as long as the loops take to compile: before anybody counts seconds of silence.
+        sglang.generate(
+            input_ids=[0], sampling_params=dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True), return_logprob=True
+        )
         return sglang
 
     def _died(self, *_):

@@ -251,7 +251,6 @@ def make_scratch_model(folder, config):
     tokenizer.decoder = decoders.Fuse()
     # pad and eos are two tokens: where they are one, masking the padding masks the end of every answer
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    torch.manual_seed(config["seed"])
     hf = AutoConfig.for_model(
         "qwen3", vocab_size=len(characters), hidden_size=config["scratch_hidden"],
         intermediate_size=config["scratch_mlp"], num_hidden_layers=config["scratch_layers"],
@@ -259,7 +258,15 @@ def make_scratch_model(folder, config):
         head_dim=config["scratch_head_dim"], max_position_embeddings=4096, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(hf).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(hf)
+    # torch's normal numbers follow the width of the CPU's vectors. A sum of twelve even ones has their mean and
+    # variance, and this one is of whole numbers.
+    generator = torch.Generator().manual_seed(config["seed"])
+    for p in (p.data for p in model.parameters() if p.dim() > 1):
+        p.copy_(
+            torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0) * (hf.initializer_range / 2**25)
+        )
+    model.save_pretrained(folder)
 
 
 def fetch_model(name, key="init_from"):
@@ -772,10 +779,6 @@ def clean_queue(queue, first_step):
 # ledger
 
 
-# elements that are multiplied at a time: their int64 products take four times a bfloat16 weight's room
-HASHED = 1 << 24
-
-
 @cache
 def _odd(first, count, device):
     """`count` fixed pseudo-random odd int64, numbers `first` on of splitmix64's stream (Steele et al. 2014)."""
@@ -795,11 +798,8 @@ def tensor_hashes(tensors, shards, group):
     sums = []
     for t, s in zip(tensors, shards):
         rows = _by_row(t, s).view({2: torch.int16, 4: torch.int32}[t.itemsize])
-        odd_rows, odd_columns = _odd(s.first + (1 << 40), len(t), t.device), _odd(0, rows.shape[1], t.device)
-        size, total = max(1, HASHED // rows.shape[1]), torch.zeros((), dtype=torch.int64, device=t.device)
-        for some, odd in zip(rows.split(size), odd_rows.split(size)):
-            total += ((some * odd_columns).sum(1) * odd).sum()
-        sums.append(total)
+        odds = _odd(s.first + (1 << 40), len(t), t.device), _odd(0, rows.shape[1], t.device)
+        sums.append(kernels.bit_sum(rows, *odds))
     sums = torch.stack(sums)
     if group is not None:
         dist.all_reduce(sums, group=group)

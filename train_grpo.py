@@ -284,7 +284,7 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
     if not decay_steps:
         return peak
     done = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
-    return min_lr + (peak - min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    return min_lr + (peak - min_lr) * 0.5 * (1 + kernels.cos_sin(math.pi * done)[0])
 
 
 # ---- samples, and the leaves they are packed into -------------------------------------------------------------------
@@ -489,7 +489,7 @@ class Trainer:
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
         decayed, others = ([w for w in self.weights if (w.dim() > 1) == kind] for kind in (True, False))
         groups = [dict(params=decayed, weight_decay=c.weight_decay), dict(params=others, weight_decay=0.0)]
-        self.optimizer = torch.optim.AdamW(groups, betas=(c.beta1, c.beta2))
+        self.optimizer = kernels.AdamW(groups, betas=(c.beta1, c.beta2))
         # AdamW makes its state at its first step; made here, a checkpoint's can be read into it.
         for w in self.weights:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
@@ -740,7 +740,7 @@ if __name__ == "__main__":
     encode = partial(encode_prompts, tokenizer=tokenizer, config=config)
     train_rows, eval_rows = map(encode, load_rows(config), ("training", "held-out"))
     if batch_invariant:
-        kernels.enable_batch_invariant()
+        kernels.enable_batch_invariant(torch.get_num_threads())
 
     # ---- the state of the loop, and where an interrupted run takes it up again. All that a step needs beside it is a
     # function of the config and the step's number: that is why so little has to be saved.

@@ -26,15 +26,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import kernels
 import sync
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from prove import ROOT, command_of, interrupt, launch, replay_of, run_with_kills  # noqa: E402
 
 torch.set_num_threads(1)  # two workers share the machine
-kernels.enable_batch_invariant()  # here, since MKL reads its switch only once, at the first matmul of any test
-kernels.disable_batch_invariant()
 
 # Flags of runs that are compared: what must not matter for an engine, and dynamic sampling with what goes with it
 ENGINE_FLAGS = ("--radix_cache=False", "--engine_max_running=17", "--engine_prefill_chunk=32")

@@ -539,7 +539,7 @@ def test_values_that_make_no_sense_are_refused_in_one_line(change, world, messag
     assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize("name", ["torch", "sglang", "transformers", "triton"])
+@pytest.mark.parametrize("name", ["torch", "sglang", "transformers", "triton", "numba"])
 def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     configurator.check_versions()  # those that are here are the pinned ones

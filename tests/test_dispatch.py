@@ -28,14 +28,15 @@ ALLOWED = {  # why: operators. A leaf has the same rows on any number of ranks, 
         _foreach_sqrt""",
     "moves, makes or reads": """
         _local_scalar_dense _to_copy _unsafe_view arange as_strided cat clone constant_pad_nd copy_ detach embedding
-        empty expand full index lift_fresh new_zeros ones_like scalar_tensor select select_backward slice split squeeze
-        stack t transpose unsqueeze view zeros zeros_like fsdp.chunk_cat profiler._record_function_enter_new
-        profiler._record_function_exit""",
+        empty empty_like expand full index lift_fresh new_zeros ones_like scalar_tensor select select_backward slice
+        split squeeze stack t transpose unsqueeze view zeros zeros_like fsdp.chunk_cat
+        profiler._record_function_enter_new profiler._record_function_exit""",
     "whole numbers; the largest": "__rshift__ any bitwise_or bitwise_xor cumsum max nonzero whole_sum() whole_sum(1)",
     "of all losses of a leaf": "sum()",
     "over the rows of a leaf, a bias' gradient": "sum(0)",
     "backward of a choice of rows, none of them twice": "index_put",
     "adds zeros to one number": "c10d.allreduce_",
+    "brings together, as objects, what the ranks have found": "c10d.allgather_ resize_ set_",
 }
 
 
@@ -80,6 +81,7 @@ def operators_of_an_update(family, folder, mesh, change, monkeypatch):
     for name in SEALED:
         f = getattr(train.kernels, name)
         monkeypatch.setattr(train.kernels, name, functools.partial(Sealed.apply, f))
+    monkeypatch.setattr(train.kernels, "AdamW", torch.optim.AdamW)  # as it is on CUDA
     hf = AutoConfig.for_model(
         family, vocab_size=98, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
@@ -89,7 +91,7 @@ def operators_of_an_update(family, folder, mesh, change, monkeypatch):
     c = types.SimpleNamespace(**train.DEFAULTS | small | change)
     trainer = train.Trainer(c, Ranks(0, 1, 1, 0, mesh, None), hf, folder, "cpu")
     for group in trainer.optimizer.param_groups:
-        group["foreach"] = True  # as it is on CUDA
+        group["foreach"] = True
     samples = [s._replace(advantages=s.logprobs) for s in make_samples(5)]
     before = [s.data.clone() for s in trainer.shards]
     with Record() as record:

@@ -39,27 +39,34 @@ CONFIG = DEFAULTS | dict(
 
 OPERATORS = ("rms_norm", "rms_norm, residual", "norm_rope", "rope_table", "swiglu", "head_logits", "attention", "mm")
 REPLACED = {"mm", "addmm", "_log_softmax", "_softmax"}  # by enable_batch_invariant, on CUDA all of them
-OURS = functools.partial(finite_hash, murmur_hash32)  # the sampler's hash, as run_scheduler sets it on a CPU
 OTHERS = set(  # element by element, moved, made, read, of whole numbers, and a largest number, which has no order
     """
-    __lshift__ __rshift__ _local_scalar_dense _to_copy add add_ any arange argmax bitwise_and bitwise_or bitwise_xor
-    cat clamp_ constant_pad_nd copy_ cumsum detach div div_ embedding empty full_like ge index index_put_ lift_fresh
-    log log_ lt max mul neg_ nextafter nonzero ones_like scalar_tensor select slice split split_with_sizes sub t unbind
-    unsqueeze view where zero_ zeros_like""".split()
+    _local_scalar_dense _to_copy add add_ any arange argmax bitwise_and cat clamp_ clone constant_pad_nd copy_ cumsum
+    detach div div_ embedding empty full_like gather ge index index_put_ lift_fresh log log_ lt max mul neg_ nextafter
+    nonzero ones_like scalar_tensor select slice split split_with_sizes sub t unbind unsqueeze view where zero_ zeros
+    zeros_like
+    """.split()
 )
+
+
+def hashes(seeds, positions, columns):
+    """What SGLang's Triton kernel gives, (B, V) int64."""
+    pairs = zip(seeds.view(torch.int64).tolist(), positions.tolist())
+    return torch.tensor([[murmur_hash32(seed, position, c) for c in columns.tolist()] for seed, position in pairs])
 
 
 def watched_scheduler(*args, **kwargs):
     """
     `run_scheduler`, with three RPCs: one makes one operator of OPERATORS wrong by a rounding, '' none of them; one puts
-    SGLang's noise in the place of ours, and back; one writes down what forward passes and sampling have reached beside
+    SGLang's draws in the place of ours, and back; one writes down what forward passes and sampling have reached beside
     our operators.
     """
     from sglang.srt.layers import sampler
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    faulty, reached, other = [""], set(), [murmur_hash32]
+    faulty, reached, other = [""], set(), [sampler.multinomial_with_seed]
+    sampler.murmur_hash32 = hashes
 
     def recorded(f):
         def run(*args, **kwargs):
@@ -89,11 +96,16 @@ def watched_scheduler(*args, **kwargs):
         setattr(kernels, name, watched(name, getattr(kernels, name)))
     ModelRunner.forward, ModelRunner.sample = recorded(ModelRunner.forward), recorded(ModelRunner.sample)
 
-    def swap_hash(self):
-        sampler.murmur_hash32, other[0] = other[0], sampler.murmur_hash32
+    def swap_draw(self):
+        sampler.multinomial_with_seed, other[0] = other[0], sampler.multinomial_with_seed
 
-    Scheduler.swap_hash = swap_hash
-    Scheduler.make_faulty = lambda self, operator: faulty.__setitem__(0, operator)
+    Scheduler.swap_draw = swap_draw
+
+    def make_faulty(self, operator):
+        kernels.kept = None if operator else {}  # in one call they cannot be told apart
+        faulty[0] = operator
+
+    Scheduler.make_faulty = make_faulty
     Scheduler.write_reached = lambda self, path: Path(path).write_text(" ".join(sorted(reached)))
     rollout_server.run_scheduler(*args, **kwargs)
 
@@ -289,6 +301,7 @@ def test_the_engine_computes_with_each_of_our_operators(pair):
         return [o["meta_info"]["output_token_logprobs"] for o in out]
 
     right = logprobs("")
+    assert logprobs("none, but each by itself") == right
     assert not any(logprobs(what) == right for what in OPERATORS)
     assert logprobs("") == right
 
@@ -306,9 +319,9 @@ def test_the_engine_takes_no_token_whatever_its_probability(pair):
 
     token, logprob = token_and_logprob()
     assert token != column and logprob > -30, (token, logprob)
-    engine.sglang.collective_rpc("swap_hash")
+    engine.sglang.collective_rpc("swap_draw")
     token, logprob = token_and_logprob()
-    engine.sglang.collective_rpc("swap_hash")
+    engine.sglang.collective_rpc("swap_draw")
     assert token == column and logprob < -60
 
 
@@ -342,7 +355,7 @@ def test_the_engine_reaches_no_operator_whose_order_of_sums_is_not_ours(pair, tm
     engine, _, _ = pair
     engine.sglang.collective_rpc("write_reached", path=str(tmp_path / "reached"))
     reached = set((tmp_path / "reached").read_text().split())
-    assert REPLACED - reached <= {"addmm"} and reached <= REPLACED | OTHERS  # addmm is qwen2's
+    assert {"embedding", "div_"} <= reached <= REPLACED | OTHERS
 
 
 @pytest.mark.parametrize("freed", [9, 0])
@@ -477,21 +490,21 @@ def test_the_noise_hash_is_murmurhash3():
 
     seeds = [0, 1, -1, 2**63 - 1, -(2**63), 123456789012345]
     positions = [0, 5, 1000, 2**31 - 1, 3, 77]
-    ours = murmur_hash32(torch.tensor(seeds).view(torch.uint64), torch.tensor(positions), torch.arange(300))
+    ours = hashes(torch.tensor(seeds), torch.tensor(positions), torch.arange(300))
     for i, (seed, position) in enumerate(zip(seeds, positions)):
         words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, position]
         assert ours[i].tolist() == [murmur3([*words, column]) for column in range(300)]
 
 
-def draw(hash32, logprobs, seed, positions):
-    """The tokens that SGLang's own function draws, (B,), with noise of this hash: its own is a Triton kernel."""
+def theirs(hash32, logprobs, seed, positions):
+    """The tokens that SGLang's own function draws, (B, 1), with noise of this hash: its own is a Triton kernel."""
     from sglang.srt.layers import sampler
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "murmur_hash32", hash32)
         compiled = sampler.multinomial_with_seed  # unless an engine was started before
         plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-        return plain(logprobs, seed, positions)[:, 0]
+        return plain(logprobs, seed, positions)
 
 
 @pytest.mark.parametrize("seed,position,column", [(1, 16_248, 5_532), (2, 1_595, 51_182)])
@@ -499,25 +512,28 @@ def test_the_largest_hash_does_not_take_a_token_whatever_its_probability(seed, p
     logprobs = torch.zeros(1, 151_936)
     logprobs[0, column] = -60
     where = torch.tensor([seed]), torch.tensor([position])
-    assert draw(murmur_hash32, logprobs, *where) == column  # SGLang does
-    assert draw(OURS, logprobs, *where) != column
+    assert theirs(hashes, logprobs, *where) == column  # SGLang does
+    assert kernels.draw(logprobs, *where) != column
+    assert theirs(functools.partial(finite_hash, hashes), logprobs, *where) != column  # as on CUDA
 
 
 def test_all_other_draws_are_sglangs_own():
     draws = torch.Generator().manual_seed(0)
     seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=draws)
     positions = torch.randint(0, 40_000, (64,), generator=draws)
-    logprobs = torch.randn(64, 20_000, generator=draws).log_softmax(1)
-    hashes = [f(seeds.view(torch.uint64), positions, torch.arange(20_000)) for f in (murmur_hash32, OURS)]
-    assert torch.equal(hashes[0].double(), hashes[1]) and hashes[1].dtype == torch.float64  # so SGLang does not round
-    tokens = [draw(f, logprobs, seeds, positions) for f in (murmur_hash32, OURS)]
-    assert torch.equal(*tokens) and len(set(tokens[0].tolist())) > 50
+    logprobs = torch.randn(64, 2_000, generator=draws).log_softmax(1)
+    where = seeds.view(torch.uint64), positions, torch.arange(2_000)
+    finite = finite_hash(hashes, *where)
+    assert torch.equal(hashes(*where).double(), finite) and finite.dtype == torch.float64  # so SGLang does not round
+    tokens = theirs(hashes, logprobs, seeds, positions)
+    assert torch.equal(tokens, kernels.draw(logprobs, seeds, positions)) and len(set(tokens[:, 0].tolist())) > 50
+    assert torch.equal(tokens, theirs(lambda *_: finite, logprobs, seeds, positions))
 
 
 def test_both_ends_of_the_hash_have_finite_noise():
     def first_is_drawn(hashes, logprobs):
         hash32 = functools.partial(finite_hash, lambda *_: torch.tensor([hashes]))
-        return draw(hash32, torch.tensor([logprobs], dtype=torch.float64), torch.tensor([0]), torch.tensor([0])) == 0
+        return theirs(hash32, torch.tensor([logprobs], dtype=torch.float64), torch.tensor([0]), torch.tensor([0])) == 0
 
     most = 2**32 - 1
     assert first_is_drawn([most, most - 1], [0.0, 0.0]) and first_is_drawn([most - 1, most], [0.0, 0.0])  # the same

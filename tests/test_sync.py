@@ -97,11 +97,14 @@ def test_hash_and_norm_of_shards_are_those_of_the_whole(alone):
 
 @pytest.mark.parametrize("elements", [1, 7, 20, 21])
 def test_a_hash_does_not_see_how_many_elements_are_multiplied_at_a_time(elements, monkeypatch):
-    """Less than a row, one row, several that do not divide the tensor: the row's number in the whole is what counts."""
-    tensor = torch.randn(10, 7)
+    """
+    Less than a row, one row, several that do not divide the tensor: the row's number in the whole is what counts. In
+    bfloat16, as on a GPU: of float32 a CPU holds no products.
+    """
+    tensor = torch.randn(10, 7).bfloat16()
     (shard,) = cut(tensor, "a", 1)
     whole = sync.tensor_hashes([tensor], [shard], None)
-    monkeypatch.setattr(sync, "HASHED", elements)
+    monkeypatch.setattr(sync.kernels, "HASHED", elements)
     assert sync.tensor_hashes([tensor], [shard], None) == whole
 
 
