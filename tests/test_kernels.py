@@ -1,13 +1,21 @@
 """
-The operators bit for bit: what a row's neighbours are, and how the work was cut, must not be seen in its result.
+The CPU's operators bit for bit: what a row's neighbours are, and how the work was cut, must not be seen in its result.
+Beside it that they are right, in which order they add, what they refuse, and mutants of the loops, which are caught.
 
     pytest tests/test_kernels.py
+
+Law L12 in test_laws.py has the same bits on other CPUs.
 """
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+from decimal import Decimal, localcontext
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,17 +39,23 @@ def seeded():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+    kernels.threads = 1
     kernels.disable_batch_invariant()
 
 
+def exact(*shape):
+    """Random float32 of 21 bits: their products, of which float32 rounds some, and few sums are exact in float64."""
+    return torch.randint(-(2**20), 2**20, shape).float() / 2**20
+
+
 @pytest.mark.parametrize("K,N", SHAPES)
-def test_a_row_of_mm_does_not_see_its_batch_nor_the_threads(K, N):
+def test_a_row_of_mm_does_not_see_its_batch_nor_the_threads(K, N, monkeypatch):
+    monkeypatch.setattr(kernels, "WORTH_THREADS", 0)
     x, w = torch.randn(300, K), torch.randn(N, K)
-    torch.set_num_threads(1)
     whole = kernels.mm(x, w.t())
     assert torch.allclose(whole, (x.double() @ w.double().t()).float(), atol=1e-3)
-    for threads in (1, 2, 3, 4):
-        torch.set_num_threads(threads)
+    for threads in (1, 2, 3):
+        kernels.threads = threads
         for M in (*range(1, 34), 63, 64, 65, 100, 255):
             for first in (0, 41):
                 assert same(kernels.mm(x[first : first + M], w.t()), whole[first : first + M]), (threads, M, first)
@@ -57,14 +71,10 @@ def test_a_column_of_mm_does_not_see_the_other_columns(K, N):
 
 
 def test_torch_alone_is_not_row_invariant():
-    """The negative control: without the padding, and MKL's switch, the test above would fail."""
-    code = """if True:
-        import torch
-        torch.manual_seed(0)
-        x, w = torch.randn(64, 1024), torch.randn(512, 1024)
-        print(max(float(((x[:M] @ w.t()) - (x @ w.t())[:M]).abs().max()) for M in (1, 2, 3)))"""
-    env = {k: v for k, v in os.environ.items() if k != "MKL_CBWR"}
-    assert 0 < float(subprocess.check_output([sys.executable, "-c", code], env=env)) < 1e-3
+    """The negative control: torch's own matmul does not pass the test above."""
+    x, w = torch.randn(64, 1024), torch.randn(512, 1024)
+    distance = max(float(((x[:M] @ w.t()) - (x @ w.t())[:M]).abs().max()) for M in (1, 2, 3))
+    assert 0 < distance < 1e-3
 
 
 def test_the_switch_makes_the_rows_of_every_linear_invariant_forward_and_backward_and_gives_torchs_own_back():
@@ -118,15 +128,17 @@ def test_the_sum_of_a_row_is_right_and_sees_neither_other_rows_nor_zeros_behind_
     assert torch.equal(kernels.row_sums(F.pad(x, (0, width - C))), whole)
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "log_softmax", "softmax", "logsumexp"])
-def test_row_operators_left_to_torch_are_row_invariant(op):
-    def rms_norm(x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+@pytest.mark.parametrize("op", ["rms_norm", "log_softmax", "softmax"])
+def test_a_row_of_a_norm_and_of_a_softmax_does_not_see_the_others(op):
+    def f(x):
+        return kernels.rms_norm(x, weight, 1e-6) if op == "rms_norm" else getattr(torch, op)(x, -1)
 
-    f = rms_norm if op == "rms_norm" else lambda x: getattr(torch, op)(x, -1)
-    for width in (16, 98, 128, 1000, 4096):
-        x = torch.randn(200, width)
-        whole = f(x)
+    kernels.enable_batch_invariant()
+    for width in (1, 16, 98, 128, 1000, 4096):
+        x, weight = torch.randn(200, width), torch.randn(width)
+        whole, y = f(x), x.double()
+        right = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * weight if op == "rms_norm" else f(y)
+        assert torch.allclose(whole.double(), right, atol=1e-5)
         for M in (1, 2, 3, 5, 17, 100):
             assert same(f(x[7 : 7 + M].clone()), whole[7 : 7 + M]), (width, M)
 
@@ -266,3 +278,425 @@ def test_token_logprobs_are_those_of_a_sampler_and_their_gradient_is_right():
     whole, _ = kernels.token_logprobs(hidden, weight, targets, 0.7)
     one, _ = kernels.token_logprobs(hidden[1700:1701], weight, targets[1700:1701], 0.7)
     assert same(one, whole[1700:1701])
+
+
+# ---- exp, log, cos and sin: the CPU's own, since those of the libraries differ from CPU to CPU
+
+
+def of(loop, x, results=1):
+    """What a loop over the elements of the array x writes."""
+    out = [np.empty_like(x) for _ in range(results)]
+    loop(*((0, len(x)) if results > 1 else ()), x, *out)
+    return out if results > 1 else out[0]
+
+
+def test_exp_is_within_one_ulp_over_all_of_float32_and_right_at_its_ends():
+    every = np.arange(0, 2**32, 4001, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    x = np.concatenate([every[np.isfinite(every)], np.linspace(-104.5, 89.5, 1_000_001, dtype=np.float32)])
+    y = of(kernels.cpu_exp, x)
+    with np.errstate(over="ignore"):
+        right = np.exp(x.astype(np.float64))
+    finite = right < np.finfo(np.float32).max
+    assert np.isinf(y[~finite]).all() and np.isfinite(y[finite]).all()
+    ulp = np.spacing(right[finite].astype(np.float32)).astype(np.float64)
+    error = np.abs(y[finite] - right[finite]) / ulp
+    assert 0.5 < error.max() < 1 and (y[(x > -103.9) & (x < -88)] > 0).all()  # denormal, and not flushed to 0
+    tiny = np.float32(1e-45)
+    ends = np.array([-np.inf, -104, 0, -0.0, tiny, -tiny, 89, np.inf, np.nan], np.float32)
+    assert str(of(kernels.cpu_exp, ends).tolist()) == str([0.0, 0.0, 1.0, 1.0, 1.0, 1.0, np.inf, np.inf, np.nan])
+
+
+def test_log_is_within_one_ulp_of_float64_and_right_at_its_ends():
+    rng = np.random.default_rng(0)
+    x = [rng.random(2000), np.exp(rng.random(1000) * 1400 - 700), 1 + (rng.random(500) - 0.5) * 1e-6]
+    x = np.concatenate([*x, [5e-324, 1e-310, 2.2250738585072014e-308, 1.7976931348623157e308]])
+    y = of(kernels.cpu_log, x)
+    with localcontext() as context:
+        context.prec = 40
+        right = [Decimal(float(v)).ln() for v in x]
+        errors = [abs(Decimal(float(a)) - b) / Decimal(np.spacing(abs(float(b)))) for a, b in zip(y, right)]
+    assert max(errors) < 1
+    ends = of(kernels.cpu_log, np.array([0.0, -0.0, 1, np.inf, -1, -np.inf, np.nan]))
+    assert str(ends.tolist()) == str([-np.inf, -np.inf, 0.0, np.inf, np.nan, np.nan, np.nan])
+
+
+def test_cos_and_sin_are_within_two_units_of_float64s_last_place_at_1():
+    import mpmath  # which comes with torch
+
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.random(1000) * 1e6, rng.random(1000) * 10, np.arange(500) * (np.pi / 2), [1e-300]])
+    x = np.concatenate([x, -x])
+    with mpmath.workprec(120):
+        for ours, right in zip(of(kernels.cpu_rope_table, x, 2), (mpmath.cos, mpmath.sin)):
+            assert max(abs(mpmath.mpf(float(a)) - right(mpmath.mpf(float(b)))) for a, b in zip(ours, x)) < 2**-52
+
+
+# ---- the order of addition, in plain words: a loop of another order is another trainer
+
+
+def in_order(a, b):
+    """a (M, K) @ b (K, N): one sum per number, over k in order, each product and sum rounded once."""
+    out = np.zeros((len(a), b.shape[1]), np.float32)
+    for x, y in zip(a.double().t().numpy(), b.double().numpy()):
+        out = (np.outer(x, y) + out).astype(np.float32)  # exact in float64 for numbers of 21 bits
+    return torch.from_numpy(out)
+
+
+def sixteen_sums(x, y):
+    """sum x y: of sixteen sums number i takes every sixteenth product from i on, and then halves are added."""
+    sums = np.zeros(16, np.float32)
+    for i in range(0, len(x), 16):
+        part = (x[i : i + 16].astype(np.float64) * y[i : i + 16]) + sums[: len(x[i : i + 16])]
+        sums[: len(part)] = part.astype(np.float32)
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    return sums[0]
+
+
+def matmul_is_in_order(module):
+    a, b, c = exact(21, 37), exact(37, 50), exact(21, 50)
+    more = module.matmul(torch.cat([torch.eye(21), a], 1), torch.cat([c, b]))  # as if c had been there before
+    return same(module.matmul(a, b), in_order(a, b)) and same(module.matmul(a, b, out=c.clone()), more)
+
+
+def dot_is_in_order(module):
+    x, y = exact(75).numpy(), exact(75).numpy()
+    return module.dot(x, 0, y, 0, 75) == sixteen_sums(x, y)
+
+
+def chunks_are_not_seen(module):
+    q, k, v = qkv(60, 4, 2, 32)
+    whole = module.attention(q, k, v, module.packed_plan([60]), 0.5)
+    table, one = torch.arange(60, dtype=torch.int32)[None], torch.tensor
+    for a, b in ((0, 7), (7, 60), (59, 60)):
+        plan = module.paged_plan(one([b - a]), one([b]), table, one([0]))
+        if not same(module.attention(q[a:b], k, v, plan, 0.5), whole[a:b]):
+            return False
+    return True
+
+
+def test_a_matmul_is_one_chain_in_the_order_of_k_and_a_row_sum_is_sixteen_sums():
+    assert matmul_is_in_order(kernels) and dot_is_in_order(kernels) and chunks_are_not_seen(kernels)
+    x = exact(75).numpy()
+    assert kernels.sum_of(x, 0, 75) == sixteen_sums(x, np.ones(75, np.float32))
+
+
+def changed(folder, *changes):
+    """kernels.py with its text changed, as a module of its own."""
+    text = Path(kernels.__file__).read_text()
+    for old, new in changes:
+        assert text.count(old) >= 1, f"not in kernels.py: {old}"
+        text = text.replace(old, new)
+    path = folder / f"changed_{os.urandom(4).hex()}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MUTANTS = {
+    "K from its end": (matmul_is_in_order, "for k in range(K):", "for k in range(K - 1, -1, -1):"),
+    "K in two chains": (
+        matmul_is_in_order,
+        "return cpu_matmul(a, b, out)",
+        "return cpu_matmul(a[:, :9], b[:9], out) + cpu_matmul(a[:, 9:], b[9:])",
+    ),
+    "a product and a sum, each rounded": (
+        matmul_is_in_order,
+        "_llvm(builder, FMA, FLOATS, factor, ys[j], builder.extract_value(out, i))",
+        "builder.fadd(builder.fmul(factor, ys[j]), builder.extract_value(out, i))",
+    ),
+    "neighbours added first": (
+        dot_is_in_order,
+        "[*range(half, VECTOR)] + [0] * half",
+        "[i ^ (VECTOR // 2 // half) for i in range(VECTOR)]",
+    ),
+    "eight sums": (dot_is_in_order, "VECTOR = 16 ", "VECTOR = 8 "),
+    "a softmax over what the block sees": (
+        chunks_are_not_seen,
+        "largest(s, i * seen, mine)",
+        "largest(s, i * seen, seen)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_loop_in_another_order_is_caught(tmp_path, name):
+    comparison, *change = MUTANTS[name]
+    assert not comparison(changed(tmp_path, change))
+
+
+# ---- threads and tiles: speed alone
+
+
+def decoder_layer(k, in_one_call):
+    """(x, residual, keys, values) after a layer on 3 sequences with biases and head norms, as an engine has them."""
+    torch.manual_seed(2)
+    (H, HK, D, C, F), q_lens, kv_lens = (4, 2, 16, 40, 72), torch.tensor([3, 1, 5]), torch.tensor([7, 20, 5])
+    x, residual, keys, values = (torch.randn(*s) for s in ((9, C), (9, C), (40, HK, D), (40, HK, D)))
+    table = torch.randperm(40).int().view(1, -1).repeat(3, 1).roll(1, 0)
+    table[1], table[2] = table[1].roll(7), table[2].roll(27)  # rows of the cache that no other sequence has
+    where = torch.cat([table[b, n - q : n] for b, (q, n) in enumerate(zip(q_lens.tolist(), kv_lens.tolist()))]).long()
+    plan = k.paged_plan(q_lens, kv_lens, table, torch.arange(3))
+    cos, sin = k.rope_table(1e4 ** (-torch.arange(D // 2) / D), torch.arange(9))
+    shapes = ((H + 2 * HK) * D, C), (C, H * D), (2 * F, C), (C, F)
+    linear = [(torch.randn(*shape) / 8, torch.randn(shape[0])) for shape in shapes]
+    norms, heads = [torch.randn(C), torch.randn(C)], [torch.randn(D), torch.randn(D)]
+    if in_one_call:
+        layer = k.CpuLayer(linear, norms, heads, 1e-6, (H, HK), D, 0.25)
+        return *layer(x, residual, (cos, sin), keys, values, where, plan), keys, values
+    qkv, o, gate_up, down = ((lambda y, w=w, b=b: k.addmm(b, y, w.t())) for w, b in linear)
+    normed, residual = k.rms_norm(x, norms[0], 1e-6, residual)
+    q, key, value = qkv(normed).view(9, -1, D).split([H, HK, HK], 1)
+    q, key = k.norm_rope(q, key, cos, sin, *heads, 1e-6)
+    keys[where], values[where] = key, value
+    normed, residual = k.rms_norm(o(k.attention(q, keys, values, plan, 0.25).flatten(1)), norms[1], 1e-6, residual)
+    return down(k.swiglu(*gate_up(normed).chunk(2, -1))), residual, keys, values
+
+
+def test_a_decoder_layer_in_one_call_is_the_operators_one_by_one():
+    assert all(same(a, b) for a, b in zip(decoder_layer(kernels, True), decoder_layer(kernels, False)))
+
+
+def operators(k):
+    """The results and gradients of the operators that cut their work, of one input."""
+    torch.manual_seed(1)
+    x, w, v, up = (torch.randn(*shape, requires_grad=True) for shape in ((150, 70), (90, 70), (64,), (150, 70)))
+    q, key, value = (y.requires_grad_() for y in qkv(150, 4, 2, 64))
+    cos, sin = k.rope_table(1e4 ** (-torch.arange(32) / 32), torch.arange(150))
+    targets, whole = torch.arange(150) % 90, torch.arange(150 * 70, dtype=torch.int32).view(150, 70) * 40503
+    turned = k.norm_rope(q, key, cos, sin, v, v + 1, 1e-6)
+    outs = [
+        *turned, k.rms_norm(q, v, 1e-6), k.swiglu(x, up), *k.token_logprobs(x, w, targets, 0.7),
+        k.attention(q, key, value, k.packed_plan([100, 1, 49]), 0.2),
+    ]  # fmt: skip
+    grads = torch.autograd.grad(outs, (x, w, v, up, q, key, value), [torch.randn_like(y) for y in outs])
+    table, one = torch.arange(150, dtype=torch.int32)[None], torch.tensor
+    with torch.no_grad():
+        outs.append(k.attention(q[:20], key, value, k.paged_plan(one([20]), one([120]), table, one([0])), 0.2))
+    logits = k.log_softmax(torch.randn(150, 90), -1, False)
+    outs += [logits, k.draw(logits, targets, targets), k.matmul(x.t(), up), k.matmul(x.detach(), w.detach().t())]
+    outs += decoder_layer(k, True)
+    outs += [k.bit_sum(whole, targets, torch.arange(70)), k.row_sums(x.detach().double())]
+    moved = torch.nn.Parameter(x.detach().clone())
+    optimizer = k.AdamW([moved], lr=1e-2, weight_decay=0.1)
+    optimizer.state[moved] = dict(step=one(0.0), exp_avg=up.detach() * 2, exp_avg_sq=up.detach() ** 2)
+    moved.grad = up.detach().clone()
+    optimizer.step()
+    return [y.detach() for y in (*outs, *grads, moved, *optimizer.state[moved].values())]
+
+
+def test_no_operator_forward_or_backward_sees_the_number_of_threads(monkeypatch):
+    expected = operators(kernels)
+    assert len(expected) > 20 and all(x.double().abs().sum() > 0 for x in expected)
+    shared, share = [], kernels._share
+    monkeypatch.setattr(kernels, "WORTH_THREADS", 0)
+    monkeypatch.setattr(kernels, "_share", lambda loop, *args: (shared.append(loop.__name__), share(loop, *args))[1])
+    for threads in (2, 3):
+        kernels.threads = threads
+        assert all(torch.equal(a, b) for a, b in zip(operators(kernels), expected, strict=True)), threads
+    text = Path(kernels.__file__).read_text()
+    assert set(shared) == {x.split(",")[0] for x in text.split("_share(")[1:] if x.startswith("cpu_")}  # all of them
+
+
+def test_no_operator_sees_the_tile_of_a_matmul_nor_the_blocks_of_rows(tmp_path):
+    """Other tiles are what a CPU with other registers has."""
+    tiles = "WORTH_THREADS, TILE_ROWS, TILE_VECTORS, PANEL, BLOCK_ROWS, QUERIES = 0, 5, 3, 48, 24, 20"
+    other = changed(tmp_path, ("WORTH_THREADS = 2e7", tiles))
+    assert (other.PANEL, other.QUERIES) == (48, 20) != (kernels.PANEL, kernels.QUERIES)
+    assert all(torch.equal(a, b) for a, b in zip(operators(other), operators(kernels), strict=True))
+
+
+# ---- the rest of what a run computes
+
+
+def test_adamw_is_torchs_up_to_rounding():
+    w, grads = torch.randn(30, 20), torch.randn(5, 30, 20)
+    ours, theirs = (torch.nn.Parameter(x.clone()) for x in (w, w.double()))
+    options = dict(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    a, b = kernels.AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
+    a.state[ours] = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(w), exp_avg_sq=torch.zeros_like(w))
+    for g in grads:
+        ours.grad, theirs.grad = g.clone(), g.double()
+        a.step()
+        b.step()
+    assert torch.allclose(ours.double(), theirs, atol=1e-6, rtol=1e-5) and (ours - w).abs().mean() > 1e-2
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        assert torch.allclose(a.state[ours][name].double(), b.state[theirs][name].double(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_bit_sum_is_the_sum_of_int64_products_and_sees_every_bit(dtype):
+    ends = torch.iinfo(dtype)
+    x = torch.randint(ends.min, ends.max + 1, (33, 70), dtype=dtype)
+    rows, columns = (torch.randint(-(2**62), 2**62, (n,)) | 1 for n in x.shape)
+    found = kernels.bit_sum(x, rows, columns)
+    modulus = 2**64
+    expected = sum(v * r * c for line, r in zip(x.tolist(), rows.tolist()) for v, c in zip(line, columns.tolist()))
+    assert int(found) % modulus == expected % modulus
+    x[20, 60] ^= 1
+    assert kernels.bit_sum(x, rows, columns) != found
+
+
+def test_a_draw_is_the_largest_logprob_and_noise_of_a_plain_formula():
+    def rotate(x, n):
+        return (x << n | x >> (32 - n)) & 0xFFFFFFFF
+
+    def murmur3(*blocks):
+        h = 0
+        for k in blocks:
+            h ^= rotate(k * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
+            h = (rotate(h, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
+        h ^= 16
+        h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+        h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+        return h ^ h >> 16
+
+    logprobs = torch.log_softmax(torch.randn(40, 90), -1)
+    seeds, positions = torch.randint(0, 2**62, (40,)), torch.randint(0, 2**31, (40,))
+    tokens = kernels.draw(logprobs, seeds, positions)
+    for row, seed, position, token in zip(logprobs, seeds.tolist(), positions.tolist(), tokens[:, 0].tolist()):
+        hashes = [murmur3(seed & 0xFFFFFFFF, seed >> 32, position, i) for i in range(90)]
+        u = torch.tensor([min(h, 2**32 - 2) / (2**32 - 1) for h in hashes], dtype=torch.float64)
+        assert int((row.double() - (-u.log()).log()).argmax()) == token
+    assert len(set(tokens[:, 0].tolist())) > 20  # not one and the same
+
+
+FORMULAS = {
+    "exp": lambda x: torch.exp(x), "log": lambda x: torch.log(x.abs() + 0.1), "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1), "sum": lambda x: x.sum(), "sum 0": lambda x: x.sum(0),
+    "sum keepdim": lambda x: x.sum((0, -1), keepdim=True), "sum dtype": lambda x: x.sum(1, dtype=torch.float64),
+    "mean": lambda x: x.mean(), "mean -1": lambda x: x.mean(-1, keepdim=True), "mean of two": lambda x: x.mean((1, 2)),
+    "std": lambda x: x.std(), "std 1": lambda x: x.std(1), "std n": lambda x: x.std(0, correction=0, keepdim=True),
+    "pow": lambda x: 1e4 ** (x / 9), "strided": lambda x: x.transpose(0, 2).exp().sum(1),
+    "embedding": lambda x: F.embedding(torch.tensor([[1, 0, 1], [2, 2, 1]]), x[0], padding_idx=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_what_formulas_use_is_right_in_every_shape_and_has_its_gradient(name):
+    f, x = FORMULAS[name], torch.randn(5, 7, 33)
+    with torch.enable_grad():
+        ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+        right = f(theirs)
+        grad = torch.randn(right.shape)
+        d_right = torch.autograd.grad(right, theirs, grad.double())[0]
+        kernels.enable_batch_invariant()
+        out = f(ours)
+        d_out = torch.autograd.grad(out, ours, grad.to(out.dtype))[0]
+    assert out.shape == right.shape and out.dtype == (torch.float64 if name == "sum dtype" else torch.float32)
+    assert torch.allclose(out.double(), right, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(d_out.double(), d_right, rtol=1e-5, atol=1e-6)
+
+
+def test_other_types_and_empty_tensors_are_as_torchs_own():
+    whole, truth = torch.arange(-6, 6).view(3, 4), torch.arange(12).view(3, 4) % 3 > 0
+    double, half = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4).bfloat16()
+
+    def run():
+        for x in (whole, truth, whole.int(), double, half, torch.zeros(0, 4), torch.zeros(3, 0), torch.tensor(2.5)):
+            yield x.sum()
+            yield x.exp()
+            yield x.abs().log() if x.dtype != torch.bool else x.log()
+            if x.dim():
+                yield from (x.sum(0), x.sum(-1, keepdim=True), x.sum([]), x.sum(1, dtype=torch.float32))
+            if x.is_floating_point():
+                yield x.mean()
+                if x.dim():
+                    yield from (x.mean(1), x.log_softmax(-1), x.softmax(-1))
+                if x.numel() > 1:
+                    yield from (x.std(), x.std(0))
+            yield 2.0**x
+        yield whole.float().mean(dtype=torch.float64)
+        yield (-2.0) ** torch.tensor([0.5, 2.0])
+        yield double @ double.t()
+        yield whole @ whole.t()
+
+    theirs = list(run())
+    kernels.enable_batch_invariant()
+    for i, (a, b) in enumerate(zip(run(), theirs, strict=True)):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), i
+        close = 1e-2 if b.dtype == torch.bfloat16 else 1e-6
+        assert torch.allclose(a.double(), b.double(), rtol=close, equal_nan=True), i
+
+
+# ---- what is refused: a loop checks nothing, and would read what is not there
+
+
+def plan_of(*lengths):
+    return kernels.packed_plan(list(lengths))
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+f64, ids = torch.float64, torch.zeros(3, dtype=torch.int64)
+REFUSED = {
+    "shapes (2, 3) and (4, 5)": lambda: kernels.matmul(zeros(2, 3), zeros(4, 5)),
+    "shapes (2, 3) and (3, 5) do": lambda: kernels.matmul(zeros(2, 3), zeros(3, 5), out=zeros(3, 5)),
+    "out torch.float64": lambda: kernels.matmul(zeros(2, 3), zeros(3, 5), out=zeros(2, 5, dtype=f64)),
+    "dtype=torch.float64": lambda: kernels.matmul(zeros(2, 3, dtype=f64), zeros(3, 5, dtype=f64)),
+    "torch.float64 on cpu beside torch.float32": lambda: kernels.matmul(zeros(2, 3), zeros(3, 5, dtype=f64)),
+    "dtype=torch.bfloat16": lambda: kernels.rms_norm(zeros(2, 4).bfloat16(), zeros(4).bfloat16(), 1e-6),
+    "weight (5,)": lambda: kernels.rms_norm(zeros(2, 4), zeros(5), 1e-6),
+    "residual does": lambda: kernels.rms_norm(zeros(2, 4), zeros(4), 1e-6, zeros(3, 4)),
+    "cos or sin": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(2, 1, 4), zeros(2, 2), zeros(1, 2)),
+    "k (3, 1, 4)": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(3, 1, 4), zeros(2, 2), zeros(2, 2)),
+    "k (2, 1, 6)": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(2, 1, 6), zeros(2, 2), zeros(2, 2)),
+    "gate (2, 4) and up (2, 5)": lambda: kernels.swiglu(zeros(2, 4), zeros(2, 5)),
+    "beside torch.float32": lambda: kernels.swiglu(zeros(2, 4), zeros(2, 4, dtype=f64)),
+    "(2, 4, 8), (2, 3, 8)": lambda: kernels.attention(zeros(2, 4, 8), zeros(2, 3, 8), zeros(2, 3, 8), plan_of(2), 1),
+    "(2, 2, 8), (2, 2, 9)": lambda: kernels.attention(zeros(2, 4, 8), zeros(2, 2, 8), zeros(2, 2, 9), plan_of(2), 1),
+    "plan is of 5 tokens": lambda: kernels.attention(zeros(4, 2, 8), zeros(4, 2, 8), zeros(4, 2, 8), plan_of(2, 3), 1),
+    "4 queries and 3 keys": lambda: kernels.attention(zeros(4, 2, 8), zeros(3, 2, 8), zeros(3, 2, 8), plan_of(4), 1),
+    "hidden, weight, targets": lambda: kernels.token_logprobs(zeros(3, 4), zeros(9, 5), ids),
+    "targets 9 to 9": lambda: kernels.token_logprobs(zeros(3, 4), zeros(9, 4), ids + 9),
+    "targets -1 to -1": lambda: kernels.token_logprobs(zeros(3, 4), zeros(9, 4), ids - 1),
+    "dim=0 of 2": lambda: kernels.log_softmax(zeros(3, 4), 0, False),
+    "dtype=torch.float32: row_sums": lambda: kernels.row_sums(zeros(3, 4)),
+    "(2, 4), (3,), (2,)": lambda: kernels.draw(zeros(2, 4), ids, ids[:2]),
+    "x (2, 4) beside 3": lambda: kernels.bit_sum(zeros(2, 4, dtype=torch.int32), ids, ids),
+    "grad (4, 4) of ids (3,)": lambda: kernels.embedding_backward(zeros(4, 4), ids, 9, -1, False),
+    "scale_grad_by_freq": lambda: kernels.embedding_backward(zeros(3, 4), ids, 9, -1, True),
+    "entries of a page_table": lambda: kernels.paged_plan(ids, ids, zeros(4, 4, dtype=torch.int32).t(), ids),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_operands_that_do_not_fit_are_refused_by_name(message):
+    with pytest.raises(ValueError) as error:
+        REFUSED[message]()
+    assert message in str(error.value)
+
+
+# ---- the compiled loops' cache
+
+
+def in_a_new_process(folder, source=Path(kernels.__file__).parent, **env):
+    """(what exp(0) gives, the lines on stderr) of a process that is to keep its compiled loops in this folder."""
+    code = "import kernels, torch; x = torch.zeros(1).numpy(); kernels.cpu_exp(x, x); print(x)"
+    env = os.environ | dict(NUMBA_CACHE_DIR=str(folder)) | env
+    run = subprocess.run([sys.executable, "-c", code], cwd=source, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip(), run.stderr.splitlines()
+
+
+def test_the_first_start_says_in_one_line_that_it_compiles_and_the_second_does_not(tmp_path):
+    out, said = in_a_new_process(tmp_path)
+    assert out == "[1.]" and said == ["kernels.py: compiling its loops for this CPU, once: up to half a minute"]
+    assert in_a_new_process(tmp_path) == ("[1.]", [])
+
+
+def test_without_a_folder_for_the_cache_the_loops_are_compiled_at_each_start_and_one_line_says_so(tmp_path):
+    """Neither the one that is asked for, nor beside the file, nor the user's can be made: a file is in their place."""
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(kernels.__file__, source)
+    for name in ("file", "source/__pycache__"):
+        (tmp_path / name).write_text("")
+    for _ in range(2):
+        out, said = in_a_new_process(tmp_path / "file/a", source, XDG_CACHE_HOME=str(tmp_path / "file/b"))
+        assert out == "[1.]" and len([x for x in said if "no folder for compiled loops" in x]) == 1, said
+        assert len(said) == 2 and "compiling its loops" in said[1], said

@@ -12,19 +12,25 @@ run with one thing wrong that the same comparison catches.
     L6  killed at any moment and resumed, on other ranks too
     L7  replayed without an engine
     L8  by whatever way the weights travel
+    L12 on whatever CPU, with whatever vectors and threads
 
 A ledger has a hash of the prompts, tokens, log-probs, rewards, advantages, and of each parameter's gradient, value and
 optimizer state of every step. conftest.py makes the runs; tools/prove.py proves the same with more runs and more kills.
 """
 
+import hashlib
+import json
 import os
+import platform
 import re
 import runpy
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import DAPO, ENGINE_FLAGS, digest, error_line, launch_warm, read_groups
+from conftest import DAPO, ENGINE_FLAGS, digest, error_line, finish, launch_warm, read_groups
 from prove import (
     ROOT,
     a_flipped_bit,
@@ -271,3 +277,68 @@ def test_L8_control_a_bit_flipped_on_the_way_is_caught_and_the_parameter_named(t
     status, output = launch_warm(tmp_path / "run", "--max_steps=1", broken=a_flipped_bit)
     assert status == 1 and re.search("did not arrive as sent: .*up_proj.weight", error_line(output))
     assert not lines(tmp_path / "run", "ledger.jsonl", "rl") and not os.path.exists(tmp_path / "run" / "queue")
+
+
+# ---- L12: other CPUs
+
+# Of config/small.py and of tests/one_digest.py's algorithms on a CPU. They move with the versions in pyproject.toml and
+# with any change of any bit, and only then.
+SMALL_RUN = "a0dc934371551f7ec6352c90f264ac92f992978dbc9c378e2d9fb450bf6fcae9"
+ITS_THIRD_STEP = "87229ef8b5e3fe36e2517d466d539551667ccc58903de5569521c242eafa7e18"
+ALGORITHMS = "f6838722efaeea4cb9ba6db2c58a3168c07b73afe8fb3ea773fd9a6f06a1bf41"
+ON_PURPOSE = "these bits were the same on every CPU and for every user: if they are to change, change this constant too"
+
+# What torch and Numba take for the CPU, and what else cuts work into pieces. Numba's name alone would leave it the
+# features of this machine.
+AVX2 = dict(NUMBA_CPU_NAME="x86-64-v3", NUMBA_CPU_FEATURES="+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+movbe,+popcnt")
+SSE2 = dict(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")  # whose fma is a function of the C library
+SETTINGS = {
+    "this one": (1, {}),
+    "AVX2": (2, AVX2 | dict(ATEN_CPU_CAPABILITY="avx2", MKL_CBWR="COMPATIBLE", OMP_NUM_THREADS="2")),
+    "SSE2": (3, SSE2 | dict(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="1")),
+}
+on_a_cpu = pytest.mark.skipif(
+    torch.cuda.is_available() or platform.machine() != "x86_64" or "+avx2" not in kernels.cpu_features(),
+    reason="the other settings are those of an x86 CPU with AVX2",
+)
+
+
+@pytest.fixture(scope="session")
+def hashes(once):
+    """{setting: {piece: hash}} of what tests/one_digest.py computes, in a process per setting."""
+
+    def run(_):
+        found, script = {}, ROOT / "tests" / "one_digest.py"
+        for name, (threads, env) in SETTINGS.items():
+            output = subprocess.check_output([sys.executable, script, str(threads)], env=os.environ | env, text=True)
+            found[name] = json.loads(output.splitlines()[-1])
+        return json.dumps(found)
+
+    return json.loads(once("hashes_by_cpu", run)[1])
+
+
+@on_a_cpu
+def test_L12_operators_formulas_algorithms_and_data_have_one_hash_on_every_cpu(hashes):
+    ours = {name: {k: x for k, x in pieces.items() if "torch's own" not in k} for name, pieces in hashes.items()}
+    assert len(set(ours["this one"].values())) == len(ours["this one"]) >= 30
+    assert ours["AVX2"] == ours["this one"] and ours["SSE2"] == ours["this one"]
+    trained = [x for k, x in ours["this one"].items() if k.startswith("algorithm")]
+    assert len(trained) == 6 and hashlib.sha256("".join(trained).encode()).hexdigest() == ALGORITHMS, ON_PURPOSE
+
+
+@on_a_cpu
+def test_L12_control_torchs_own_operators_differ_between_cpus(hashes):
+    own = {name: {k: x for k, x in pieces.items() if "torch's own" in k} for name, pieces in hashes.items()}
+    differ = {k.split()[-1] for other in ("AVX2", "SSE2") for k, x in own["this one"].items() if own[other][k] != x}
+    assert differ >= {"pow", "log_softmax"}  # and with AVX-512 also the sums
+
+
+@on_a_cpu
+def test_L12_the_small_run_has_one_digest_and_a_run_on_another_cpu_the_same(two_ranks, hashes, tmp_path):
+    """The other run ends after three steps, until which it has to be the same."""
+    assert digest(two_ranks[1]) == f"digest {SMALL_RUN}", ON_PURPOSE
+    env = AVX2 | dict(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="2")  # `hashes` has compiled the loops for it
+    output = finish(tmp_path / "run", "--max_steps=3", "--threads=2", "--checkpoint_every=0", env=env)
+    assert_it_learned(tmp_path / "run", steps=3)
+    assert ledger(two_ranks[0]).startswith(ledger(tmp_path / "run"))
+    assert digest(output) == f"digest {ITS_THIRD_STEP}", ON_PURPOSE

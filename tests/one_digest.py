@@ -1,0 +1,146 @@
+"""
+What of a run can be had without an engine, as hashes: a line of JSON {piece: hash}. test_laws.py starts it in a process
+per setting, since torch, Numba and MKL read theirs once.
+
+    ATEN_CPU_CAPABILITY=default python tests/one_digest.py 2      # the number of threads
+"""
+
+import hashlib
+import json
+import random
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import kernels  # noqa: E402
+import rewards  # noqa: E402
+import sync  # noqa: E402
+import train_grpo as train  # noqa: E402
+
+NUMBERS = np.random.default_rng(0)  # whole numbers alone, which no library computes in a way of its own
+CONFIG = train.DEFAULTS | dict(
+    scratch_layers=1, scratch_hidden=64, scratch_mlp=128, lanes=2, leaf_tokens=100, kl_coef=0.1, entropy_coef=0.01,
+    learning_rate=1e-3, lr_decay_steps=9,
+)  # fmt: skip
+ALGORITHMS = {
+    "grpo, ppo": dict(kl_estimator="k3", importance="truncate", dual_clip=3.0),
+    "gae": dict(advantage="gae", kl_in_reward=True, kl_estimator="k1", importance="mask", importance_floor=0.5),
+    "rloo, gspo": dict(advantage="rloo", loss="gspo", loss_aggregation="sequence", kl_estimator="k2"),
+    "reinforce++, cispo": dict(advantage="reinforce++", loss="cispo", loss_aggregation="constant"),
+    "reinforce++_baseline": dict(advantage="reinforce++_baseline", temperature=0.7, weight_decay=0.1),
+    "distill, pg": dict(advantage="distill", loss="pg", kl_estimator="k1"),
+}
+
+
+def numbers(*shape, scale=2.0):
+    return torch.from_numpy(NUMBERS.integers(-(2**23), 2**23, shape)).float() * (scale / 2**23)
+
+
+def digest(*tensors):
+    h = hashlib.sha256()
+    for x in tensors:
+        h.update(f"{x.dtype} {tuple(x.shape)}".encode() + x.detach().contiguous().numpy().tobytes())
+    return h.hexdigest()[:16]
+
+
+def gradients(out, *inputs):
+    """`out`'s results and the gradients of their sum, weighted so that no two count the same."""
+    outs = out if isinstance(out, tuple) else (out,)
+    weights = [torch.arange(x.numel()).remainder(13).sub(6).div(8).view(x.shape) for x in outs]
+    return *outs, *torch.autograd.grad(outs, inputs, weights)
+
+
+def operators():
+    """{name: hash} of every public operator on a CPU, forward and backward."""
+    x, w, v = (numbers(*shape).requires_grad_() for shape in ((70, 96), (50, 96), (96,)))
+    q, k, y = (numbers(70, heads, 32).requires_grad_() for heads in (4, 2, 2))
+    cos, sin = kernels.rope_table(1e6 ** (-torch.arange(16) / 16), torch.arange(70) * 97)
+    ids, z, a = torch.arange(70).remainder(9), numbers(70, 50, scale=20), numbers(70, 96).requires_grad_()
+    yield "matmul", kernels.matmul(x, w.t()), kernels.matmul(x.t(), a), kernels.matmul(x, w.t(), out=z.clone())
+    yield "addmm", kernels.addmm(numbers(50), x, w.t(), alpha=0.3, beta=2)
+    yield "rms_norm", *gradients(kernels.rms_norm(x, v, 1e-6, a), x, v)
+    yield "norm_rope", *gradients(kernels.norm_rope(q, k, cos, sin, v[:32], v[32:64], 1e-6), q, k, v)
+    yield "rope", cos, sin, *kernels.norm_rope(q, k, cos, sin)
+    yield "swiglu", *gradients(kernels.swiglu(x, a), x, a)
+    yield "attention", *gradients(kernels.attention(q, k, y, kernels.packed_plan([40, 1, 29]), 0.2), q, k, y)
+    yield "token_logprobs", *gradients(kernels.token_logprobs(x, w, ids, 0.7), x, w)
+    yield "log_softmax", kernels.log_softmax(z, -1, False), kernels.softmax(z, -1, False)
+    yield "embedding", kernels.embedding_backward(x.detach(), ids, 9, 3, False)
+    yield "draw", kernels.draw(kernels.log_softmax(z, -1, False), ids * 2**40, torch.arange(70))
+    yield "bit_sum", kernels.bit_sum(x.detach().view(torch.int32), ids * 2 + 1, torch.arange(96) * 2**50 + 1)
+    moved = torch.nn.Parameter(x.detach().clone())
+    optimizer = kernels.AdamW([moved], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer.state[moved] = dict(step=torch.tensor(2.0), exp_avg=a.detach().clone(), exp_avg_sq=z.new_ones(70, 96))
+    moved.grad = a.detach().clone()
+    optimizer.step()
+    yield "adamw", moved, *optimizer.state[moved].values()
+
+
+def formulas():
+    """{name: hash} of what formulas in plain torch use, with the operators that stand when it is called."""
+    x = numbers(40, 1001, scale=4.0).requires_grad_()
+    yield "exp", *gradients(torch.exp(x), x)
+    yield "log", *gradients(torch.log(x.abs() + 1e-3), x)
+    yield "sum", *gradients(x.sum(), x), x.sum(0), x.sum(-1, keepdim=True)
+    yield "mean", *gradients(x.mean(), x), x.mean(0), x.mean(-1)
+    yield "std", *gradients(x.std(), x), x.std(1, keepdim=True)
+    yield "pow", 1.0 / (1e6 ** (torch.arange(0, 128, 2) / 128))
+    yield "mm", *gradients(torch.nn.functional.linear(x, x[:7], x[0, :7]), x)
+    yield "log_softmax", *gradients(torch.log_softmax(x, -1), x), torch.softmax(x, -1).detach()
+
+
+def updates(folder, ranks):
+    """{algorithm: hash} of the weights, moments and figures after two updates on made-up samples."""
+    sync.make_scratch_model(folder, CONFIG)
+    yield "weights from scratch", (folder / "model.safetensors").read_bytes()
+    rng, samples = random.Random(0), []
+    for i in range(8):
+        tokens = torch.tensor([rng.randrange(98) for _ in range(rng.randrange(6, 40))])
+        old = torch.tensor([-rng.randrange(2**20) / 2**18 for _ in range(len(tokens) - 3)])
+        args = tokens[:3], tokens[3:], torch.ones(len(old), dtype=torch.bool), old, f"prompt {i}, sample 0", i % 3 == 0
+        samples.append(train.make_sample(*args))
+    scores = torch.tensor([0.0, 1, 0.3, 0.1, 1, 1, 0, 0.7]).view(2, 4)
+    for name, change in ALGORITHMS.items():
+        c = types.SimpleNamespace(**CONFIG | change)
+        c.reference, c.teacher = str(folder), str(folder) if c.advantage == "distill" else ""
+        trainer = train.Trainer(c, ranks, train.check_model(folder, vars(c)), folder, "cpu")
+        record = []
+        for step in range(2):
+            batch = train.with_advantages(trainer.forward_only(samples), scores, c)
+            rate = train.learning_rate_at(step, 1e-3, 0, 9, 0.0)
+            record.append(trainer.update(batch, step, rate))
+        yield f"algorithm {name}", json.dumps(record).encode()
+
+
+def order():
+    """The prompts of the first steps."""
+    rows = rewards.load_rows(train.DEFAULTS | dict(arithmetic_size=10, eval_size=20))
+    yield "data", json.dumps(rows).encode()
+    yield "order", json.dumps([rewards.rows_of_step(len(rows[0]), 8, step, 1) for step in range(20)]).encode()
+
+
+def main():
+    found = {f"torch's own {name}": digest(*x) for name, *x in formulas()}
+    kernels.enable_batch_invariant(int(sys.argv[1]))
+    kernels.WORTH_THREADS = 0
+    found |= {f"formula {name}": digest(*x) for name, *x in formulas()}
+    found |= {f"operator {name}": digest(*x) for name, *x in operators()}
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        ranks = sync.Ranks(0, 1, 1, 0, DeviceMesh.from_group(dist.group.WORLD, "cpu"), None)
+        for name, x in (*updates(Path(folder) / "model", ranks), *order()):
+            found[name] = hashlib.sha256(x).hexdigest()[:16]
+        dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
