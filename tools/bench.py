@@ -77,7 +77,8 @@ def measure(args, *more):
     command = [
         sys.executable, *(torchrun if args.ranks > 1 else []), "train_grpo.py", f"--out_dir={folder / 'run'}",
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
-        "--group_size=8", "--lanes=4", "--ignore_eos", f"--threads={args.threads}", *size, *args.flags, *more,
+        "--group_size=8", f"--lanes={4 if args.ranks > 1 else 1}", "--ignore_eos", f"--threads={args.threads}",
+        *size, *args.flags, *more,
     ]  # fmt: skip
     # rewards that differ, so that no gradient is zero and nothing is skipped
     (folder / "reward.py").write_text("def length(prompt, response, answer):\n    return float(len(set(response)))\n")
