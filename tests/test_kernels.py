@@ -435,8 +435,9 @@ def decoder_layer(k, in_one_call):
     torch.manual_seed(2)
     (H, HK, D, C, F), q_lens, kv_lens = (4, 2, 16, 40, 72), torch.tensor([3, 1, 5]), torch.tensor([7, 20, 5])
     x, residual, keys, values = (torch.randn(*s) for s in ((9, C), (9, C), (40, HK, D), (40, HK, D)))
-    table = torch.randperm(40).int().view(1, -1).repeat(3, 1).roll(1, 0)
-    table[1], table[2] = table[1].roll(7), table[2].roll(27)  # rows of the cache that no other sequence has
+    table = torch.zeros(3, 20, dtype=torch.int32)
+    for row, slots in zip(table, torch.randperm(40).int().split([7, 20, 5, 8])):  # no sequence has another's
+        row[: len(slots)] = slots
     where = torch.cat([table[b, n - q : n] for b, (q, n) in enumerate(zip(q_lens.tolist(), kv_lens.tolist()))]).long()
     plan = k.paged_plan(q_lens, kv_lens, table, torch.arange(3))
     cos, sin = k.rope_table(1e4 ** (-torch.arange(D // 2) / D), torch.arange(9))
