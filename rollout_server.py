@@ -18,10 +18,10 @@ The life of one prompt:
 
 A resume gives back what was claimed and not written; a group that is there is never made again.
 
-`install_operators` hooks kernels.py into SGLang's classes in the scheduler's process, alike on a CPU and on CUDA. On a
-CPU SGLang needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag that keeps RoPE
-from importing vLLM, the noise hash (a Triton kernel there), and its batch-invariant mode (Triton too). Nothing here
-imports sglang before an engine is wanted: that takes ten seconds.
+`install_operators` hooks kernels.py into SGLang's classes in the scheduler's process. On a CPU SGLang needs three
+replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag that keeps RoPE from importing vLLM, the
+draw (its noise is a Triton kernel there), and its batch-invariant mode (Triton too); two others only save time,
+`sample_tokens` and `decode_results`. Nothing here imports sglang before an engine is wanted: that takes seconds.
 """
 
 import asyncio
@@ -238,9 +238,10 @@ def install_operators(backend, inv_freq):
     def layer(self, positions, x, batch, residual):
         if kernels.kept is not None:
             return layer_on_cpu(self, x, batch, residual)
-        x, residual = (
-            (norm(self.input_layernorm, x), x) if residual is None else norm(self.input_layernorm, x, residual)
-        )
+        if residual is None:
+            x, residual = norm(self.input_layernorm, x), x
+        else:
+            x, residual = norm(self.input_layernorm, x, residual)
         x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
         return linear(self.mlp.down_proj, kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))), residual
 
@@ -571,10 +572,9 @@ class RolloutEngine:
             arguments = engine_arguments(self.config, model_path, device, dtype, gpu, self.lends, self._died)
             sglang = EngineInRank(**arguments)
         unlink_shared_memory(sglang.get_all_child_pids())
-        # On a CPU the first tokens take as long as the loops take to compile: before anybody counts seconds of silence.
-        sglang.generate(
-            input_ids=[0], sampling_params=dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True), return_logprob=True
-        )
+        if device == "cpu":  # the first tokens wait for the loops to compile: before anybody counts seconds of silence
+            params = dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True)
+            sglang.generate(input_ids=[0], sampling_params=params, return_logprob=True)
         return sglang
 
     def _died(self, *_):

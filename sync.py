@@ -263,9 +263,8 @@ def make_scratch_model(folder, config):
     # variance, and this one is of whole numbers.
     generator = torch.Generator().manual_seed(config["seed"])
     for p in (p.data for p in model.parameters() if p.dim() > 1):
-        p.copy_(
-            torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0) * (hf.initializer_range / 2**25)
-        )
+        whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)
+        p.copy_(whole * (hf.initializer_range / 2**25))
     model.save_pretrained(folder)
 
 
