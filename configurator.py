@@ -189,13 +189,13 @@ def _help(defaults, script):
 FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
     cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict weight_sync
-    checkpoint_every keep_checkpoints keep_rollouts sample_every eval_samples pass_reward reject_best""".split()
+    checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward reject_best""".split()
 CHOICES = {
     "device": ("", "cpu", "cuda"),
     "mode": ("grpo", "replay", "sft", "rollout", "reject", "eval"),
     "weight_sync": ("", "broadcast", "ipc", "disk"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
-    "loss": ("ppo", "gspo", "cispo", "pg"),
+    "loss": ("ppo", "gspo", "cispo", "decoupled", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
     "importance": ("", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
@@ -268,6 +268,14 @@ def check_config(config, world, defaults):
     check("group_size", c.group_size > 1 or not grouped, why)
     why = f"advantage={c.advantage!r} learns from groups of equal rewards, too; use 0"
     check("dynamic_sampling", grouped or not c.dynamic_sampling, why)
+    check("lag", c.lag >= 0, "a number of steps; use 0 or more")
+    fits = 0 <= c.segment_tokens <= c.max_new_tokens
+    check("segment_tokens", fits, f"not within max_new_tokens={c.max_new_tokens}; use less, or 0: whole samples")
+    why = f"a step trains on prompts_per_step={c.prompts_per_step} groups out of these; use {2 * c.prompts_per_step}"
+    check("groups_in_flight", not c.segment_tokens or c.groups_in_flight >= c.prompts_per_step, why)
+    check("groups_in_flight", c.segment_tokens or not c.groups_in_flight, "is for segment_tokens, which is 0")
+    why = "groups in flight are not replaced; --segment_tokens=0, or use 0"
+    check("dynamic_sampling", not (c.dynamic_sampling and c.segment_tokens), why)
     check("advantage", c.teacher or not distills, "from whom? --teacher=model folder")
     check("kl_coef", not c.kl_coef or not distills, "advantage='distill' is the KL to the teacher; use 0")
     refers = not c.kl_coef or c.reference or c.init_from != "scratch"

@@ -5,6 +5,7 @@ The rollout side: a real SGLang engine started inside a torchrun rank; prompts i
     the scheduler   SGLang's child process, in which a model runs
     RolloutEngine   starts that process, notices its death, lends its memory, supplies it with the trainers' weights
     Sampler         makes samples with it
+    sample_step     has a step's samples made: whole ones, or a segment of each that is in flight
 
 The life of one prompt:
 
@@ -29,6 +30,7 @@ import copy
 import functools
 import gc
 import hashlib
+import itertools
 import multiprocessing
 import os
 import pkgutil
@@ -45,7 +47,7 @@ import torch
 
 import kernels
 from configurator import fail, require
-from rewards import RewardError, score
+from rewards import RewardError, rows_of_step, score
 from sync import RunError, Shard, TreeReduceScatter, claim, group_path, hidden_torchrun, tensor_hashes, write_group
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
@@ -501,7 +503,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     """What SGLang is started with, as its ServerArgs name it."""
     on_cpu = device == "cpu"
     tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
-    samples = config["prompts_per_step"] * config["group_size"]
+    samples = max(config["prompts_per_step"], config["groups_in_flight"]) * config["group_size"]
     requests = max(samples, config["eval_size"] * config["eval_samples"])
     args = dict(
         model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
@@ -534,6 +536,7 @@ class RolloutEngine:
 
     def __init__(self, index, model_path, hf, config, device, dtype, log, gpu=0, lends=False):
         self.index, self.config, self.log, self.version = index, config, log, 0  # as loaded
+        self.sign = log.with_suffix(".alive")  # touched while SGLang lives and works (sync.wait_for_groups)
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
         self.lends, self.asleep = lends, False
@@ -601,6 +604,7 @@ class RolloutEngine:
                 # SGLang sends a sign of life every SIGN_OF_LIFE tokens of the slowest sample
                 if time.time() - max(started, self.manager.last_receive_tstamp) > timeout:
                     raise RunError(f"{self.name}: silent for {timeout:g} s {when}; see {self.log}")
+                self.sign.touch()
             return results.result()
         except Exception:  # the first error is the one to report (a RunError is a SystemExit and ends us as it is)
             for task in tasks:
@@ -719,6 +723,16 @@ class Job(NamedTuple):
     rows: dict  # {prompt's index in the step: dict(prompt text, answer text, prompt_tokens list)}
     samples: int  # G, per prompt
     temperature: float  # 0: greedy
+    tokens: int = 0  # that each sample may get now; 0: all that it may have
+    begun: dict = {}  # {prompt's index: (the step and the index it began with, its group as it is or None)}
+
+
+class Drawn(NamedTuple):
+    """A sample as far as it is drawn, token by token."""
+
+    tokens: list
+    logprobs: list
+    versions: list  # of the weights
 
 
 class Sampler:
@@ -730,9 +744,9 @@ class Sampler:
     """
 
     def __init__(self, engine, config, run, engines, reward, decode, stop_tokens):
-        self.engine, self.seed, self.run, self.engines = engine, config["seed"], run, engines
+        self.engine, self.config, self.run, self.engines = engine, config, run, engines
         self.reward, self.decode, self.stop_tokens = reward, decode, stop_tokens
-        self.params = {key: config[key] for key in ("max_new_tokens", "ignore_eos")} | dict(stop_token_ids=stop_tokens)
+        self.params = dict(ignore_eos=config["ignore_eos"], stop_token_ids=stop_tokens)
         self.scoring = asyncio.Lock()  # user code is not asked to be thread-safe, nor to be quick
 
     def sample(self, folder, job):
@@ -751,51 +765,140 @@ class Sampler:
         for index in unclaimed:
             if group_path(folder, index).exists() or not claim(folder, index):
                 continue
-            started = time.monotonic()
-            outputs, seeds = await self._generate(index, job)
-            seconds = time.monotonic() - started
-            texts = [self.decode(o["output_ids"]) for o in outputs]
-            async with self.scoring:
-                rewards = await asyncio.to_thread(self._score, index, texts, job)
-            tensors = self._tensors(job.rows[index], outputs, seeds, rewards)
+            row, began = job.rows[index], time.time()
+            born, group = job.begun.get(index, ((job.step, index), None))
+            seeds = [sampling_seed(self.config["seed"], job.stream, *born, g, 0) for g in range(job.samples)]
+            samples = self._drawn(group) if group else [Drawn([], [], []) for _ in seeds]
+            retractions = await self._draw(samples, row["prompt_tokens"], seeds, job)
+            seconds, texts = time.time() - began, [self.decode(sample.tokens) for sample in samples]
+            finished, rewards = all(map(self._is_finished, samples)), [0.0] * len(samples)
+            if finished:
+                async with self.scoring:
+                    rewards = await asyncio.to_thread(self._score, index, texts, job)
+            tensors = self._tensors(row, samples, seeds, rewards)
             meta = dict(
-                run=self.run, stream=job.stream, step=job.step, prompt=index, version=job.version,
-                prompt_text=job.rows[index]["prompt"], answer=job.rows[index]["answer"], responses=texts,
-                engine=self.engine.index, time=time.strftime("%Y-%m-%dT%H:%M:%S"), seconds=seconds,
-                retractions=sum(o["meta_info"]["num_retractions"] for o in outputs),
+                run=self.run, stream=job.stream, step=job.step, prompt=index, version=job.version, born=list(born),
+                finished=finished, prompt_text=row["prompt"], answer=row["answer"], responses=texts,
+                engine=self.engine.index, time=time.strftime("%Y-%m-%dT%H:%M:%S"), began=began, seconds=seconds,
+                retractions=retractions,
             )  # fmt: skip
             await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
 
-    async def _generate(self, index, job):
-        """(SGLang's answers, seeds) of the G samples of a prompt."""
-        seeds = [sampling_seed(self.seed, job.stream, job.step, index, g, 0) for g in range(job.samples)]
-        params = [dict(self.params, temperature=job.temperature, sampling_seed=s) for s in seeds]
-        prompts = [job.rows[index]["prompt_tokens"]] * job.samples
+    def _is_finished(self, sample):
+        ended = not self.config["ignore_eos"] and sample.tokens[-1] in self.stop_tokens
+        return ended or len(sample.tokens) == self.config["max_new_tokens"]
+
+    async def _draw(self, samples, prompt, seeds, job):
+        """Draws the job's tokens for those of a prompt's samples that are not finished: SGLang's retractions."""
+        left = [self.config["max_new_tokens"] - len(sample.tokens) for sample in samples]
+        goes_on = [g for g, sample in enumerate(samples) if not (sample.tokens and self._is_finished(sample))]
+        most = [min(n, job.tokens or n) for n in left]
+        params = [
+            dict(self.params, temperature=job.temperature, sampling_seed=seeds[g], max_new_tokens=most[g])
+            for g in goes_on
+        ]
         outputs = await self.engine.sglang.async_generate(
-            input_ids=prompts, sampling_params=params, return_logprob=True
+            input_ids=[prompt + samples[g].tokens for g in goes_on], sampling_params=params, return_logprob=True
         )
-        versions = {int(o["meta_info"]["weight_version"]) for o in outputs}
-        if versions != {job.version}:
-            raise RunError(f"{self.engine.name}: samples of weights {versions}, expected {job.version}")
-        return outputs, seeds
+        for g, output in zip(goes_on, outputs):
+            version = int(output["meta_info"]["weight_version"])
+            if version != job.version:
+                raise RunError(f"{self.engine.name}: a sample of weights {version}, expected {job.version}")
+            samples[g].tokens.extend(output["output_ids"])
+            samples[g].logprobs.extend(x for x, _, _ in output["meta_info"]["output_token_logprobs"])
+            samples[g].versions.extend([version] * len(output["output_ids"]))
+        return sum(output["meta_info"]["num_retractions"] for output in outputs)
 
     def _score(self, index, texts, job):
         row, where = job.rows[index], f"{job.stream} step {job.step}, prompt {index}, sample "
         return [score(self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
 
-    def _tensors(self, row, outputs, seeds, rewards):
+    def _drawn(self, group):
+        """The samples of a group file."""
+        tensors, lengths = group[0], group[0]["lengths"].tolist()
+        fields = (tensors[k].split(lengths) for k in ("tokens", "logprobs", "weight_version"))
+        return [Drawn(*(part.tolist() for part in sample)) for sample in zip(*fields)]
+
+    def _tensors(self, row, samples, seeds, rewards):
         """A group file's: the samples' tokens end to end, T of them in all; `lengths` cuts them apart again."""
-        tokens = [o["output_ids"] for o in outputs]
-        logprobs = [lp for o in outputs for lp, _, _ in o["meta_info"]["output_token_logprobs"]]
-        versions = [int(o["meta_info"]["weight_version"]) for o in outputs for _ in o["output_ids"]]
+        tokens, logprobs, versions = (torch.tensor([*itertools.chain(*field)]) for field in zip(*samples))
         return dict(
             prompt_tokens=torch.tensor(row["prompt_tokens"]),
-            lengths=torch.tensor([len(t) for t in tokens]),  # (G,)
-            tokens=torch.tensor([t for sample in tokens for t in sample]),  # (T,)
-            logprobs=torch.tensor(logprobs, dtype=torch.float32),  # (T,)
-            loss_mask=torch.ones(len(logprobs), dtype=torch.bool),  # one turn: every token is the model's own, EOS too
-            weight_version=torch.tensor(versions),  # (T,)
-            truncated=torch.tensor([t[-1] not in self.stop_tokens for t in tokens]),  # (G,)
+            lengths=torch.tensor([len(s.tokens) for s in samples]),  # (G,)
+            tokens=tokens,  # (T,)
+            logprobs=logprobs,  # (T,)
+            loss_mask=torch.ones(len(tokens), dtype=torch.bool),  # one turn: every token is the model's own, EOS too
+            weight_version=versions,  # (T,)
+            truncated=torch.tensor([s.tokens[-1] not in self.stop_tokens for s in samples]),  # (G,)
             seeds=torch.tensor(seeds),  # (G,)
             rewards=torch.tensor(rewards, dtype=torch.float32),  # (G,)
         )
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# what a step trains on
+
+
+class Flight(NamedTuple):
+    """Groups that were begun and that no step has trained on yet: all that one step's samples pass on to the next's."""
+
+    begun: int = 0  # number of prompts begun so far, in the order of the data
+    groups: tuple = ()  # (tensors, meta) each, in that order
+
+
+class Batch(NamedTuple):
+    groups: list  # (tensors, meta) of each of the P groups to train on
+    made: list  # of all that were sampled for the step
+    flight: Flight  # what is in flight after it
+
+
+def sample_step(queue, step, rows, c, version, flight):
+    """
+    Has the engines make samples (Queue.sample, Sampler.sample, SGLang's async_generate); returns the Batch of RL step
+    `step` on every rank, in the order of the prompts. With dynamic sampling (DAPO, equation 11) groups of equal rewards
+    are replaced by the next round's, and fill up what is missing after the last one. Each round has its own prompts, so
+    what one step needs moves no other step's.
+    """
+    if c.segment_tokens:
+        return sample_segments(queue, step, rows, c, version, flight)
+    kept, dropped, rounds, P = [], [], 1 + c.dynamic_sampling, c.prompts_per_step
+    for k in range(rounds):
+        chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, "rl")
+        # A round's prompts are numbered on from the round's before: the number is part of a sample's seed.
+        prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
+        for t, meta in queue.sample(Job("rl", step, version, prompts, c.group_size, c.temperature)):
+            equal = c.dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()
+            (dropped if equal else kept).append((t, meta))
+        if len(kept) >= P:
+            break
+    made = kept + dropped
+    return Batch(made[:P], made, flight)
+
+
+def sample_segments(queue, step, rows, c, version, flight):
+    """
+    The same with partial rollouts (Kimi k1.5, arXiv:2501.12599, 3.2; APRIL, arXiv:2509.18521), cut by counts alone.
+    Each step every unfinished sample in flight gets up to `segment_tokens` more, and goes on from its own tokens; fresh
+    prompts fill the flight up. The step trains on the first P finished groups in the order in which they were begun;
+    where fewer are finished, all go on under the same weights.
+    """
+    P, places, made = c.prompts_per_step, c.groups_in_flight, []
+    begun = flight.begun + places - len(flight.groups)
+    born = [tuple(meta["born"]) for _, meta in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]
+    prompts = [rows[rows_of_step(len(rows), P, s, c.seed, "rl")[i]] for s, i in born]
+    groups = [*flight.groups, *[None] * (begun - flight.begun)]
+    for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
+        todo = {first + i: i for i, group in enumerate(groups) if not (group and group[1]["finished"])}
+        job = Job(
+            "rl", step, version, {n: prompts[i] for n, i in todo.items()}, c.group_size, c.temperature,
+            c.segment_tokens, {n: (born[i], groups[i]) for n, i in todo.items()},
+        )  # fmt: skip
+        drawn = queue.sample(job)
+        made += drawn
+        for i, group in zip(todo.values(), drawn):
+            groups[i] = group
+        finished = [i for i, group in enumerate(groups) if group[1]["finished"]]
+        if len(finished) >= P:
+            break
+    rest = tuple(group for i, group in enumerate(groups) if i not in finished[:P])
+    return Batch([groups[i] for i in finished[:P]], made, Flight(begun, rest))

@@ -20,12 +20,14 @@ import os
 import shutil
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -117,8 +119,8 @@ def take_gpu(config, world, gpu):
 
 def start_process_groups(trainers, engines, device):
     """
-    Joins torchrun's ranks (or makes a world of one) and splits them. gloo over all ranks for control; NCCL on
-    CUDA, gloo on a CPU, over the trainers.
+    Joins torchrun's ranks (or makes a world of one) and splits them. gloo over all ranks for control, and a group of
+    the trainers.
     """
     if device == "cuda":  # what SGLang sets in its own processes: the ends of a weight group must agree on it
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0"), os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -128,12 +130,16 @@ def start_process_groups(trainers, engines, device):
         # torchrun's restarts share one store: without a prefix of its own a rank finds the addresses of the dead
         store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
-    mesh = None
-    if trainers:
-        group = dist.new_group(range(trainers), backend="nccl" if device == "cuda" else "gloo", timeout=FOREVER)
-        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",)) if rank < trainers else None
     first = world - engines  # of the ranks with an engine
+    mesh = trainer_mesh(trainers, device) if trainers else None
     return Ranks(rank, world, trainers, engines, mesh, rank - first if rank >= first else None)
+
+
+def trainer_mesh(trainers, device):
+    """A new group of the trainers, of NCCL on CUDA and of gloo on a CPU; None on other ranks. Collective over all."""
+    group = dist.new_group(range(trainers), backend="nccl" if device == "cuda" else "gloo", timeout=FOREVER)
+    mine = dist.get_rank() < trainers
+    return DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",)) if mine else None
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -358,10 +364,13 @@ class WeightSync:
     disk        safetensors in `folder`
 
     how: one of these; '' is ipc where every rank of a GPU is both, and broadcast elsewhere. dtype: what is sent.
+    overlap: a rank without an engine goes on while a thread of its own sends, when the engines are ready for it.
     """
 
-    def __init__(self, how, ranks, shards, engine, device, dtype, folder):
+    def __init__(self, how, ranks, shards, engine, device, dtype, folder, overlap=False):
         self.ranks, self.shards, self.engine, self.dtype, self.folder = ranks, shards, engine, dtype, folder
+        # What the thread sends must not meet what the trainers tell each other meanwhile: it has a group of its own.
+        self.device, self.mesh = device, trainer_mesh(ranks.trainers, device) if overlap else ranks.mesh
         both = ranks.trainers == ranks.engines == ranks.world
         how = how or ("ipc" if device == "cuda" and both else "broadcast")
         if ranks.rank == 0:
@@ -374,6 +383,10 @@ class WeightSync:
         self.plan = buckets(shared[0], dtype)
         if how == "broadcast":
             self.group = self._join("nccl" if device == "cuda" else "gloo")
+        self.waiting = SimpleQueue() if overlap and engine is None else None  # what the thread is to send
+        if self.waiting:
+            self.thread = threading.Thread(target=self._send_on, daemon=True)
+            self.thread.start()
 
     def _join(self, backend):
         """Rank 0's end of the group that it forms with all engines' workers; None elsewhere."""
@@ -395,28 +408,48 @@ class WeightSync:
                 self.engine.join_weight_group(*meeting[0], 1 + self.ranks.engine, size, "weights", backend)
             return entering.result() if entering else None
 
-    def publish(self, version, hashes=None):
+    def publish(self, version, hashes=None, shards=None):
         """
-        Returns when every engine holds the weights as `version`. Raises RunError if one does not. hashes: {name: hash}
-        of the shards, if the caller has them already; they count where nothing is rounded on the way.
+        Gives every engine weights as `version`: this rank's as they are, or `shards`. Returns when the engines hold
+        them; where a thread sends, at once: then they must not change. Raises RunError if an engine does not get them.
+        hashes: {name: hash} of the weights, if the caller has them already; they count where nothing is rounded.
         """
+        cast = [s._replace(data=s.data.to(self.device, self.dtype)) for s in shards or self.shards or ()]
+        if cast and (hashes is None or self.shards[0].data.dtype != self.dtype):
+            hashes = tensor_hashes([s.data for s in cast], cast, self.ranks.mesh.get_group())
+        expected = {s.name: hashes[s.name] for s in cast}
+        self.waiting.put((version, cast, expected)) if self.waiting else self._deliver(version, cast, expected)
+
+    def _deliver(self, version, cast, expected):
         meet()
-        expected, cast = [None], None
-        if self.shards:
-            cast = [s._replace(data=s.data.to(self.dtype)) for s in self.shards]
-            if hashes is None or self.shards[0].data.dtype != self.dtype:
-                hashes = tensor_hashes([s.data for s in cast], cast, self.ranks.mesh.get_group())
-            expected = [{s.name: hashes[s.name] for s in cast}]
         self.send(version, cast)
+        expected = [expected]
         dist.broadcast_object_list(expected, src=0)
         if self.engine is not None:
             self.engine.check_weights(expected[0])
+
+    def _send_on(self):
+        """The thread that sends. An error of its own ends this process, and so the run."""
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()) if self.device == "cuda" else nullcontext():
+                while delivery := self.waiting.get():
+                    self._deliver(*delivery)
+        except BaseException as e:
+            time.sleep(5 * (not isinstance(e, RunError)))  # where a rank has died, that one says why
+            print(e if isinstance(e, RunError) else f"error: sending weights: {reason(e)}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def close(self):
+        """Returns when all is sent."""
+        if self.waiting:
+            self.waiting.put(None)
+            self.thread.join()
 
     def _buckets(self, cast):
         """Per bucket [(name, shape)]: itself, whether it is the last, and, on a trainer, its whole tensors."""
         rest = iter(cast or ())
         for bucket in self.plan:
-            tensors = [whole(next(rest), self.ranks.mesh) for _ in bucket] if cast else None
+            tensors = [whole(next(rest), self.mesh) for _ in bucket] if cast else None
             yield bucket, bucket is self.plan[-1], tensors
 
     def _broadcast(self, version, cast):
@@ -438,7 +471,7 @@ class WeightSync:
             self.folder.mkdir(parents=True, exist_ok=True)
         meet()  # the folder is there
         if cast:
-            write_tensors(self.folder, "model", cast, self.ranks.mesh)
+            write_tensors(self.folder, "model", cast, self.mesh)
         meet()  # and so are the files
         if self.engine is not None:
             self.engine.read_weights(self.folder, version)
@@ -512,36 +545,38 @@ def read_group(folder, index, expected):
     return tensors, meta
 
 
-def wait_for_groups(folder, count, timeout):
-    """Returns when all `count` group files are there; RunError if none comes for `timeout` seconds."""
-    index, since = 0, time.monotonic()
-    while index < count:
-        if group_path(folder, index).exists():
-            index, since = index + 1, time.monotonic()
-        elif time.monotonic() - since > timeout:
-            raise RunError(f"{group_path(folder, index)}: no rollout came for {timeout:.0f} s; see the engine logs")
-        else:
+def wait_for_groups(folder, indices, timeout, signs=()):
+    """
+    Returns when the group files of these prompts are there. RunError if for `timeout` seconds none comes in their order
+    and no engine touches its file of `signs`.
+    """
+    since, before = time.monotonic(), None
+    for path in (group_path(folder, index) for index in indices):
+        while not path.exists():
+            if (latest := max((sign.stat().st_mtime_ns for sign in signs if sign.exists()), default=0)) != before:
+                since, before = time.monotonic(), latest
+            if time.monotonic() - since > timeout:
+                raise RunError(f"{path}: no rollout came for {timeout:.0f} s; see the engine logs")
             time.sleep(0.002)
+        since = time.monotonic()
 
 
 class Queue:
     """
     The groups of a run, for every rank: it has its own engine sample (`sampler`, or None), and reads what all of them
-    have made. timeout: seconds that a rank waits for the next file; 0 where there is nobody to make it.
+    have made. timeout: seconds that a rank waits for the next file, or for a touch of the engines' `signs` of life
+    (paths); 0 where there is nobody to make it.
     """
 
-    def __init__(self, folder, sampler, run, timeout):
-        self.folder, self.sampler, self.run, self.timeout = folder, sampler, run, timeout
+    def __init__(self, folder, sampler, run, timeout, signs=()):
+        self.folder, self.sampler, self.run, self.timeout, self.signs = folder, sampler, run, timeout, signs
 
     def sample(self, job):
-        """
-        Samples the job's prompts; returns their groups [(tensors, meta)] in prompt order, on every rank. Blocks until
-        they and those of all smaller indices exist.
-        """
+        """Samples the job's prompts: their groups [(tensors, meta)] in prompt order, on every rank, when all exist."""
         folder = self.folder / f"{job.stream}_{job.step:06d}"
         if self.sampler is not None:
             self.sampler.sample(folder, job)
-        wait_for_groups(folder, max(job.rows) + 1, self.timeout)
+        wait_for_groups(folder, job.rows, self.timeout, self.signs)
         expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
         return [read_group(folder, i, expected | {"prompt": i}) for i in job.rows]
 
@@ -634,22 +669,25 @@ class Record:
         weights sent. Returns the line of metrics.jsonl.
         """
         c, meta = self.c, [m for _, m in groups]
-        stages = {k: content_hash(*(t[k] for t, _ in groups)) for k in ("tokens", "logprobs", "rewards")}
+        named = ("tokens", "logprobs", "rewards") + ("weight_version",) * bool(c.lag or c.segment_tokens)
+        stages = {k: content_hash(*(t[k] for t, _ in groups)) for k in named}
         prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t, _ in groups))
         self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
         rewards, lengths, cut = (torch.stack([t[k] for t, _ in groups]) for k in ("rewards", "lengths", "truncated"))
-        right = torch.stack([t["rewards"] >= c.pass_reward for t, _ in made])
+        right = [t["rewards"] >= c.pass_reward for t, m in made if m["finished"]]
         wait, train, publish = (after - before for before, after in zip(times, times[1:]))
         seconds = time.monotonic() - times[0]
         line = dict(
             phase="rl", step=step, reward_mean=float(rewards.double().mean()),
             reward_std=float(rewards.double().std()), zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
-            groups=len(made), easy_groups=int(right.all(1).sum()), hard_groups=int((~right).all(1).sum()),
+            groups=len(made), easy_groups=sum(x.all().item() for x in right),
+            hard_groups=sum((~x).all().item() for x in right),
             **metrics,
             response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
             truncated_fraction=float(cut.double().mean()), weight_version=meta[0]["version"],
             engine_retractions=sum(m["retractions"] for _, m in made),
-            wait_seconds=wait, rollout_seconds=max(m["seconds"] for _, m in made), train_seconds=train,
+            wait_seconds=wait, train_seconds=train,
+            rollout_seconds=max(m["began"] + m["seconds"] for _, m in made) - min(m["began"] for _, m in made),
             sync_seconds=publish, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
             sync_gb_per_second=sent and sent / 1e9 / publish,
         )  # fmt: skip
@@ -663,8 +701,9 @@ class Record:
                 t, m = groups[0]
                 f.write(f"\n## step {step}\n\nprompt `{m['prompt_text']!r}`, answer `{m['answer']!r}`\n\n")
                 f.writelines(f"- {r:g}: `{text!r}`\n" for r, text in zip(t["rewards"].tolist(), m["responses"]))
-        if c.mode == "grpo" and 0 < c.keep_rollouts <= step:
-            shutil.rmtree(self.folder / "queue" / f"rl_{step - c.keep_rollouts:06d}", ignore_errors=True)
+        old = step - c.keep_rollouts - c.lag  # which an engine that is late may still read
+        if c.mode == "grpo" and c.keep_rollouts and old >= 0:
+            shutil.rmtree(self.folder / "queue" / f"rl_{old:06d}", ignore_errors=True)
         return line
 
 

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import types
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -72,6 +73,11 @@ reward = "numeric"  # numeric, exact, format, 'my_file.py:my_function', or a wei
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: none
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards count in the group all the same
 dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept
+# asynchrony: counts decide which weights sample a token, never a moment in time
+lag = 0  # the samples of step s are made with the weights of step s - lag; 0: training and sampling wait for each other
+overlap = True  # ranks that only train and ranks that only sample work side by side, with a lag; changes no bit
+segment_tokens = 0  # partial rollouts: tokens that an unfinished sample gets per step; 0: all of them
+groups_in_flight = 0  # with segment_tokens: groups begun and not trained on yet, more than prompts_per_step
 # the update
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
 leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample is a leaf of its own
@@ -90,14 +96,15 @@ gae_lambda = 0.95
 value_coef = 0.5  # only with advantage='gae': weight of the critic's loss; its head is on the policy's trunk
 value_clip = 0.2  # only with advantage='gae': bound of a value's change in one batch; 0: none
 teacher = ""  # only with advantage='distill': model folder or hub name
-loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo or pg (no ratio)
+loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo, decoupled (ppo, the lag's weight apart) or pg (no ratio)
 # 'token': sum / loss tokens; 'sequence': mean of sample means; 'constant': sum / (samples * max_new_tokens)
 loss_aggregation = "token"
 updates_per_batch = 1  # optimizer steps on each batch of rollouts
 clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
 dual_clip = 0.0  # bound of the ratio where the advantage is negative, such as 3.0; 0: none
-importance = ""  # weigh tokens by trainer / engine probability, 'truncate' or 'mask'; exactly 1 where both agree
+# weigh tokens by their probability before the update / when sampled, 'truncate' or 'mask'; exactly 1 without a lag
+importance = ""
 importance_floor = 0.0  # 'truncate' moves the weight to floor .. cap, 'mask' makes it 0 outside
 importance_cap = 2.0
 entropy_coef = 0.0  # of the entropy bonus
@@ -149,7 +156,7 @@ from tqdm import tqdm
 import kernels
 import sync
 from rewards import encode_answers, encode_prompts, load_reward, load_rows, pass_rates, rows_of_step
-from rollout_server import Job, RolloutEngine, Sampler, build_model, check_model
+from rollout_server import Batch, Flight, Job, RolloutEngine, Sampler, build_model, check_model, sample_step
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 
@@ -214,12 +221,15 @@ def overlong_penalty(lengths, longest, cache):
 
 def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
     """
-    Trainer's over engine's probability of each sampled token (M,), the trainer's with the weights the engine had.
-    truncate: moved to floor .. cap (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training"). mask: 0 outside of it, no gradient from such a token (Ling team 2025, arXiv:2510.18855).
+    Trainer's over engine's probability of each sampled token (M,), the trainer's before the first update of a batch.
+    Without a kind it is as it is: the weight of decoupled PPO. truncate: moved to floor .. cap (Ionides 2008; Yao et
+    al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"). mask: 0 outside of it, no
+    gradient from such a token (Ling team 2025, arXiv:2510.18855).
     """
     w = torch.exp(old_logprobs - rollout_logprobs)
-    return w.clamp(floor, cap) if kind == "truncate" else torch.where((w >= floor) & (w <= cap), w, 0.0)
+    if kind == "truncate":
+        return w.clamp(floor, cap)
+    return torch.where((w >= floor) & (w <= cap), w, 0.0) if kind == "mask" else w
 
 
 def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0):
@@ -234,6 +244,8 @@ def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip
     gspo    the same with r = exp(mean over the sample of logprob - old_logprob): Zheng et al. 2025 (arXiv:2507.18071),
             whose gradient reaches each token as in its GSPO-token
     cispo   -clip(r) A logprob, no gradient through the clip: MiniMax-M1 (arXiv:2506.13585)
+    decoupled   ppo, where the caller weighs tokens by exp(old_logprob - the engine's): Fu et al. 2025 (AReaL,
+            arXiv:2505.24298), equation 5; the others take the engine's for old_logprob, whatever the lag
     """
     if kind == "pg":
         return -advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
@@ -297,8 +309,9 @@ class Sample(NamedTuple):
     truncated: bool  # cut off at max_new_tokens
     bootstrap: float  # the critic's value after the last token; 0 unless cut off
     loss_mask: torch.Tensor  # (R,) bool
+    staleness: torch.Tensor  # (R,) steps between the weights that sampled it and those it is trained with first
     logprobs: torch.Tensor  # (R,) of the engine
-    old_logprobs: torch.Tensor  # (R,) of the trainer before the first update; the engine's, if `importance` is off
+    old_logprobs: torch.Tensor  # (R,) the ratio's denominator: the engine's, or the trainer's before the first update
     advantages: torch.Tensor  # (R,)
     reference: torch.Tensor  # (R,) log-probs of the reference or the teacher
     values: torch.Tensor  # (R,) of the critic before the first update
@@ -312,7 +325,8 @@ class Leaf(NamedTuple):
     counts: torch.Tensor  # (samples,) loss tokens
     predictors: torch.Tensor  # (M,) index of the token before it, whose output is the prediction
     targets: torch.Tensor  # (M,) the loss tokens themselves
-    logprobs: torch.Tensor  # (M,), and so on as in Sample
+    staleness: torch.Tensor  # (M,), and so on as in Sample
+    logprobs: torch.Tensor
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
     reference: torch.Tensor
@@ -320,9 +334,10 @@ class Leaf(NamedTuple):
     returns: torch.Tensor
 
 
-def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False):
+def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False, staleness=None):
     """A Sample of prompt (T - R,) and response (R,). What is not known yet is 0, and old_logprobs are the engine's."""
-    known = name, torch.cat([prompt, response]), len(prompt), truncated, 0.0, loss_mask, logprobs, logprobs
+    staleness = torch.zeros(len(response)).long() if staleness is None else staleness
+    known = name, torch.cat([prompt, response]), len(prompt), truncated, 0.0, loss_mask, staleness, logprobs, logprobs
     return Sample(*known, *[torch.zeros(len(response))] * 4)
 
 
@@ -330,16 +345,42 @@ def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False)
 FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0))
 
 
-def samples_of(groups, overlong_filter=False):
-    """The samples of rollout groups [(tensors, meta)], in their order. overlong_filter: those cut off teach nothing."""
+def samples_of(groups, step=None, overlong_filter=False):
+    """
+    The samples of rollout groups [(tensors, meta)] in their order, for training at `step` (None: with the weights that
+    sampled them). overlong_filter: those cut off teach nothing.
+    """
     samples = []
     for t, meta in groups:
-        fields = (t[k].split(t["lengths"].tolist()) for k in ("tokens", "loss_mask", "logprobs"))
-        for g, (tokens, mask, logprobs, cut) in enumerate(zip(*fields, t["truncated"].tolist())):
+        age = torch.zeros_like(t["weight_version"]) if step is None else step - t["weight_version"]
+        fields = (x.split(t["lengths"].tolist()) for x in (t["tokens"], t["loss_mask"], t["logprobs"], age))
+        # A file of an earlier step is one whose other groups were finished later.
+        where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step not in (None, meta["step"]))
+        for g, (tokens, mask, logprobs, old, cut) in enumerate(zip(*fields, t["truncated"].tolist())):
             mask = mask & (not (cut and overlong_filter))
-            name = f"prompt {meta['prompt']}, sample {g}"
-            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, name, cut))
+            name = f"{where}, sample {g}"
+            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, name, cut, old))
     return samples
+
+
+def as_sampled(sample, age):
+    """The sample up to its last loss token of this staleness, such tokens its only loss tokens; None without any."""
+    mask = sample.loss_mask & (sample.staleness == age)
+    if not mask.any():
+        return None
+    end, per_token = int(mask.nonzero()[-1]) + 1, Sample._fields[Sample._fields.index("staleness") :]
+    cut = {name: getattr(sample, name)[:end] for name in per_token}
+    return sample._replace(tokens=sample.tokens[: sample.prompt_tokens + end], loss_mask=mask[:end], **cut)
+
+
+def versions_kept(c):
+    """How many steps older than the trainer's the weights can be that sampled a token it is trained on."""
+    if not c.segment_tokens:
+        return c.lag
+    # A group is drawn for in `drawn` steps at most, and then waits for those before it, of which each step takes P; the
+    # step in which it was begun has taken P of them if it was the last in flight.
+    drawn = -(-c.max_new_tokens // c.segment_tokens)
+    return c.lag + max(0, drawn - 2) + (c.groups_in_flight - 1) // c.prompts_per_step
 
 
 def pack(samples, device):
@@ -348,7 +389,7 @@ def pack(samples, device):
     for s in samples or [FILLER]:
         at, length = s.prompt_tokens + s.loss_mask.nonzero()[:, 0], len(s.tokens)
         of_sample = s.tokens, torch.arange(length), torch.tensor([length]), torch.tensor([len(at)])
-        of_tokens = (field[s.loss_mask] for field in s[Sample._fields.index("logprobs") :])
+        of_tokens = (field[s.loss_mask] for field in s[Sample._fields.index("staleness") :])
         parts.append((*of_sample, start + at - 1, s.tokens[at], *of_tokens))
         start += length
     return Leaf(*(torch.cat(field).to(device) for field in zip(*parts)))
@@ -429,9 +470,13 @@ def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
         return aggregate(-logprobs, counts, "token", samples, tokens, 0), figures
     ends, old = (c.clip_low, c.clip_high, c.dual_clip), leaf.old_logprobs
     losses, figures["clip_fraction"] = policy_loss(c.loss, logprobs, old, leaf.advantages, counts, *ends)
-    if c.importance:
+    if c.importance or c.loss == "decoupled":
         w = importance_weights(old, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
         losses, figures["importance_mean"], figures["importance_not_one"] = losses * w, w, w != 1
+    if versions_kept(c):
+        ratio = torch.exp(logprobs.detach() - leaf.logprobs)
+        figures |= dict(staleness=leaf.staleness, ratio_mean=ratio, ratio_variance=ratio.square())  # .. of the squares
+        figures["kl_behaviour"] = kl(leaf.logprobs, logprobs.detach(), "k3")
     if c.entropy_coef:  # Schulman et al. 2017, equation 9
         losses = losses - c.entropy_coef * entropy
     if c.teacher or c.kl_coef:
@@ -444,20 +489,21 @@ def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
     return aggregate(losses, counts, c.loss_aggregation, samples, tokens, c.max_new_tokens), figures
 
 
-def check_logprobs(leaf, logprobs, chosen, samples):
+def check_logprobs(leaf, logprobs, age, chosen, samples):
     """
-    The promise of this project, checked at every loss token: the trainer's log-probs (M,) are the engine's, as bits.
+    The promise of this project, checked at every loss token: the trainer's log-probs (M,) are the engine's, as bits,
+    where they were computed with the same weights: at tokens of staleness `age`.
     Returns [], or [(index of the first sample with one that differs, a line about that token, number of tokens that
     differ, largest distance)]. `chosen` are the indices of the leaf's samples.
     """
-    differ = logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)
+    differ = (logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)) & (leaf.staleness == age)
     if not differ.any():
         return []
     i = int(differ.nonzero()[0])
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
     j, token = [(j, t) for j in chosen for t in samples[j].loss_mask.nonzero()[:, 0].tolist()][i]
     line = f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}"
-    return [(j, line, int(differ.sum()), float((logprobs - leaf.logprobs).abs().max()))]
+    return [(j, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -469,11 +515,12 @@ class Trainer:
     collective over the trainers: each rank calls it with all the samples of a step, and works on its own leaves.
 
     c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from: a
-    checkpoint if `optimizer_steps` have been taken.
+    checkpoint if `optimizer_steps` have been taken, with earlier `versions` of them (names of folders).
     """
 
-    def __init__(self, c, ranks, hf, folder, device, optimizer_steps=0):
+    def __init__(self, c, ranks, hf, folder, device, optimizer_steps=0, versions=()):
         self.c, self.mesh, self.device = c, ranks.mesh, device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32  # that is computed in
         self.rank, self.process_group = ranks.rank, ranks.mesh.get_group()
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
@@ -499,6 +546,12 @@ class Trainer:
             self.model.value_head.to_local().detach().zero_()
         if optimizer_steps:
             sync.load_weights(self.optimizer_state(), folder / "optimizer", tied=False)
+        # {version: shards of the policy as the engines got it}; tokens sampled with it are checked against it.
+        self.versions, self.mismatches = {}, []
+        for name in versions:
+            kept = [s._replace(data=torch.empty_like(s.data, dtype=self.dtype)) for s in self.policy]
+            sync.load_weights(kept, folder / name, hf.tie_word_embeddings)
+            self.versions[int(name.rpartition("_")[2])] = kept
         if self.rank == 0:
             print(f"model: {sum(math.prod(s.shape) for s in self.shards):,} parameters", flush=True)
         # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer.
@@ -517,21 +570,52 @@ class Trainer:
         moments = [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
         return moments + [s for s in self.shards if s.name == "value_head"]
 
-    def save(self, ckpt, tokenizer, stop_tokens, record, step):
-        """Writes ckpt/step_000100, from which `step` goes on, on any number of ranks. record: the first rank's."""
+    def keep(self, version):
+        """Notes the weights as `version`, as long as a token may have been sampled with them."""
+        if most := versions_kept(self.c):
+            # The last version is still to be sent; those before it wait where there is room.
+            older = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
+            older = {v: [s._replace(data=s.data.cpu()) for s in kept] for v, kept in older.items()}
+            self.versions = older | {version: [s._replace(data=s.data.to(self.dtype, copy=True)) for s in self.policy]}
+
+    @contextmanager
+    def as_of(self, version):
+        """Inside, the model has the weights of that version."""
+        now = [s.data.clone() for s in self.policy]
+        for s, then in zip(self.policy, self.versions[version]):
+            s.data.copy_(then.data)
+        try:
+            yield
+        finally:
+            for s, data in zip(self.policy, now):
+                s.data.copy_(data)
+
+    def save(self, ckpt, tokenizer, stop_tokens, record, step, flight):
+        """
+        Writes ckpt/step_000100, from which `step` goes on, on any number of ranks, with these groups in flight. record:
+        the first rank's.
+        """
         # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
         finished, unfinished = ckpt / f"step_{step:06d}", ckpt / f".step_{step:06d}"
+        earlier = {f"version_{version:06d}": kept for version, kept in self.versions.items() if version != step}
         if record:
             shutil.rmtree(unfinished, ignore_errors=True)
-            (unfinished / "optimizer").mkdir(parents=True)
+            for name in ("optimizer", "flight", *earlier):
+                (unfinished / name).mkdir(parents=True)
             self.model.config.save_pretrained(unfinished)
             sync.save_tokenizer(unfinished, tokenizer, stop_tokens)
         sync.meet(self.process_group)  # the folders are there
         sync.write_tensors(unfinished, "model", self.policy, self.mesh)
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(), self.mesh)
+        for name, kept in earlier.items():
+            shards = [s._replace(data=s.data.to(self.device)) for s in kept]
+            sync.write_tensors(unfinished / name, "model", shards, self.mesh)
         if record:
-            steps = int(self.optimizer.state[self.weights[0]]["step"])
-            sync.seal_checkpoint(unfinished, finished, step=step, optimizer_steps=steps, **record.state())
+            for i, group in enumerate(flight.groups):
+                sync.write_group(unfinished / "flight", i, *group)
+            state = dict(step=step, optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]))
+            state |= dict(versions=sorted(earlier), begun=flight.begun, in_flight=len(flight.groups)) | record.state()
+            sync.seal_checkpoint(unfinished, finished, **state)
             sync.prune_checkpoints(ckpt, self.c.keep_checkpoints)
 
     def leaves(self, samples):
@@ -545,12 +629,33 @@ class Trainer:
             yield chosen, pack([samples[i] for i in chosen], self.device)
 
     @torch.no_grad()
+    def check_older(self, samples, step):
+        """
+        Notes what `check_logprobs` finds in this rank's leaves at tokens that were sampled with older weights than
+        those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept.
+        """
+        self.mismatches = []
+        for age in sorted({int(x) for s in samples for x in s.staleness[s.loss_mask].unique()} - {0}):
+            cut = {i: part for i, s in enumerate(samples) if (part := as_sampled(s, age))}
+            where, parts = list(cut), list(cut.values())
+            token = f"{parts[0].name}, token {int(parts[0].loss_mask.nonzero()[0])}"
+            why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
+            require(step - age in self.versions, f"step {step}, {token}: {why}")
+            with self.as_of(step - age):
+                for chosen, leaf in self.leaves(parts):
+                    logprobs = self.model.token_logprobs(leaf, self.c.temperature)[0]
+                    self.model.reshard()
+                    found = check_logprobs(leaf, logprobs, age, chosen, parts)
+                    self.mismatches += [(where[j], *others) for j, *others in found]
+
+    @torch.no_grad()
     def forward_only(self, samples):
         """
         One pass over a batch before its first update: the samples with the trainer's own log-probs (where importance
         weights need them), the frozen model's log-probs and the critic's values filled in.
         """
-        if not (self.frozen or self.c.importance or self.c.advantage == "gae"):
+        needs_own = self.c.importance or self.c.loss == "decoupled"
+        if not (self.frozen or needs_own or self.c.advantage == "gae"):
             return samples
         mine = {}  # {sample: (own log-probs, frozen ones, values, bootstrap)}
         for chosen, leaf in self.leaves(samples):
@@ -569,7 +674,7 @@ class Trainer:
         for i, (*per_token, bootstrap) in (pair for part in everyone for pair in part.items()):
             s = samples[i]
             ours, theirs, values = (scatter(s.loss_mask, x) for x in per_token)
-            ours = ours if self.c.importance else s.logprobs
+            ours = ours if needs_own else s.logprobs
             # A sample that ended by itself is followed by nothing, so nothing is what its last state is worth.
             bootstrap = bootstrap if s.truncated else 0.0
             filled[i] = s._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
@@ -595,7 +700,7 @@ class Trainer:
             self.model.zero_grad()  # they are the sum's now: the next leaf's must not be added to them
             figures = {"loss": loss, **figures}
             if check:
-                mismatches += check_logprobs(leaf, output[0].detach(), chosen, samples)
+                mismatches += check_logprobs(leaf, output[0].detach(), 0, chosen, samples)
             rows.append(torch.stack([x.detach().double().sum() for x in figures.values()]))
         # The leaves of all ranks, put in their places by adding zeros.
         table = torch.zeros(len(rows) * ranks, len(figures), dtype=torch.float64, device=self.device)
@@ -603,6 +708,9 @@ class Trainer:
         dist.all_reduce(table, group=self.process_group)
         sums = dict(zip(figures, sync.tree_sum(table).tolist()))
         metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
+        if "ratio_mean" in metrics:
+            squares = metrics["ratio_mean"] ** 2, metrics["ratio_variance"]
+            metrics |= dict(ratio_variance=squares[1] - squares[0], effective_sample_size=squares[0] / squares[1])
         return total.total, metrics, mismatches
 
     def apply(self, grads, lr, where):
@@ -639,7 +747,7 @@ class Trainer:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
             # are not in the order of the samples, but the first sample is what a reader looks for.
             everyone = [None] * self.mesh.size()
-            dist.all_gather_object(everyone, mismatches, group=self.process_group)
+            dist.all_gather_object(everyone, mismatches + self.mismatches, group=self.process_group)
             mismatches = sorted(sum(everyone, []))
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
@@ -655,29 +763,7 @@ class Trainer:
         return metrics | dict(grad_norm=norm, lr=lr), hashes
 
 
-# ---- a step's prompts, and the held-out ones ------------------------------------------------------------------------
-
-
-def sample_step(queue, step, rows, c, version):
-    """
-    Has the engines make samples (Queue.sample, Sampler.sample, SGLang's async_generate); on every rank it returns the P
-    groups that step `step` trains on, and all that were sampled for it, as lists of (tensors, meta). With dynamic
-    sampling (DAPO, equation 11) groups of equal rewards are replaced by the next round's, and fill up what is missing
-    after the last one; all in the order of the prompts. Each round has its own prompts, so what one step needs moves
-    no other step's.
-    """
-    kept, dropped, rounds, P = [], [], 1 + c.dynamic_sampling, c.prompts_per_step
-    for k in range(rounds):
-        chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, "rl")
-        # A round's prompts are numbered on from the round's before: the number is part of a sample's seed.
-        prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
-        for t, meta in queue.sample(Job("rl", step, version, prompts, c.group_size, c.temperature)):
-            equal = c.dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()
-            (dropped if equal else kept).append((t, meta))
-        if len(kept) >= P:
-            break
-    made = kept + dropped
-    return made[:P], made
+# ---- beside the steps -----------------------------------------------------------------------------------------------
 
 
 def evaluate(queue, step, rows, c, version, record):
@@ -722,7 +808,9 @@ if __name__ == "__main__":
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chip = sync.take_gpu(config, world, gpu) if place == "cuda" else ""
     ranks = sync.start_process_groups(*roles(config, world), place)
-    alike = ranks.trainers if ranks.mesh is not None else ranks.engines  # trainers and engines mostly work in turn
+    # Do trainers and engines work side by side, or in turn?
+    overlaps = overlap and lag > 0 < ranks.engines and ranks.trainers + ranks.engines == ranks.world > 1
+    alike = ranks.world if overlaps else ranks.trainers if ranks.mesh is not None else ranks.engines
     # More threads than cores wait for each other by spinning; no bit depends on their number.
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
@@ -745,14 +833,15 @@ if __name__ == "__main__":
     # ---- the state of the loop, and where an interrupted run takes it up again. All that a step needs beside it is a
     # function of the config and the step's number: that is why so little has to be saved.
     step = 0  # RL steps done (supervised ones with mode='sft')
-    saved = None  # what the latest checkpoint says of itself
+    saved, flight = {}, Flight()  # what the latest checkpoint says of itself, and the groups that it has in flight
     # The keys that say what is computed: a rollout file or a checkpoint made under other values is not this run's.
     run_id = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
     origin = dict(run=run_id, versions=versions())
     if resumed and (checkpoints := sync.checkpoints(folder / "ckpt")):
         saved = sync.read_checkpoint(checkpoints[-1], ranks.rank, ranks.world, **origin)
         model_path, step = checkpoints[-1], saved["step"]
-    version = step if ranks.trainers else 0  # of the weights that the engines sample with
+        in_flight = (sync.read_group(model_path / "flight", i, {}) for i in range(saved["in_flight"]))
+        flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
     record = sync.Record(folder, saved, c, origin) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
@@ -765,14 +854,15 @@ if __name__ == "__main__":
     # trainers, or all ranks, call them after the same steps, so what decides when is the config and the step alone.
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
-        trainer = Trainer(c, ranks, hf, model_path, place, saved["optimizer_steps"] if saved else 0)
+        done = saved.get("optimizer_steps", 0), saved.get("versions", ())
+        trainer = Trainer(c, ranks, hf, model_path, place, *done)
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
     saves = bool(trainer and checkpoint_every)
 
     # ---- supervised steps: the warm-up before RL, or all that mode='sft' does. Ranks with an engine only go on to
     # start it meanwhile.
     if saves and only_sft and not saved:
-        save(step)
+        save(step, flight)
     if trainer and sft_steps and (only_sft or not saved):
         answered = encode_answers(train_rows, tokenizer, stop_tokens, config)
         for i in range(step, sft_steps):
@@ -781,7 +871,9 @@ if __name__ == "__main__":
             if record:
                 record.supervised(i, samples, metrics, hashes)
             if saves and only_sft and due(i + 1, checkpoint_every, sft_steps):
-                save(i + 1)
+                save(i + 1, flight)
+    if trainer:
+        trainer.keep(step)
 
     # ---- the engines, and the first weights for them. An engine starts from the same folder as the trainer, but gets
     # the trainer's weights before its first sample all the same: what it computes with is what was checked.
@@ -791,16 +883,34 @@ if __name__ == "__main__":
         engine = RolloutEngine(ranks.engine, model_path, hf, config, place, compute_dtype, log, gpu, lends)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         sampler = Sampler(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
-    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15 if ranks.engines else 0)
+    signs = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
+    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15 if ranks.engines else 0, signs)
+
+    def sampled_with(step):
+        """The version of the weights with which the samples of a step are made."""
+        return max(0, step - lag) if ranks.trainers else 0
+
+    def publish(version, hashes=None):
+        transport.publish(version, hashes, trainer and trainer.versions.get(version))
+
     if publishes:
-        mine = trainer and trainer.policy
-        transport = sync.WeightSync(weight_sync, ranks, mine, engine, place, compute_dtype, folder / "weights")
-        transport.publish(step)
+        mine, sent = trainer and trainer.policy, folder / "weights"
+        transport = sync.WeightSync(weight_sync, ranks, mine, engine, place, compute_dtype, sent, overlaps)
+        publish(sampled_with(step))
     evaluates = bool(eval_rows) and (publishes or only_eval)
     if evaluates and (only_eval or not saved):
-        evaluate(queue, step, eval_rows, c, version, record)
+        evaluate(queue, step, eval_rows, c, sampled_with(step), record)
     if saves and not only_sft and not saved:
-        save(step)
+        save(step, flight)
+    # What engines sample before others train on it. A resume does it again, with the weights of then; what is there
+    # already is only read.
+    ahead = lag if engine or ranks.engines and not overlap else 0  # steps by which this rank's samples are ahead
+    batches = {step - 1: Batch([], [], flight)}  # {step: what was sampled for it, and what is in flight after it}
+    for s in range(step, min(step + lag, rl_steps)):
+        if ahead:
+            batches[s] = sample_step(queue, s, train_rows, c, sampled_with(s), batches[s - 1].flight)
+        if transport and sampled_with(s + 1) != sampled_with(s):
+            publish(sampled_with(s + 1))
 
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
     # that only sample wait in 3 for the weights; a rank that is both does one after the other.
@@ -808,15 +918,22 @@ if __name__ == "__main__":
     while step < rl_steps:
         times = [time.monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
-        #    dynamic sampling asks for next depends on what came.
-        groups, made = sample_step(queue, step, train_rows, c, version)
+        #    is to be sampled next depends on what came.
+        if (s := step + ahead) < rl_steps:
+            batches[s] = sample_step(queue, s, train_rows, c, sampled_with(s), batches[s - 1].flight)
         if engine and transport:
             engine.sleep()  # until the next weights come
+        batches.pop(step - 1)
+        groups, made, flight = batches[step]
         times.append(time.monotonic())
-        # 2. Learn. The first update checks that the trainer computes the engine's log-probs before it moves a weight.
+        # 2. Learn. Before it moves a weight it is checked that the trainer computes the engine's log-probs: those of
+        #    older weights in passes of their own, the others in the first update.
         metrics, hashes = {}, {}
         if trainer:
-            samples = trainer.forward_only(samples_of(groups, overlong_filter))
+            samples = samples_of(groups, step, overlong_filter)
+            trainer.check_older(samples, step)
+            metrics["check_seconds"] = time.monotonic() - times[-1]
+            samples = trainer.forward_only(samples)
             rewards, lengths = (torch.stack([t[k] for t, _ in groups]) for k in ("rewards", "lengths"))
             penalty = overlong_penalty(lengths, max_new_tokens, overlong_cache)
             samples = with_advantages(samples, rewards + penalty, c)
@@ -824,12 +941,12 @@ if __name__ == "__main__":
             for i in range(updates_per_batch):
                 figures, hashes = trainer.update(samples, step, rate, check=i == 0)
                 metrics |= figures  # the last update's, but for the mismatch, which is the first's
+            trainer.keep(step + 1)
         step += 1
-        version = step if ranks.trainers else 0
         times.append(time.monotonic())
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them.
         if transport:
-            transport.publish(step, hashes.get("weights"))
+            publish(step, hashes.get("weights"))
         times.append(time.monotonic())
         # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
         if record:
@@ -838,10 +955,12 @@ if __name__ == "__main__":
             bar.update()
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(step, eval_every, rl_steps):
-            evaluate(queue, step, eval_rows, c, version, record)
+            evaluate(queue, step, eval_rows, c, step, record)
         if saves and due(step, checkpoint_every, rl_steps):
-            save(step)
+            save(step, flight)
     bar.close()
+    if transport:
+        transport.close()
     sync.meet()
     dist.destroy_process_group()
     if engine is not None:

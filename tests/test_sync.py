@@ -7,7 +7,9 @@ Sums that do not depend on who adds, files that are whole or refused, and a ledg
 import gc
 import json
 import random
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -232,7 +234,26 @@ def test_a_prompt_is_claimed_once(tmp_path):
 def test_waiting_for_a_group_that_never_comes_ends_in_time(tmp_path):
     sync.write_group(tmp_path, 0, TENSORS, META)
     with pytest.raises(RunError, match="group_0001"):
-        sync.wait_for_groups(tmp_path, 2, timeout=0.1)
+        sync.wait_for_groups(tmp_path, [0, 1], timeout=0.1)
+
+
+def test_a_group_is_waited_for_as_long_as_an_engine_shows_that_it_lives(tmp_path):
+    """It comes after five times the timeout; of a sign that nobody touches none is left after that."""
+    signs, started = [tmp_path / "engine_0.alive", tmp_path / "engine_1.alive"], time.monotonic()
+
+    def engine():
+        for _ in range(20):
+            signs[1].touch()
+            time.sleep(0.05)
+        sync.write_group(tmp_path, 3, TENSORS, META)
+
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(engine)
+        sync.wait_for_groups(tmp_path, [3], 0.2, signs)
+        assert time.monotonic() - started > 0.9 and working.result() is None
+    with pytest.raises(RunError, match="group_0004.*: no rollout came for 0 s"):
+        sync.wait_for_groups(tmp_path, [3, 4], 0.2, signs)
+    assert time.monotonic() - started < 2
 
 
 # ---- the ledger
@@ -302,7 +323,16 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
             tokens=torch.arange(6) + i, logprobs=torch.zeros(6), rewards=torch.tensor(rewards),
             prompt_tokens=torch.tensor([i]), lengths=torch.tensor([1, 2, 3]), truncated=torch.tensor([i == 0] * 3),
         )  # fmt: skip
-        meta = dict(prompt_text=f"p{i}", answer="", responses=list("abc"), version=3, retractions=1, seconds=i)
+        meta = dict(
+            prompt_text=f"p{i}",
+            answer="",
+            responses=list("abc"),
+            version=3,
+            retractions=1,
+            began=i,
+            seconds=i,
+            finished=True,
+        )
         made.append((tensors, meta))
     line = record.step(0, made[:3], made, dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0], 10**9)
     whole = torch.cat([t["rewards"] for t, _ in made[:3]]).double()
@@ -311,6 +341,7 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
     assert (line["response_length_mean"], line["response_length_max"], line["loss"]) == (2.0, 3, 0.25)
     assert line["truncated_fraction"] == pytest.approx(1 / 3) and line["engine_retractions"] == 4
     assert (line["wait_seconds"], line["train_seconds"], line["sync_seconds"]) == (1.0, 2.0, 4.0)
+    assert line["rollout_seconds"] == 6  # from when the first was begun, 0, to when the last was done
     best = [json.loads(x) for x in (tmp_path / "best.jsonl").read_text().splitlines()]
     assert best == [dict(prompt="p0", answer="a"), dict(prompt="p1", answer="c")]
     (written,) = (json.loads(x) for x in (tmp_path / "ledger.jsonl").read_text().splitlines())

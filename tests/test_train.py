@@ -305,13 +305,15 @@ def make_group(prompt, rewards, lengths=(2, 3), truncated=(False, True)):
     tensors = dict(
         tokens=tokens, loss_mask=mask, logprobs=-tokens.float(), lengths=torch.tensor(lengths),
         truncated=torch.tensor(truncated), prompt_tokens=torch.tensor([prompt]), rewards=torch.tensor(rewards),
+        weight_version=torch.arange(sum(lengths)) // 2,
     )  # fmt: skip
-    return tensors, dict(prompt=prompt)
+    return tensors, dict(prompt=prompt, step=5)
 
 
 @pytest.mark.parametrize("overlong_filter", [False, True])
 def test_only_samples_that_were_cut_off_are_filtered(overlong_filter):
-    samples = train.samples_of([make_group(3, [0.0, 1.0]), make_group(4, [0.0, 1.0])], overlong_filter)
+    groups = [make_group(3, [0.0, 1.0]), make_group(4, [0.0, 1.0])]
+    samples = train.samples_of(groups, overlong_filter=overlong_filter)
     assert [s.name for s in samples] == [f"prompt {p}, sample {g}" for p in (3, 4) for g in (0, 1)]
     assert [s.tokens.tolist() for s in samples[:2]] == [[3, 30, 31], [3, 32, 33, 34]]
     assert [s.truncated for s in samples] == [False, True] * 2 and [s.prompt_tokens for s in samples] == [1] * 4
@@ -336,17 +338,21 @@ def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_pro
     order = [train.rows_of_step(24, 4, k, c.seed, "rl") for k in range(6)]  # an epoch: three rounds for each step
     equal = {order[3][0], order[3][2], order[4][1], order[4][2], *order[5]}
     queue = Rollouts(equal)
-    groups, made = train.sample_step(queue, 1, rows, c, 7)
+    flight = train.Flight(3)
+    groups, made, after = train.sample_step(queue, 1, rows, c, 7, flight)
+    assert after is flight
     numbers = [meta["prompt"] for _, meta in made]
     assert [[*job.rows.values()] for job in queue.jobs] == order[3:5]  # the second round was enough
     assert [[*job.rows] for job in queue.jobs] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert all(job[:3] == ("rl", 1, 7) and job[4:] == (2, 0.7) for job in queue.jobs)
+    assert all(job[:3] == ("rl", 1, 7) and job[4:] == (2, 0.7, 0, {}) for job in queue.jobs)
     assert numbers == [1, 3, 4, 7, 0, 2, 5, 6] and [meta["prompt"] for _, meta in groups] == [1, 3, 4, 7]
     queue = Rollouts(equal | {order[4][0]})
-    groups, made = train.sample_step(queue, 1, rows, c, 7)  # three rounds were not: the first of the others fill up
+    groups, made, _ = train.sample_step(
+        queue, 1, rows, c, 7, flight
+    )  # three rounds were not: the first of the others fill up
     assert len(queue.jobs) == 3 and len(made) == 12 and [meta["prompt"] for _, meta in groups] == [1, 3, 7, 0]
     queue = Rollouts(equal)
-    groups, made = train.sample_step(queue, 3, rows, config_of(prompts_per_step=4), 7)
+    groups, made, _ = train.sample_step(queue, 3, rows, config_of(prompts_per_step=4), 7, flight)
     assert [meta["prompt"] for _, meta in groups] == [meta["prompt"] for _, meta in made] == [0, 1, 2, 3]
     assert [[*job.rows.values()] for job in queue.jobs] == [order[3]]  # with one round a step
 
@@ -356,7 +362,103 @@ def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
     queue, seen = Rollouts({8}), []
     record = types.SimpleNamespace(evaluation=lambda step, scores, n: seen.append((step, scores["pass@1"], n)))
     train.evaluate(queue, 6, [7, 8], c, 5, record)
-    assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, 0.3)] and seen == [(6, pytest.approx(1 / 6), 2)]
+    assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, 0.3, 0, {})] and seen == [(6, pytest.approx(1 / 6), 2)]
+
+
+class Segments:
+    """In a queue's place: group n, in the order of the data, takes `draws(n)` segments until it is finished."""
+
+    def __init__(self, draws, per_step):
+        self.draws, self.per_step, self.jobs, self.made = draws, per_step, [], []
+
+    def sample(self, job):
+        self.jobs.append(job)
+        for i in job.rows:
+            (step, place), group = job.begun[i]
+            n, versions = step * self.per_step + place, [*(group[0]["versions"] if group else ()), job.version]
+            meta = dict(born=[step, place], prompt=i, number=n, finished=len(versions) == self.draws(n))
+            self.made.append((dict(versions=versions), meta))
+        return self.made[-len(job.rows) :]
+
+
+def test_partial_rollouts_carry_groups_on_in_their_order_and_train_on_the_first_that_are_finished():
+    c = config_of(segment_tokens=2, groups_in_flight=5, prompts_per_step=3, group_size=2, max_new_tokens=8)
+    rows = [f"row {i}" for i in range(30)]
+    order = [rows[i] for s in range(10) for i in train.rows_of_step(30, 3, s, c.seed, "rl")]  # as whole samples are
+    queue, flight, trained = Segments(lambda n: [1, 4, 1, 2, 3, 1, 1][n % 7], 3), train.Flight(), []
+    for step in range(6):
+        first = len(queue.jobs)
+        groups, made, flight = train.sample_step(queue, step, rows, c, 10 + step, flight)
+        jobs = queue.jobs[first:]
+        assert len(groups) == 3 and flight.begun == 5 + 3 * step and len(flight.groups) == 2
+        assert made == [group for group in queue.made if group[0]["versions"][-1] == 10 + step]
+        assert [i // 5 for job in jobs for i in job.rows] == [k for k, job in enumerate(jobs) for _ in job.rows]
+        assert all(job.rows[i] == order[3 * s + p] for job in jobs for i, ((s, p), _) in job.begun.items())
+        assert all((job.step, job.version, job.tokens) == (step, 10 + step, 2) for job in jobs)
+        trained.append([meta["number"] for _, meta in groups])
+    # 3 is finished by a second round of step 0; 1 goes on while those behind it are trained on
+    assert trained[:3] == [[0, 2, 3], [4, 5, 6], [1, 7, 9]]
+    assert [t["versions"] for t, m in queue.made if m["number"] == 1][-1] == [10, 10, 11, 12]
+    left = [meta["number"] for _, meta in flight.groups]
+    assert sorted(sum(trained, left)) == list(range(20))  # each is begun once, and none is dropped
+
+
+@pytest.mark.parametrize("most,segment,places,P", [(8, 2, 5, 3), (6, 2, 9, 4), (9, 4, 6, 2), (6, 6, 9, 2)])
+def test_no_token_is_older_than_the_versions_that_are_kept_and_the_oldest_is_needed(most, segment, places, P):
+    """Whatever the lengths are. At first as many as a step takes are short, the others in flight long."""
+    sizes = dict(segment_tokens=segment, groups_in_flight=places, prompts_per_step=P, max_new_tokens=most, lag=2)
+    c, longest = config_of(**sizes), -(-most // segment)
+    assert train.versions_kept(config_of(lag=3)) == 3 and train.versions_kept(config_of()) == 0
+
+    def oldest(draws):
+        queue, flight, ages = Segments(lambda n: draws[n], P), train.Flight(), []
+        for step in range(20):
+            groups, _, flight = train.sample_step(queue, step, ["row"] * 7, c, step - 2, flight)
+            ages += [step - t["versions"][0] for t, _ in groups]
+        return max(ages)
+
+    assert oldest([1] * P + [longest] * (places - P) + [1] * 40 * P) == train.versions_kept(c)
+    for seed in range(50):
+        rng = random.Random(seed)
+        assert oldest([rng.randrange(1, longest + 1) for _ in range(40 * P)]) <= train.versions_kept(c)
+
+
+def test_a_sample_is_checked_version_by_version_up_to_its_last_token_of_that_version():
+    sample = train.samples_of([make_group(3, [0.0, 1.0], lengths=(2, 7))], step=5)[1]
+    assert sample.name == "prompt 3, sample 1" and sample.staleness.tolist() == [4, 4, 3, 3, 2, 2, 1]
+    assert train.samples_of([make_group(3, [0.0, 1.0])], step=6)[0].name == "prompt 3 of step 5, sample 0"
+    assert sample.tokens.tolist() == [3, 32, 33, 34, 35, 36, 37, 38]
+    assert sample.loss_mask.tolist() == [True, True, True, False, True, True, True]
+    cut = train.as_sampled(sample, 3)
+    assert cut.tokens.tolist() == [3, 32, 33, 34] and cut.loss_mask.tolist() == [False, False, True]
+    assert cut.logprobs.tolist() == [-32, -33, -34] and cut.prompt_tokens == 1 and len(cut.returns) == 3
+    assert (
+        train.as_sampled(sample, 1).loss_mask.tolist() == [False] * 6 + [True] and train.as_sampled(sample, 5) is None
+    )
+
+
+def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_against_the_last_version():
+    leaf = train.pack(random_samples(6), "cpu")
+    leaf = leaf._replace(staleness=torch.arange(len(leaf.targets)) % 3)
+    new = leaf.old_logprobs + 0.3 * torch.randn(len(leaf.targets), dtype=torch.float64)
+    c = config_of(loss="decoupled", loss_aggregation="token", clip_low=0.1, clip_high=0.2, lag=2)
+    loss, figures = train.leaf_loss((new, new * 0, None, None), leaf, c, 6, 50)
+    expected, ratios = 0.0, []
+    fields = (new, leaf.logprobs, leaf.old_logprobs, leaf.advantages)
+    for n, engine, old, A in zip(*(x.tolist() for x in fields)):
+        ratio = math.exp(n - old)
+        expected -= math.exp(old - engine) * min(ratio * A, min(max(ratio, 0.9), 1.2) * A)
+        ratios.append(math.exp(n - engine))
+    assert float(loss) == pytest.approx(expected / 50)
+    assert figures["ratio_mean"].tolist() == pytest.approx(ratios)
+    assert figures["ratio_variance"].tolist() == pytest.approx([r * r for r in ratios])  # less the mean's, once added
+    assert figures["kl_behaviour"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios])
+    assert figures["staleness"] is leaf.staleness
+    same = leaf._replace(old_logprobs=leaf.logprobs)
+    losses = [
+        train.leaf_loss((new, new * 0, None, None), same, config_of(loss=x), 6, 50)[0] for x in ("ppo", "decoupled")
+    ]
+    assert torch.equal(*losses)  # without a lag it is PPO
 
 
 def test_supervised_samples_learn_the_whole_answer_and_nothing_of_the_prompt():
