@@ -614,7 +614,7 @@ class Trainer:
             for i, group in enumerate(flight.groups):
                 sync.write_group(unfinished / "flight", i, *group)
             state = dict(step=step, optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]))
-            state |= dict(versions=sorted(earlier), begun=flight.begun, in_flight=len(flight.groups)) | record.state()
+            state |= dict(earlier=sorted(earlier), begun=flight.begun, in_flight=len(flight.groups)) | record.state()
             sync.seal_checkpoint(unfinished, finished, **state)
             sync.prune_checkpoints(ckpt, self.c.keep_checkpoints)
 
@@ -854,7 +854,7 @@ if __name__ == "__main__":
     # trainers, or all ranks, call them after the same steps, so what decides when is the config and the step alone.
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
-        done = saved.get("optimizer_steps", 0), saved.get("versions", ())
+        done = saved.get("optimizer_steps", 0), saved.get("earlier", ())
         trainer = Trainer(c, ranks, hf, model_path, place, *done)
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
     saves = bool(trainer and checkpoint_every)

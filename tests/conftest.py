@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import sync
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from prove import ROOT, command_of, interrupt, launch, replay_of, run_with_kills  # noqa: E402
+from prove import LAG, ROOT, SEGMENTS, command_of, interrupt, launch, replay_of, run_with_kills, slow_engines  # noqa: E402
 
 torch.set_num_threads(1)  # two workers share the machine
 
@@ -213,17 +213,49 @@ def resumed(once, two_ranks):
 def killed(once):
     """The run of two_ranks with a SIGKILL at a random moment, restarted by torchrun; its weights travel by disk."""
 
-    def kill(folder):
-        flags = ("--checkpoint_every=2", "--weight_sync=disk")
-        with shared_memory():
-            status, output, victims = run_with_kills(folder, 1, random.Random(os.urandom(8)), *flags)
-            for name in orphans():
-                if name.startswith("sglang_loads_"):  # a kill while SGLang starts can leave its statistics behind
-                    Path("/dev/shm", name).unlink(missing_ok=True)
-        assert status == 0 and len(victims) == 1, output[-4000:]
-        return output
+    return once("killed", lambda folder: survive(folder, "--weight_sync=disk"))
 
-    return once("killed", kill)
+
+def survive(folder, *flags, **options):
+    """The output of a run that gets a SIGKILL at a random moment and goes on."""
+    with shared_memory():
+        rng = random.Random(os.urandom(8))
+        status, output, victims = run_with_kills(folder, 1, rng, "--checkpoint_every=2", *flags, **options)
+        for name in orphans():
+            if name.startswith("sglang_loads_"):  # a kill while SGLang starts can leave its statistics behind
+                Path("/dev/shm", name).unlink(missing_ok=True)
+    assert status == 0 and len(victims) == 1, output[-4000:]
+    return output
+
+
+@pytest.fixture(scope="session")
+def lagged(once):
+    """Samples two steps ahead of the updates, in one process that does both in turn."""
+    return once("lagged", lambda folder: finish(folder, *LAG, "--weight_sync=ipc", launch=launch_warm))
+
+
+@pytest.fixture(scope="session")
+def lagged_apart(once):
+    """
+    The same side by side, on two engines that are slow at random, with a SIGKILL at a random moment; its weights travel
+    by disk.
+    """
+    flags, options = (*LAG, "--rollout_ranks=2", "--weight_sync=disk"), dict(ranks=3, broken=slow_engines)
+    return once("lagged_apart", lambda folder: survive(folder, *flags, **options))
+
+
+@pytest.fixture(scope="session")
+def segments(once):
+    """Partial rollouts, each segment with the weights of its step, in one process; no prefix is found again."""
+    flags = (*SEGMENTS, "--radix_cache=False", "--engine_max_running=17")
+    return once("segments", lambda folder: finish(folder, *flags, launch=launch_warm))
+
+
+@pytest.fixture(scope="session")
+def segments_apart(once):
+    """The same side by side on two slow engines, with a SIGKILL at a random moment."""
+    options = dict(ranks=3, broken=slow_engines)
+    return once("segments_apart", lambda folder: survive(folder, *SEGMENTS, "--rollout_ranks=2", **options))
 
 
 # ---- a process group of one, in the process of the tests

@@ -4,6 +4,7 @@ tools/diff.py on run folders made by hand.
     pytest tests/test_diff.py
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,9 @@ def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=
         for i in range(2):
             logprobs = torch.arange(7) * -0.5
             tensors = dict(
-                tokens=torch.arange(7), lengths=torch.tensor([3, 4]), logprobs=logprobs, rewards=torch.ones(2)
-            )
+                tokens=torch.arange(7), lengths=torch.tensor([3, 4]), logprobs=logprobs, rewards=torch.ones(2),
+                weight_version=torch.zeros(7, dtype=torch.int64),
+            )  # fmt: skip
             if i == 1:
                 change(step, tensors)
             queue = folder / "queue" / f"rl_{step:06d}"
@@ -69,6 +71,24 @@ def test_a_logprob_one_bit_off_is_found_with_both_values(diff, tmp_path):
     status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", change=change))
     assert status == 1 and "first difference: rl step 2, logprobs" in output
     assert "prompt 1, sample 1, token 2:" in output and "-2.5  0xc0200000" in output and "0xc01fffff" in output
+
+
+def test_where_a_group_was_drawn_with_other_weights_step_and_versions_are_named(diff, tmp_path):
+    """It was begun in step 1, and trained on in step 2: the ledger says when it was, the files where it parted."""
+
+    def change(version):
+        return lambda step, tensors: tensors["weight_version"][5:].fill_(step and version)
+
+    runs = [make_run(tmp_path / name, change=change(version)) for name, version in (("a", 1), ("b", 2))]
+    for folder in runs:
+        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new", "start")
+        for entry in map(json.loads, entries):
+            drawn = folder.name if entry["step"] == 2 else "the same"
+            ledger.append(**{k: v for k, v in entry.items() if k != "chain"}, weight_version=drawn)
+        ledger.path.rename(folder / "ledger.jsonl")
+    status, output = diff(*runs)
+    assert status == 1 and "first difference: rl step 2, weight_version\n  drawn in step 1:\n" in output
+    assert "prompt 1, sample 1, token 2:\n    1  0x0000000000000001\n    2  0x0000000000000002\n" in output
 
 
 def test_a_parameter_is_named(diff, tmp_path):

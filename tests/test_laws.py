@@ -12,6 +12,8 @@ run with one thing wrong that the same comparison catches.
     L6  killed at any moment and resumed, on other ranks too
     L7  replayed without an engine
     L8  by whatever way the weights travel
+    L9  training and sampling side by side or in turn, with whatever lag the config sets
+    L11 with samples drawn in segments, each with the weights of its step
     L12 on whatever CPU, with whatever vectors and threads
 
 A ledger has a hash of the prompts, tokens, log-probs, rewards, advantages, and of each parameter's gradient, value and
@@ -32,7 +34,9 @@ import pytest
 import torch
 from conftest import DAPO, ENGINE_FLAGS, digest, error_line, finish, launch_warm, read_groups
 from prove import (
+    LAG,
     ROOT,
+    SEGMENTS,
     a_flipped_bit,
     flip_token,
     forget_optimizer,
@@ -41,8 +45,10 @@ from prove import (
     processes_of,
     replay_of,
     seeds_by_engine,
+    segments_by_time,
     steps_that_taught_nothing,
     sums_as_they_come,
+    weights_as_they_come,
 )
 from safetensors.torch import load_file
 
@@ -277,6 +283,83 @@ def test_L8_control_a_bit_flipped_on_the_way_is_caught_and_the_parameter_named(t
     status, output = launch_warm(tmp_path / "run", "--max_steps=1", broken=a_flipped_bit)
     assert status == 1 and re.search("did not arrive as sent: .*up_proj.weight", error_line(output))
     assert not lines(tmp_path / "run", "ledger.jsonl", "rl") and not os.path.exists(tmp_path / "run" / "queue")
+
+
+# ---- L9: a lag
+
+
+def test_L9_side_by_side_or_in_turn_one_ledger(lagged, lagged_apart, two_ranks):
+    """On one engine, and on two that are slow at random; killed at a random moment, resumed with the weights of then."""
+    assert_it_learned(lagged[0], steps=24)
+    assert ledger(lagged[0]) == ledger(lagged_apart[0]) != ledger(two_ranks[0])
+    steps = lines(lagged[0], "metrics.jsonl", "rl")
+    assert [m["staleness"] for m in steps] == [0, 1, *[2] * 22]
+    assert all(m["logprob_mismatch_tokens"] == 0 for m in steps)
+    # The weights are others than those that sampled: ratios, which the check takes no part in, say by how much.
+    assert all((m["ratio_mean"], m["kl_behaviour"], m["effective_sample_size"]) == (1, 0, 1) for m in steps[:1])
+    assert all(m["ratio_variance"] > 1e-5 and m["kl_behaviour"] > 1e-5 for m in steps[2:])
+    assert all(0.9 < m["effective_sample_size"] < 1 for m in steps[2:])
+
+
+def test_L9_training_and_sampling_overlap(lagged, lagged_apart):
+    """One does not wait for the other: together they were busy for longer than it took, which in turn they cannot be."""
+
+    def share(folder):
+        steps = lines(folder, "metrics.jsonl", "rl")[2:-2]  # the first two are sampled before, the last without samples
+        return sum(m["rollout_seconds"] + m["train_seconds"] for m in steps) / sum(m["step_seconds"] for m in steps)
+
+    assert share(lagged[0]) < 1 < share(lagged_apart[0])
+    for tensors, meta in read_groups(lagged_apart[0]):
+        assert meta["stream"] == "eval" or tensors["weight_version"].unique().tolist() == [max(0, meta["step"] - 2)]
+
+
+def test_L9_control_weights_as_they_come_are_caught(tmp_path):
+    flags = (*LAG, "--max_steps=6", "--eval_size=0")
+    status, output = launch_warm(tmp_path / "run", *flags, broken=weights_as_they_come)
+    assert status == 2 and re.search("step 4, prompt 0, sample 0, token 0: engine .* differ", error_line(output))
+    assert len(lines(tmp_path / "run", "ledger.jsonl", "rl")) == 4  # before it moved a weight
+
+
+def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, tmp_path):
+    flags = (*LAG, *replay_of(lagged[0]), "--checkpoint_every=0")
+    finish(tmp_path / "run", *flags, ranks=2)
+    assert_it_learned(tmp_path / "run", steps=24)
+    assert ledger(tmp_path / "run") == ledger(lagged[0])
+
+
+# ---- L11: segments
+
+
+def test_L11_segments_one_ledger_on_any_engines_at_any_pace(segments, segments_apart):
+    assert_it_learned(segments[0], steps=24)
+    assert ledger(segments[0]) == ledger(segments_apart[0])
+    groups = read_groups(segments[0])
+    assert max(len(t["weight_version"].unique()) for t, _ in groups) >= 4
+    spread = [t["weight_version"].split(t["lengths"].tolist()) for t, meta in groups if meta["step"] > 4]
+    assert all(version.tolist() == sorted(version.tolist()) for sample in spread for version in sample)
+    steps = lines(segments[0], "metrics.jsonl", "rl")
+    assert all(m["logprob_mismatch_tokens"] == 0 for m in steps)
+    assert len({m["staleness"] for m in steps}) > 10 and max(m["staleness"] for m in steps) > 1
+
+
+def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, tmp_path):
+    """Until the first update nothing but the cuts is different."""
+    flags = ("--segment_tokens=2", "--groups_in_flight=8", "--max_steps=1")
+    status, output = launch_warm(tmp_path / "run", *flags)
+    assert status == 0, output[-4000:]
+    (ours,), base = (lines(folder, "ledger.jsonl", "rl") for folder in (tmp_path / "run", two_ranks[0]))
+    assert len(list((tmp_path / "run" / "queue" / "rl_000000").glob("group_*"))) > 8
+    assert {k: x for k, x in ours.items() if k not in ("weight_version", "chain")} == {
+        k: x for k, x in base[0].items() if k != "chain"
+    }
+
+
+def test_L11_control_segments_cut_by_time_are_other_samples(segments, tmp_path):
+    flags = (*SEGMENTS, "--max_steps=4", "--eval_size=0")
+    status, output = launch_warm(tmp_path / "run", *flags, broken=segments_by_time)
+    assert status == 0, output[-4000:]
+    ours, other = (lines(folder, "ledger.jsonl", "rl") for folder in (segments[0], tmp_path / "run"))
+    assert any(x["tokens"] != y["tokens"] for x, y in zip(ours, other, strict=False))
 
 
 # ---- L12: other CPUs

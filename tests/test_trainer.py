@@ -248,6 +248,46 @@ def test_the_first_logprob_that_differs_is_named_and_stops_a_strict_run(ranks, s
     assert not any(torch.equal(s.data, w) for s, w in zip(trainer.shards, before))
 
 
+def test_tokens_of_older_weights_are_checked_against_these_and_named_where_they_differ_or_are_not_kept(
+    ranks, scratch, capsys, monkeypatch
+):
+    """Three versions; half of each sample's tokens are of the first, the last of the one before the last."""
+    monkeypatch.delenv("RANK", raising=False)
+    trainer, samples, logprobs = make_trainer(ranks, scratch, lag=2), make_samples(9), []
+    for version in range(3):
+        trainer.keep(version)
+        logprobs.append([s.logprobs for s in with_own_logprobs(trainer, samples)])
+        if version < 2:
+            trainer.update(samples, version, 1e-2)
+    weights = [w.clone() for w in trainer.weights]
+    mixed, tokens = [], 0
+    for s, first, second, last in zip(samples, *logprobs, strict=True):
+        versions = torch.arange(len(s.loss_mask)) * 3 // len(s.loss_mask)
+        tokens += int(s.loss_mask.sum())
+        drawn = torch.where(versions == 0, first, torch.where(versions == 1, second, last))
+        assert not torch.equal(first, second) and not torch.equal(second, last)
+        mixed.append(s._replace(logprobs=drawn, staleness=2 - versions))
+    trainer.check_older(mixed, step=2)
+    assert trainer.mismatches == [] and all(map(torch.equal, weights, trainer.weights))
+    metrics, _ = trainer.update(mixed, step=2, lr=0.0, check=True)
+    assert metrics["logprob_mismatch_tokens"] == 0 and metrics["ratio_variance"] > 1e-6 and metrics["staleness"] > 0
+    # as weights that came too early: the tokens of the first version are said to be of the second
+    early = [s._replace(staleness=s.staleness.clamp(max=1)) for s in mixed]
+    trainer.check_older(early, step=2)
+    with pytest.raises(SystemExit):
+        trainer.update(early, step=2, lr=0.1, check=True)
+    at = int(mixed[0].loss_mask.nonzero()[0])
+    line = capsys.readouterr().err
+    assert (
+        line.startswith(f"error: step 2, prompt 0, sample 0, token {at}: engine ") and f" of {tokens} log-probs" in line
+    )
+    trainer.keep(3)
+    with pytest.raises(SystemExit):
+        trainer.check_older([s._replace(staleness=s.staleness + 1) for s in mixed], step=3)
+    why = "sampled with weights 0; the oldest that are kept are 1"
+    assert capsys.readouterr().err == f"error: step 3, prompt 0, sample 0, token {at}: {why}\n"
+
+
 def test_a_loss_or_a_norm_that_is_not_finite_changes_no_weight(ranks, scratch, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     trainer = make_trainer(ranks, scratch)

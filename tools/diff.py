@@ -15,7 +15,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-STAGES = ("prompts", "tokens", "logprobs", "rewards", "advantages", "gradients", "weights", "optimizer")
+STAGES = (
+    "prompts",
+    "weight_version",
+    "tokens",
+    "logprobs",
+    "rewards",
+    "advantages",
+    "gradients",
+    "weights",
+    "optimizer",
+)
 
 
 def read_ledger(folder):
@@ -54,7 +64,7 @@ def describe_rollouts(folder_a, folder_b, stage):
             continue
         a, b = load_file(folder_a / name), load_file(folder_b / name)
         sizes_a, sizes_b = a["lengths"].tolist(), b["lengths"].tolist()
-        per_token = stage in ("tokens", "logprobs")
+        per_token = stage in ("weight_version", "tokens", "logprobs")
         x = a[stage].split(sizes_a) if per_token else a[stage].split(1)
         y = b[stage].split(sizes_b) if per_token else b[stage].split(1)
         for g, (u, v) in enumerate(zip(x, y)):
@@ -109,9 +119,15 @@ def main(folder_a, folder_b):
             kept = (Path(f) / "ckpt" / f"step_{a[i]['step'] + 1:06d}" for f in (folder_a, folder_b))
             if a[i]["phase"] == "rl" and stage in ("weights", "optimizer"):
                 print(*describe_parameter(*kept, stage, item), sep="\n")
-        elif stage in ("tokens", "logprobs", "rewards") and a[i]["phase"] == "rl":
-            queues = (Path(f) / "queue" / f"rl_{a[i]['step']:06d}" for f in (folder_a, folder_b))
-            print("\n".join(describe_rollouts(*queues, stage)) or "  (the rollout files are not kept)")
+        elif stage in ("weight_version", "tokens", "logprobs", "rewards") and a[i]["phase"] == "rl":
+            # A group may have been drawn, a segment at a time, in steps before that which trains on it.
+            for step in range(a[i]["step"] + 1) if "weight_version" in a[i] else [a[i]["step"]]:
+                queues = (Path(f) / "queue" / f"rl_{step:06d}" for f in (folder_a, folder_b))
+                if found := list(describe_rollouts(*queues, stage)):
+                    print(f"  drawn in step {step}:", *found, sep="\n")
+                    break
+            else:
+                print("  (the rollout files are not kept)")
     x, y = read_config(folder_a), read_config(folder_b)
     for key in sorted(k for k in x.keys() | y.keys() if x.get(k) != y.get(k)):
         print(f"  config: {key} = {x.get(key)} | {y.get(key)}")

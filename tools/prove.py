@@ -10,6 +10,7 @@ parameter's gradient, value and optimizer state. Exit status 0: all laws hold an
 """
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import sync  # noqa: E402
 
-# ---- the three ways to break a promise that no flag offers
+# ---- ways to break a promise that no flag offers, and one to try it
 
 
 def sums_as_they_come():
@@ -60,6 +61,43 @@ def a_flipped_bit():
     sync.whole = wrong
 
 
+def weights_as_they_come():
+    """Every third time the engines go on with the weights they have, since the next ones are late."""
+    publish, sent = sync.WeightSync.publish, {}
+
+    def late(self, version, hashes=None, shards=None):
+        sent[version] = shards
+        publish(self, version, None, sent[version - 1] if version % 3 == 2 else shards)
+
+    sync.WeightSync.publish = late
+
+
+def segments_by_time():
+    """A segment ends when a moment has passed, not after so many tokens."""
+    from rollout_server import Sampler
+
+    draw = Sampler._draw
+
+    async def cut(self, samples, prompt, seeds, job):
+        job = job._replace(tokens=job.tokens and 1 + time.time_ns() // 1000 % (2 * job.tokens))
+        return await draw(self, samples, prompt, seeds, job)
+
+    Sampler._draw = cut
+
+
+def slow_engines():
+    """Breaks nothing: an engine waits up to a tenth of a second before it draws a prompt's samples."""
+    from rollout_server import Sampler
+
+    draw = Sampler._draw
+
+    async def slow(self, *args):
+        await asyncio.sleep(random.SystemRandom().random() / 10)
+        return await draw(self, *args)
+
+    Sampler._draw = slow
+
+
 # ---- runs
 
 
@@ -84,6 +122,11 @@ def lines(folder, file, phase=None):
     """The lines of a run's ledger.jsonl or metrics.jsonl, of one phase or of all."""
     every = [json.loads(line) for line in (folder / file).read_text().splitlines()]
     return [line for line in every if phase in (None, line["phase"])]
+
+
+# Samples made ahead of the updates: whole ones, and token by token, with the weights of each step
+LAG = ("--lag=2",)
+SEGMENTS = ("--lag=1", "--segment_tokens=1", "--groups_in_flight=16", "--prompts_per_step=4")
 
 
 def replay_of(folder):
@@ -122,7 +165,7 @@ def processes_of(folder):
 
 
 def is_rank(command):
-    return "train_grpo.py" in command and "torch.distributed.run" not in command
+    return ("train_grpo.py" in command or "--broken" in command) and "torch.distributed.run" not in command
 
 
 def run_with_kills(folder, kills, rng, *flags, say=lambda _: None, **options):
@@ -231,8 +274,8 @@ class Proof:
     def ledger(self, folder):
         return (folder / "ledger.jsonl").read_text().splitlines()
 
-    def row(self, varied, folders, control, caught):
-        first, equal = self.ledger(self.base), True
+    def row(self, varied, folders, control, caught, base=None):
+        first, equal = self.ledger(base or self.base), True
         for folder in folders:
             mine = self.ledger(folder)
             equal &= mine == first[: len(mine)] and not steps_that_taught_nothing(folder)
@@ -325,11 +368,39 @@ class Proof:
         caught = caught and "up_proj.weight" in caught
         yield self.row("weights by broadcast, disk, ipc", runs, "a bit flipped on the way", caught)
 
+    def apart(self, flags):
+        """A run in turn, and the same run side by side with slow engines, killed, and from its rollout files."""
+        in_turn, runs, kills = self.run("samples ahead, in turn", *flags, ranks=0), [], -(-self.kills // 3)
+        for engines in (n for n in (1, 2) if n < self.most):
+            options = dict(ranks=1 + engines, broken=slow_engines)
+            more = (*flags, f"--rollout_ranks={engines}", "--checkpoint_every=2")
+            runs.append(self.run(f"side by side, {engines} slow engines", *more, **options))
+            folder = self.folder / f"killed_{flags[0]}_{engines}"
+            status, output, victims = run_with_kills(
+                folder, kills, random.Random(time.time_ns()), *more, say=self.say, **options
+            )
+            if status:
+                sys.exit(f"after {len(victims)} kills: status {status}\n{output[-3000:]}")
+            runs.append(folder)
+        return in_turn, [*runs, self.run("a replay", *flags, *replay_of(in_turn))]
+
+    def L9(self):
+        base, runs = self.apart(LAG)
+        late = self.run("weights as they come", *LAG, "--max_steps=6", ranks=0, fails=True, broken=weights_as_they_come)
+        varied = "lag=2: overlapped or in turn, 1 and 2 slow engines, kills, replay"
+        yield self.row(varied, runs, "weights as they come", late and "log-probs differ" in late, base)
+
+    def L11(self):
+        base, runs = self.apart(SEGMENTS)
+        cut = self.run("segments cut by time", *SEGMENTS, "--max_steps=4", ranks=0, broken=segments_by_time)
+        varied = "segments with lag=1: overlapped or in turn, 1 and 2 slow engines, kills, replay"
+        yield self.row(varied, runs, "segments cut by time", self.differs(base, cut), base)
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     laws = [name for name in vars(Proof) if name[0] == "L"]
-    parser.add_argument("laws", nargs="*", choices=[[], *laws], default=[], metavar="L1 .. L8")
+    parser.add_argument("laws", nargs="*", choices=[[], *laws], default=[], metavar="L1 .. L11")
     parser.add_argument("--kills", type=int, default=6)
     args = parser.parse_args()
     folder, started = Path(tempfile.mkdtemp(prefix="prove")), time.monotonic()
