@@ -17,6 +17,7 @@ N tokens of a packed leaf, M loss tokens of it, V vocabulary. A leaf is a micro-
 """
 
 import heapq
+import itertools
 import math
 import os
 import shutil
@@ -385,14 +386,16 @@ def versions_kept(c):
 
 def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
-    parts, start = [], 0
-    for s in samples or [FILLER]:
-        at, length = s.prompt_tokens + s.loss_mask.nonzero()[:, 0], len(s.tokens)
-        of_sample = s.tokens, torch.arange(length), torch.tensor([length]), torch.tensor([len(at)])
-        of_tokens = (field[s.loss_mask] for field in s[Sample._fields.index("staleness") :])
-        parts.append((*of_sample, start + at - 1, s.tokens[at], *of_tokens))
-        start += length
-    return Leaf(*(torch.cat(field).to(device) for field in zip(*parts)))
+    samples = samples or [FILLER]
+    lengths = [len(s.tokens) for s in samples]
+    ends, ids = itertools.accumulate(lengths), torch.cat([s.tokens for s in samples])
+    response = torch.cat([torch.arange(end - len(s.loss_mask), end) for s, end in zip(samples, ends)])
+    mask = torch.cat([s.loss_mask for s in samples])
+    at, counts = response[mask], [int(s.loss_mask.sum()) for s in samples]
+    of_samples = ids, torch.cat([torch.arange(n) for n in lengths]), torch.tensor(lengths), torch.tensor(counts)
+    first = Sample._fields.index("staleness")
+    of_tokens = (torch.cat(field)[mask] for field in zip(*(s[first:] for s in samples)))
+    return Leaf(*(x.to(device) for x in (*of_samples, at - 1, ids[at], *of_tokens)))
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -635,7 +638,8 @@ class Trainer:
         those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept.
         """
         self.mismatches = []
-        for age in sorted({int(x) for s in samples for x in s.staleness[s.loss_mask].unique()} - {0}):
+        ages = torch.cat([s.staleness[s.loss_mask] for s in samples]).unique()
+        for age in ages[ages > 0].tolist():
             cut = {i: part for i, s in enumerate(samples) if (part := as_sampled(s, age))}
             where, parts = list(cut), list(cut.values())
             token = f"{parts[0].name}, token {int(parts[0].loss_mask.nonzero()[0])}"

@@ -289,7 +289,7 @@ def test_L8_control_a_bit_flipped_on_the_way_is_caught_and_the_parameter_named(t
 
 
 def test_L9_side_by_side_or_in_turn_one_ledger(lagged, lagged_apart, two_ranks):
-    """On one engine, and on two that are slow at random; killed at a random moment, resumed with the weights of then."""
+    """On one engine, and on two that are slow at random, one process of them killed and the run resumed."""
     assert_it_learned(lagged[0], steps=24)
     assert ledger(lagged[0]) == ledger(lagged_apart[0]) != ledger(two_ranks[0])
     steps = lines(lagged[0], "metrics.jsonl", "rl")
@@ -302,7 +302,7 @@ def test_L9_side_by_side_or_in_turn_one_ledger(lagged, lagged_apart, two_ranks):
 
 
 def test_L9_training_and_sampling_overlap(lagged, lagged_apart):
-    """One does not wait for the other: together they were busy for longer than it took, which in turn they cannot be."""
+    """One does not wait for the other: together they were busy for longer than it took, which in turn cannot be."""
 
     def share(folder):
         steps = lines(folder, "metrics.jsonl", "rl")[2:-2]  # the first two are sampled before, the last without samples
