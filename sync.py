@@ -431,7 +431,11 @@ class WeightSync:
     def _send_on(self):
         """The thread that sends. An error of its own ends this process, and so the run."""
         try:
-            with torch.cuda.stream(torch.cuda.Stream()) if self.device == "cuda" else nullcontext():
+            with (
+                torch.cuda.stream(torch.cuda.Stream(self.shards[0].data.device))
+                if self.device == "cuda"
+                else nullcontext()
+            ):
                 while delivery := self.waiting.get():
                     self._deliver(*delivery)
         except BaseException as e:
