@@ -518,7 +518,7 @@ class Trainer:
     collective over the trainers: each rank calls it with all the samples of a step, and works on its own leaves.
 
     c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from: a
-    checkpoint if `optimizer_steps` have been taken, with earlier `versions` of them (names of folders).
+    checkpoint if `optimizer_steps` have been taken, which has these earlier `versions` of them, too.
     """
 
     def __init__(self, c, ranks, hf, folder, device, optimizer_steps=0, versions=()):
@@ -547,14 +547,10 @@ class Trainer:
         # A critic that begins with 0 everywhere leaves the first advantages as the rewards make them.
         if self.model.value_head is not None:
             self.model.value_head.to_local().detach().zero_()
-        if optimizer_steps:
-            sync.load_weights(self.optimizer_state(), folder / "optimizer", tied=False)
         # {version: shards of the policy as the engines got it}; tokens sampled with it are checked against it.
-        self.versions, self.mismatches = {}, []
-        for name in versions:
-            kept = [s._replace(data=torch.empty_like(s.data, dtype=self.dtype)) for s in self.policy]
-            sync.load_weights(kept, folder / name, hf.tie_word_embeddings)
-            self.versions[int(name.rpartition("_")[2])] = kept
+        self.versions, self.mismatches = {version: self.rounded() for version in versions}, []
+        if optimizer_steps:
+            sync.load_weights(self.optimizer_state(self.versions), folder / "optimizer", tied=False)
         if self.rank == 0:
             print(f"model: {sum(math.prod(s.shape) for s in self.shards):,} parameters", flush=True)
         # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer.
@@ -567,11 +563,17 @@ class Trainer:
             self.frozen = build_model(its, self.mesh, device, c.batch_invariant)
             sync.load_weights(sync.shards(self.frozen, self.mesh), folder, its.tie_word_embeddings)
 
-    def optimizer_state(self):
-        """AdamW's moments, named and cut like the parameters; and the critic's head, which no engine knows."""
+    def optimizer_state(self, versions):
+        """What a checkpoint has beside the model, cut like it: AdamW's moments, these versions, the critic's head."""
         pairs = [(s, self.optimizer.state[w]) for s, w in zip(self.shards, self.weights)]
-        moments = [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
-        return moments + [s for s in self.shards if s.name == "value_head"]
+        state = [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
+        for version, kept in versions.items():
+            state += [s._replace(name=f"version {version}.{s.name}", data=s.data.to(self.device)) for s in kept]
+        return state + [s for s in self.shards if s.name == "value_head"]
+
+    def rounded(self):
+        """A copy of the policy's shards, in the type that is computed in and that the engines get."""
+        return [s._replace(data=s.data.to(self.dtype, copy=True)) for s in self.policy]
 
     def keep(self, version):
         """Notes the weights as `version`, as long as a token may have been sampled with them."""
@@ -579,7 +581,7 @@ class Trainer:
             # The last version is still to be sent; those before it wait where there is room.
             older = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
             older = {v: [s._replace(data=s.data.cpu()) for s in kept] for v, kept in older.items()}
-            self.versions = older | {version: [s._replace(data=s.data.to(self.dtype, copy=True)) for s in self.policy]}
+            self.versions = older | {version: self.rounded()}
 
     @contextmanager
     def as_of(self, version):
@@ -600,24 +602,21 @@ class Trainer:
         """
         # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
         finished, unfinished = ckpt / f"step_{step:06d}", ckpt / f".step_{step:06d}"
-        earlier = {f"version_{version:06d}": kept for version, kept in self.versions.items() if version != step}
+        earlier = {version: kept for version, kept in self.versions.items() if version != step}
         if record:
             shutil.rmtree(unfinished, ignore_errors=True)
-            for name in ("optimizer", "flight", *earlier):
+            for name in ("optimizer", "flight"):
                 (unfinished / name).mkdir(parents=True)
             self.model.config.save_pretrained(unfinished)
             sync.save_tokenizer(unfinished, tokenizer, stop_tokens)
         sync.meet(self.process_group)  # the folders are there
         sync.write_tensors(unfinished, "model", self.policy, self.mesh)
-        sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(), self.mesh)
-        for name, kept in earlier.items():
-            shards = [s._replace(data=s.data.to(self.device)) for s in kept]
-            sync.write_tensors(unfinished / name, "model", shards, self.mesh)
+        sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(earlier), self.mesh)
         if record:
             for i, group in enumerate(flight.groups):
                 sync.write_group(unfinished / "flight", i, *group)
             state = dict(step=step, optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]))
-            state |= dict(earlier=sorted(earlier), begun=flight.begun, in_flight=len(flight.groups)) | record.state()
+            state |= dict(earlier=[*earlier], begun=flight.begun, in_flight=len(flight.groups)) | record.state()
             sync.seal_checkpoint(unfinished, finished, **state)
             sync.prune_checkpoints(ckpt, self.c.keep_checkpoints)
 

@@ -32,7 +32,7 @@ from algorithms import START, run
 
 FLAGS = {"ppo": "", "truncated": "--importance=truncate", "decoupled": "--loss=decoupled"}
 SFT = "--mode=sft --learning_rate=1e-3 --warmup_steps=20 --lr_decay_steps=0 --weight_sync="
-COMMON = "--warmup_sft_steps=0 --checkpoint_every=0 --sample_every=0"
+COMMON = "--learning_rate=2e-4 --warmup_sft_steps=0 --checkpoint_every=0 --sample_every=0"
 LONGEST, SEGMENT = 240, 32
 
 
@@ -57,7 +57,7 @@ def lags(args, start, folder, more):
             if lag == 0 and loss != args.losses[0]:
                 continue  # all weights are 1 then: the three are one
             flags = [*COMMON.split(), *FLAGS[loss].split(), f"--lag={lag}", f"--max_steps={args.steps}"]
-            flags += [f"--init_from={start}", "--prompts_per_step=16", "--eval_samples=2", *more]
+            flags += [f"--init_from={start}", "--prompts_per_step=32", "--eval_samples=2", *more]
             flags += [f"--lr_decay_steps={args.steps}"]
             before, after, runs = [], [], []
             for seed in range(1, args.seeds + 1):
@@ -82,7 +82,7 @@ def lags(args, start, folder, more):
             row += [f"{mean(steps, 'reward_mean'):.3f}", *("" if x is None else f"{x:.2g}" for x in figures)]
             row += [", ".join(f"{x:.0%}" for x in idle(runs[0])), f"{gained:.2f}"]
             print("|", " | ".join(map(str, row)), "|", flush=True)
-    print(f"\nFrom {statistics.fmean(before):.3f}; {args.steps} steps of 16 x 8 samples, seeds 1 to {args.seeds}.")
+    print(f"\nFrom {statistics.fmean(before):.3f}; {args.steps} steps of 32 x 8 samples, seeds 1 to {args.seeds}.")
     return curves
 
 
@@ -111,7 +111,7 @@ def tail(args, folder, more):
             file.write(json.dumps(dict(prompt=f"{i}=", answer="x" * length)) + "\n")
     (folder / "even.py").write_text("def even(prompt, response, answer):\n    return float(len(response) % 2 == 0)\n")
     task = [f"--dataset={folder / 'tail.jsonl'}", f"--reward={folder / 'even.py'}:even", "--eval_size=0"]
-    task += [f"--max_new_tokens={LONGEST + 8}", "--prompts_per_step=8", "--lanes=1", "--learning_rate=1e-4", *more]
+    task += [f"--max_new_tokens={LONGEST + 8}", "--prompts_per_step=8", "--lanes=1", *more]
     start = folder / "sft"
     run(start, *SFT.split(), *task, "--max_steps=150", "--learning_rate=1e-3", "--checkpoint_every=150")
     task += [*COMMON.split(), f"--init_from={start / 'ckpt' / 'step_000150'}", f"--max_steps={args.steps}", "--lag=1"]
@@ -155,7 +155,7 @@ def main():
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--losses", nargs="+", choices=FLAGS, default=list(FLAGS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
         "--tail", action="store_true", help="whole samples beside segments, on lengths with a long tail"
     )
