@@ -7,6 +7,7 @@ Sampled tokens per second in steady state, of rollout and training together.
     python tools/bench.py --onoff                            # with and without our operators, twice each
     python tools/bench.py --operators                        # on a GPU: each operator against the library's
     python tools/bench.py --peer                             # on a CPU: beside TRL; --peer=all: at more settings
+    python tools/bench.py --peer --ranks=2 --lag=1 --lanes=1 # training and sampling side by side
 
 Runs train_grpo.py for some steps with samples of a fixed length and takes the median over the steps after the first
 four, which warm up. `--operators` times one operator after the other at the shapes of Qwen3 instead: random numbers,
@@ -279,7 +280,10 @@ def peer(args):
 def phases(step):
     """Where the seconds of a step of ours went, from its metrics; they add up to the step's."""
     rollout, wait, train, sync = (step[f"{key}_seconds"] for key in ("rollout", "wait", "train", "sync"))
-    parts = {"rollout": rollout, "queue": wait - rollout, "training": train, "weight sync": sync}
+    sampling = {"rollout": rollout, "queue": wait - rollout}
+    if wait < rollout:  # side by side with the training, --lag=1 --ranks=2
+        sampling = {"waiting": wait}
+    parts = {**sampling, "training": train, "weight sync": sync}
     return parts | {"record": step["step_seconds"] - wait - train - sync}
 
 
