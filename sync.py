@@ -418,7 +418,10 @@ class WeightSync:
         if cast and (hashes is None or self.shards[0].data.dtype != self.dtype):
             hashes = tensor_hashes([s.data for s in cast], cast, self.ranks.mesh.get_group())
         expected = {s.name: hashes[s.name] for s in cast}
-        self.waiting.put((version, cast, expected)) if self.waiting else self._deliver(version, cast, expected)
+        if self.waiting:
+            self.waiting.put((version, cast, expected))
+        else:
+            self._deliver(version, cast, expected)
 
     def _deliver(self, version, cast, expected):
         meet()

@@ -909,9 +909,13 @@ if __name__ == "__main__":
     # already is only read.
     ahead = lag if engine or ranks.engines and not overlap else 0  # steps by which this rank's samples are ahead
     batches = {step - 1: Batch([], [], flight)}  # {step: what was sampled for it, and what is in flight after it}
+
+    def sample(step):
+        batches[step] = sample_step(queue, step, train_rows, c, sampled_with(step), batches[step - 1].flight)
+
     for s in range(step, min(step + lag, rl_steps)):
         if ahead:
-            batches[s] = sample_step(queue, s, train_rows, c, sampled_with(s), batches[s - 1].flight)
+            sample(s)
         if transport and sampled_with(s + 1) != sampled_with(s):
             publish(sampled_with(s + 1))
 
@@ -922,8 +926,8 @@ if __name__ == "__main__":
         times = [time.monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
         #    is to be sampled next depends on what came.
-        if (s := step + ahead) < rl_steps:
-            batches[s] = sample_step(queue, s, train_rows, c, sampled_with(s), batches[s - 1].flight)
+        if step + ahead < rl_steps:
+            sample(step + ahead)
         if engine and transport:
             engine.sleep()  # until the next weights come
         batches.pop(step - 1)

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+SFT = "--mode=sft --learning_rate=1e-3 --warmup_steps=20 --lr_decay_steps=0".split()
 START = 257  # supervised steps, as in the warm-up of config/tiny.py; the teacher has three times as many
 FLAGS = {
     "grpo": "",
@@ -66,11 +67,17 @@ def main():
     if unknown := [name for name in chosen if name not in FLAGS]:
         parser.error(f"no such algorithm as {unknown[0]!r}; known are {', '.join(FLAGS)}")
     folder, started, good = Path(tempfile.mkdtemp(prefix="algorithms")), time.monotonic(), True
-    sft = ["--mode=sft", f"--max_steps={3 * START}", "--learning_rate=1e-3", "--warmup_steps=20", "--lr_decay_steps=0"]
     print("| algorithm | flags | held-out pass@1 | over seeds | differing log-probs | twice, and on 2 trainers |")
     print("|---|---|---|---|---|---|")
     try:
-        run(folder / "sft", *sft, f"--checkpoint_every={START}", "--keep_checkpoints=4", *more)
+        run(
+            folder / "sft",
+            *SFT,
+            f"--max_steps={3 * START}",
+            f"--checkpoint_every={START}",
+            "--keep_checkpoints=4",
+            *more,
+        )
         start, teacher = (folder / f"sft/ckpt/step_{n * START:06d}" for n in (1, 3))
         common = f"--init_from={start} --warmup_sft_steps=0 --prompts_per_step=32 --eval_samples=4 --checkpoint_every=0"
         common += " --learning_rate=2e-4"

@@ -274,6 +274,13 @@ class Proof:
     def ledger(self, folder):
         return (folder / "ledger.jsonl").read_text().splitlines()
 
+    def survive(self, folder, kills, rng, *flags, **options):
+        """What was killed of a run that has to go on to its end."""
+        status, output, victims = run_with_kills(folder, kills, rng, *flags, say=self.say, **options)
+        if status:
+            sys.exit(f"after {len(victims)} kills: status {status}\n{output[-3000:]}")
+        return victims
+
     def row(self, varied, folders, control, caught, base=None):
         first, equal = self.ledger(base or self.base), True
         for folder in folders:
@@ -340,14 +347,11 @@ class Proof:
         runs, varied = [moved], "resume on other ranks"
         if self.kills and self.ranks:
             killed, rng = [], random.Random(time.time_ns())
-            options = dict(ranks=self.ranks, say=self.say)
+            options = dict(ranks=self.ranks)
             while len(killed) < self.kills:  # a run may be done before it was killed often enough
                 runs.append(self.folder / f"killed{len(runs)}")
                 left = self.kills - len(killed)
-                status, output, victims = run_with_kills(runs[-1], left, rng, "--checkpoint_every=2", **options)
-                if status:
-                    sys.exit(f"after {len(victims)} kills: status {status}\n{output[-3000:]}")
-                killed += victims
+                killed += self.survive(runs[-1], left, rng, "--checkpoint_every=2", **options)
             counts = " and ".join(f"{killed.count(v)} of a {v}" for v in sorted(set(killed)))
             varied += f"; {len(killed)} SIGKILLs ({counts}) in {len(runs) - 1} runs"
         yield self.row(varied, runs, "a resume without the optimizer", caught)
@@ -376,11 +380,7 @@ class Proof:
             more = (*flags, f"--rollout_ranks={engines}", "--checkpoint_every=2")
             runs.append(self.run(f"side by side, {engines} slow engines", *more, **options))
             folder = self.folder / f"killed_{flags[0]}_{engines}"
-            status, output, victims = run_with_kills(
-                folder, kills, random.Random(time.time_ns()), *more, say=self.say, **options
-            )
-            if status:
-                sys.exit(f"after {len(victims)} kills: status {status}\n{output[-3000:]}")
+            self.survive(folder, kills, random.Random(time.time_ns()), *more, **options)
             runs.append(folder)
         return in_turn, [*runs, self.run("a replay", *flags, *replay_of(in_turn))]
 

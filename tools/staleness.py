@@ -28,10 +28,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from algorithms import START, run
+from algorithms import SFT, START, run
 
 FLAGS = {"ppo": "", "truncated": "--importance=truncate", "decoupled": "--loss=decoupled"}
-SFT = "--mode=sft --learning_rate=1e-3 --warmup_steps=20 --lr_decay_steps=0 --weight_sync="
 COMMON = "--learning_rate=2e-4 --warmup_sft_steps=0 --checkpoint_every=0 --sample_every=0"
 LONGEST, SEGMENT = 240, 32
 
@@ -113,8 +112,14 @@ def tail(args, folder, more):
     task = [f"--dataset={folder / 'tail.jsonl'}", f"--reward={folder / 'even.py'}:even", "--eval_size=0"]
     task += [f"--max_new_tokens={LONGEST + 8}", "--prompts_per_step=8", "--lanes=1", *more]
     start = folder / "sft"
-    run(start, *SFT.split(), *task, "--max_steps=150", "--learning_rate=1e-3", "--checkpoint_every=150")
-    task += [*COMMON.split(), f"--init_from={start / 'ckpt' / 'step_000150'}", f"--max_steps={args.steps}", "--lag=1"]
+    run(start, *SFT, *task, "--max_steps=150", "--checkpoint_every=150")
+    task += [
+        *COMMON.split(),
+        "--learning_rate=1e-4",
+        f"--init_from={start / 'ckpt' / 'step_000150'}",
+        f"--max_steps={args.steps}",
+        "--lag=1",
+    ]
     print(
         "| | seconds per step | tokens/s | longest draw, tokens | slots | idle: trainer, engine | staleness | reward |"
     )
@@ -170,7 +175,7 @@ def main():
         if args.tail:
             tail(args, folder, more)
         else:
-            run(folder / "sft", *SFT.split(), f"--max_steps={START}", f"--checkpoint_every={START}")
+            run(folder / "sft", *SFT, f"--max_steps={START}", f"--checkpoint_every={START}")
             curves = lags(args, folder / "sft" / "ckpt" / f"step_{START:06d}", folder, more)
             if args.picture:
                 draw(curves, args.picture)
