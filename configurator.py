@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import types
-from ast import literal_eval
+from ast import literal_eval, parse
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -194,6 +194,7 @@ CHOICES = {
     "device": ("", "cpu", "cuda"),
     "mode": ("grpo", "replay", "sft", "rollout", "reject", "eval"),
     "weight_sync": ("", "broadcast", "ipc", "disk"),
+    "credit": ("sample", "turn"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
     "loss": ("ppo", "gspo", "cispo", "decoupled", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
@@ -202,10 +203,19 @@ CHOICES = {
 }
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout
-    keep_checkpoints updates_per_batch leaf_tokens lanes""".split()
+    keep_checkpoints updates_per_batch leaf_tokens lanes max_turns max_result_chars agent_timeout""".split()
 # keys that say nothing without another
-ONLY_WITH = dict.fromkeys(("gamma", "gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
+ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay")}
+
+
+def template_arguments(text):
+    """{name: value} of a text such as 'enable_thinking=False'. Raises ValueError."""
+    try:
+        call = parse(f"f({text})", mode="eval").body
+        return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
+    except SyntaxError as e:
+        raise ValueError(e.msg)
 
 
 def resolve(namespace, defaults):
@@ -291,6 +301,22 @@ def check_config(config, world, defaults):
     check("temperature", c.temperature > 0, "samples of a group must differ; use more than 0")
     check("eval_temperature", c.eval_temperature >= 0, "below 0")
     check("eval_size", c.eval_size > 0 or c.mode != "eval", "mode='eval' is of held-out prompts; use more than 0")
+    # agents
+    try:
+        template_arguments(c.chat_template_args)
+    except ValueError as e:
+        check("chat_template_args", False, f"{e}; use arguments of the chat template, such as 'enable_thinking=False'")
+    renders = c.agent or c.chat_template or not c.chat_template_args
+    check("chat_template_args", renders, "is for an agent, or for --chat_template")
+    discounts = c.advantage == "gae" or c.credit == "turn"
+    check("gamma", c.gamma == 1 or discounts, "is for --advantage=gae or --credit=turn")
+    for key, wrong in dict(chat_template=True, ignore_eos=True, segment_tokens=True, mode="reject").items():
+        fits = config[key] != wrong if isinstance(wrong, str) else not config[key]
+        check(key, fits or not c.agent, "is for samples of one turn, which an agent's are not")
+    by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")
+    check("credit", c.agent or not by_turn, "is for an agent")
+    check("credit", not by_turn or c.advantage in known, f"is for advantage {', '.join(known)}")
+    check("credit", not (by_turn and (c.kl_in_reward or c.overlong_cache)), "a sample's KL or length is no turn's")
     # the machine
     sample, trainers, engines = c.max_prompt_tokens + c.max_new_tokens, *roles(config, world)
     holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample

@@ -24,7 +24,7 @@ from traceback import walk_tb
 
 import torch
 
-from configurator import require
+from configurator import require, template_arguments
 from sync import content_hash, reason
 
 
@@ -119,13 +119,13 @@ def load_reward(spec):
         try:
             if star and not re.fullmatch(r"-?\d*\.?\d+(e-?\d\d?)?", weight):
                 raise ValueError(f"weight {weight!r} is not a number, as in 0.2*format (and a path cannot contain *)")
-            terms.append((float(weight or 1), name, _find(name)))
+            terms.append((float(weight or 1), name, find_function(name, BUILT_IN, "reward")))
         except ValueError as error:
             require(False, f"reward={spec!r}: {error}")
 
     def weighted_sum(prompt, response, answer):
         # fsum rounds once, at the end; sum() gives other bits in Python 3.12 than in 3.11
-        return math.fsum(weight * _finite(f(prompt, response, answer), name) for weight, name, f in terms)
+        return math.fsum(weight * finite(f(prompt, response, answer), name) for weight, name, f in terms)
 
     return weighted_sum
 
@@ -133,13 +133,13 @@ def load_reward(spec):
 def score(reward, prompt, response, answer, where):
     """reward(prompt, response, answer) as a finite float, or RewardError, with `where` to say which sample it was."""
     try:
-        return _finite(reward(prompt, response, answer), "it")
+        return finite(reward(prompt, response, answer), "it")
     except (Exception, SystemExit) as error:  # an exit() in a reward would end the run as if it had succeeded
         start = f"{response[:80]!r}{'...' if len(response) > 80 else ''}"
-        raise RewardError(f"reward failed on {where}: {_describe(error)}; response {start}") from error
+        raise RewardError(f"reward failed on {where}: {describe(error)}; response {start}") from error
 
 
-def _finite(value, name):
+def finite(value, name):
     """What the function `name` returned, as a float. Raises TypeError; for "1.0" too, which float() would accept."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
@@ -150,14 +150,15 @@ def _finite(value, name):
     return number
 
 
-def _find(name):
-    """The reward function called `name`, built in or from a file, which is run only once. Raises ValueError."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
+def find_function(name, built_in, what):
+    """The function called `name`, one of `built_in` or from a file, which is run only once. Raises ValueError."""
+    if name in built_in:
+        return built_in[name]
     file, _, attribute = name.rpartition(":")
     if not file.endswith(".py"):
-        known = f"Built in: {', '.join(BUILT_IN)}; or 'my_file.py:my_function' (no + or * in the path)"
-        raise ValueError(f"no such reward as {name!r}{_near(name, BUILT_IN)} {known}")
+        known = f"Built in: {', '.join(built_in)}; or " if built_in else "Use "
+        known += "'my_file.py:my_function'" + " (no + or * in the path)" * bool(built_in)
+        raise ValueError(f"no such {what} as {name!r}{_near(name, built_in)} {known}")
     folders = Path.cwd(), Path(__file__).resolve().parent
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     if path is None:
@@ -171,7 +172,7 @@ def _find(name):
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[key]
-            raise ValueError(f"{file} does not load: {_describe(error)}") from error
+            raise ValueError(f"{file} does not load: {describe(error)}") from error
     functions = {key: x for key, x in vars(sys.modules[key]).items() if callable(x)}
     if attribute not in functions:
         raise ValueError(f"{file} has no function {attribute!r}{_near(attribute, functions)}")
@@ -183,11 +184,12 @@ def _near(name, names):
     return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, names, n=1)) or "."
 
 
-def _describe(error):
+def describe(error):
     """One line for an exception, with the deepest line in the user's own file, not the one in a library it called."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    others = "<frozen importlib", os.path.dirname(os.__file__), __file__, str(Path(__file__).parent / "agents/chat.py")
     lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    lines = [(file, line) for file, line in lines if file != __file__ and not file.startswith("<frozen importlib")]
+    lines = [(file, line) for file, line in lines if not file.startswith(others)]
     deepest = [f" ({Path(file).name}:{line})" for file, line in lines if file == lines[0][0]][-1:]
     return text + "".join(deepest)
 
@@ -266,7 +268,8 @@ def load_rows(config):
         except (KeyError, IndexError, ValueError) as e:
             problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(columns)}"
             require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
-        return {"prompt": prompt, "answer": str(example[config["answer_column"]])}
+        others = example if config["agent"] else {}  # an agent gets all columns
+        return {**others, "prompt": prompt, "answer": str(example[config["answer_column"]])}
 
     if held_out is None:
         require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all")
@@ -280,7 +283,10 @@ def encode_prompts(rows, what, tokenizer, config):
     for row in rows:
         if config["chat_template"]:
             messages = [{"role": "user", "content": row["prompt"]}]
-            row["prompt"] = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            arguments = template_arguments(config["chat_template_args"])
+            row["prompt"] = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **arguments
+            )
         row["prompt_tokens"] = tokenizer(row["prompt"], add_special_tokens=not config["chat_template"])["input_ids"]
     return _short_enough(rows, "prompt_tokens", "max_prompt_tokens", f"{what} prompts", config)
 

@@ -338,7 +338,7 @@ def decode_results(self, by_sglang, batch, result):
         params, length = req.sampling_params, len(req.output_ids) + 1
         stops = token in (params.stop_token_ids or ()) or token in (req.eos_token_ids or ())
         ends = stops and not params.ignore_eos or length >= params.max_new_tokens or req.to_finish
-        if ends or length % SIGN_OF_LIFE == 0:
+        if ends or params.stop_strs or length % SIGN_OF_LIFE == 0:
             special.append(i)
         else:
             req.output_ids.append(token)
@@ -352,8 +352,11 @@ def decode_results(self, by_sglang, batch, result):
         by_sglang(self, batch, result)
 
 
-def run_scheduler(device, threads, inv_freq, *args, **kwargs):
-    """SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`."""
+def run_scheduler(device, threads, inv_freq, tokenizer, *args, **kwargs):
+    """
+    SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
+    the folder of one, where turns end at strings.
+    """
     from sglang.srt import batch_invariant_ops, models
     from sglang.srt.layers import sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
@@ -398,6 +401,14 @@ def run_scheduler(device, threads, inv_freq, *args, **kwargs):
         return own(self, *args, **kwargs)
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
+    if tokenizer:
+        from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+
+        # its own switch would have it send texts, to a process that we do not start
+        Scheduler.init_tokenizer = lambda self, own=Scheduler.init_tokenizer: (
+            own(self),
+            setattr(self, "tokenizer", get_tokenizer(tokenizer)),
+        )
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     run_scheduler_process(*args, **kwargs)
 
@@ -525,6 +536,14 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     )  # fmt: skip
 
 
+class Drawn(NamedTuple):
+    """A sample as far as it is drawn, token by token."""
+
+    tokens: list
+    logprobs: list
+    versions: list  # of the weights
+
+
 class RolloutEngine:
     """
     One SGLang engine, kept alive and supplied with weights. Raises RunError when it dies while it is asked for
@@ -539,7 +558,8 @@ class RolloutEngine:
         self.sign = log.with_suffix(".alive")  # touched while SGLang lives and works (sync.wait_for_groups)
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
-        self.lends, self.asleep = lends, False
+        self.lends, self.asleep, self.model_type = lends, False, hf.model_type
+        self.asked, self.since = 0, 0.0  # requests that SGLang is to answer, and since when there are any
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         try:
@@ -553,7 +573,8 @@ class RolloutEngine:
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
-        run = functools.partial(run_scheduler, device, max(kernels.threads, torch.get_num_threads()), self.inv_freq)
+        threads, tokenizer = max(kernels.threads, torch.get_num_threads()), self.config["agent"] and str(model_path)
+        run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer)
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         else:
@@ -582,7 +603,11 @@ class RolloutEngine:
 
     def _died(self, *_):
         """SGLang's watchdog and its failing children send SIGQUIT."""
-        os.write(self.stderr, f"error: {self.name}: the SGLang process died; see {self.log}\n".encode())
+        self.end(f"{self.name}: the SGLang process died; see {self.log}")
+
+    def end(self, line):
+        """Ends the process, whatever its threads wait for."""
+        os.write(self.stderr, f"error: {line}\n".encode())
         for process in multiprocessing.active_children():
             process.kill()
         os._exit(1)
@@ -592,17 +617,37 @@ class RolloutEngine:
             self.sglang.shutdown()
 
     def run(self, coroutines, when):
-        """The results of coroutines that wait for SGLang, run side by side. Raises RunError where it falls silent."""
+        """The results of coroutines, run side by side. Raises RunError where SGLang falls silent while it is asked."""
         return self.loop.run_until_complete(self._watched(coroutines, when))
+
+    async def ask(self, request):
+        """The result of one of SGLang's coroutines."""
+        self.asked, self.since = self.asked + 1, self.since if self.asked else time.time()
+        try:
+            return await request
+        finally:
+            self.asked -= 1
+
+    async def generate(self, ids, params):
+        """SGLang's output for these token ids, or for each list of them."""
+        return await self.ask(self.sglang.async_generate(input_ids=ids, sampling_params=params, return_logprob=True))
+
+    def drawn(self, output, version):
+        """What `generate` drew: a Drawn. Raises RunError if other weights did."""
+        meta = output["meta_info"]
+        if int(meta["weight_version"]) != version:
+            raise RunError(f"{self.name}: a sample of weights {meta['weight_version']}, expected {version}")
+        logprobs = [x for x, _, _ in meta["output_token_logprobs"]]
+        return Drawn(output["output_ids"], logprobs, [version] * len(logprobs))
 
     async def _watched(self, coroutines, when):
         tasks = [asyncio.ensure_future(c) for c in coroutines]
         results = asyncio.gather(*tasks)  # done when all are, or at the first error
-        timeout, started = self.config["engine_timeout"], time.time()
+        timeout = self.config["engine_timeout"]
         try:
             while not (await asyncio.wait([results], timeout=min(1, timeout / 4)))[0]:
                 # SGLang sends a sign of life every SIGN_OF_LIFE tokens of the slowest sample
-                if time.time() - max(started, self.manager.last_receive_tstamp) > timeout:
+                if self.asked and time.time() - max(self.since, self.manager.last_receive_tstamp) > timeout:
                     raise RunError(f"{self.name}: silent for {timeout:g} s {when}; see {self.log}")
                 self.sign.touch()
             return results.result()
@@ -614,7 +659,7 @@ class RolloutEngine:
 
     def _call(self, request, doing):
         """The result of one of SGLang's coroutines."""
-        return self.run([request], f"while {doing}")[0]
+        return self.run([self.ask(request)], f"while {doing}")[0]
 
     # ---- weights
 
@@ -727,14 +772,6 @@ class Job(NamedTuple):
     begun: dict = {}  # {prompt's index: (the step and the index it began with, its group as it is or None)}
 
 
-class Drawn(NamedTuple):
-    """A sample as far as it is drawn, token by token."""
-
-    tokens: list
-    logprobs: list
-    versions: list  # of the weights
-
-
 class Sampler:
     """
     Makes samples with one of a run's `engines` engines: prompts in, group files out.
@@ -766,23 +803,28 @@ class Sampler:
             if group_path(folder, index).exists() or not claim(folder, index):
                 continue
             row, began = job.rows[index], time.time()
-            born, group = job.begun.get(index, ((job.step, index), None))
-            seeds = [sampling_seed(self.config["seed"], job.stream, *born, g, 0) for g in range(job.samples)]
-            samples = self._drawn(group) if group else [Drawn([], [], []) for _ in seeds]
-            retractions = await self._draw(samples, row["prompt_tokens"], seeds, job)
-            seconds, texts = time.time() - began, [self.decode(sample.tokens) for sample in samples]
-            finished, rewards = all(map(self._is_finished, samples)), [0.0] * len(samples)
-            if finished:
-                async with self.scoring:
-                    rewards = await asyncio.to_thread(self._score, index, texts, job)
-            tensors = self._tensors(row, samples, seeds, rewards)
-            meta = dict(
-                run=self.run, stream=job.stream, step=job.step, prompt=index, version=job.version, born=list(born),
-                finished=finished, prompt_text=row["prompt"], answer=row["answer"], responses=texts,
-                engine=self.engine.index, time=time.strftime("%Y-%m-%dT%H:%M:%S"), began=began, seconds=seconds,
-                retractions=retractions,
+            tensors, meta = await self._group(folder, index, job)
+            meta |= dict(
+                run=self.run, stream=job.stream, step=job.step, prompt=index, version=job.version,
+                prompt_text=row["prompt"], answer=row["answer"], engine=self.engine.index,
+                time=time.strftime("%Y-%m-%dT%H:%M:%S"), began=began,
             )  # fmt: skip
             await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
+
+    async def _group(self, folder, index, job):
+        """A prompt's samples of one turn: (tensors, meta) of the group file."""
+        row, began = job.rows[index], time.time()
+        born, group = job.begun.get(index, ((job.step, index), None))
+        seeds = [sampling_seed(self.config["seed"], job.stream, *born, g, 0) for g in range(job.samples)]
+        samples = self._drawn(group) if group else [Drawn([], [], []) for _ in seeds]
+        retractions = await self._draw(samples, row["prompt_tokens"], seeds, job)
+        seconds, texts = time.time() - began, [self.decode(sample.tokens) for sample in samples]
+        finished, rewards = all(map(self._is_finished, samples)), [0.0] * len(samples)
+        if finished:
+            async with self.scoring:
+                rewards = await asyncio.to_thread(self._score, index, texts, job)
+        meta = dict(born=list(born), finished=finished, responses=texts, seconds=seconds, retractions=retractions)
+        return self._tensors(row, samples, seeds, rewards), meta
 
     def _is_finished(self, sample):
         ended = not self.config["ignore_eos"] and sample.tokens[-1] in self.stop_tokens
@@ -797,16 +839,10 @@ class Sampler:
             dict(self.params, temperature=job.temperature, sampling_seed=seeds[g], max_new_tokens=most[g])
             for g in goes_on
         ]
-        outputs = await self.engine.sglang.async_generate(
-            input_ids=[prompt + samples[g].tokens for g in goes_on], sampling_params=params, return_logprob=True
-        )
+        outputs = await self.engine.generate([prompt + samples[g].tokens for g in goes_on], params)
         for g, output in zip(goes_on, outputs):
-            version = int(output["meta_info"]["weight_version"])
-            if version != job.version:
-                raise RunError(f"{self.engine.name}: a sample of weights {version}, expected {job.version}")
-            samples[g].tokens.extend(output["output_ids"])
-            samples[g].logprobs.extend(x for x, _, _ in output["meta_info"]["output_token_logprobs"])
-            samples[g].versions.extend([version] * len(output["output_ids"]))
+            for mine, drawn in zip(samples[g], self.engine.drawn(output, job.version)):
+                mine.extend(drawn)
         return sum(output["meta_info"]["num_retractions"] for output in outputs)
 
     def _score(self, index, texts, job):

@@ -244,6 +244,18 @@ def grad_norm(grads, shards, group):
 # models: a folder in Hugging Face's format, from which every weight starts its way
 
 
+# A scratch model's dialogues, as short as can be; a call of a tool is [add(a=1, b=2)], SGLang's format 'pythonic'.
+CHAT_TEMPLATE = """
+{%- if tools %}<system>{% for t in tools %}{{ t.function.name }}({{ t.function.parameters.properties | join(',') }})
+{%- endfor %}<eos>{% endif %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}(
+{%- for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})
+{{- ', ' if not loop.last }}{% endfor %}]{% endif %}<eos>
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
 def make_scratch_model(folder, config):
     """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -251,12 +263,16 @@ def make_scratch_model(folder, config):
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)]
+    roles = ["<system>", "<user>", "<assistant>", "<tool>"] if config["agent"] else []
+    characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)] + roles
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     # pad and eos are two tokens: where they are one, masking the padding masks the end of every answer
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=roles,
+        chat_template=CHAT_TEMPLATE if roles else None,
+    ).save_pretrained(folder)  # fmt: skip
     hf = AutoConfig.for_model(
         "qwen3", vocab_size=len(characters), hidden_size=config["scratch_hidden"],
         intermediate_size=config["scratch_mlp"], num_hidden_layers=config["scratch_layers"],
@@ -626,6 +642,40 @@ def open_run(folder, config, resumed, restarted, gpu):
     return file
 
 
+def response_lengths(t):
+    """(G,) tokens that the model wrote in each sample of a group."""
+    if "sample" not in t:
+        return t["lengths"]
+    rows = torch.stack([mask.sum() for mask in t["loss_mask"].split(t["lengths"].tolist())])
+    return torch.zeros_like(rows)[: len(t["rewards"])].index_add(0, t["sample"], rows)
+
+
+def episode_metrics(counts):
+    """{metric: value} of an agent's groups, each with its counts (agents/sampler.py)."""
+    if not counts:
+        return {}
+    total = {name: sum(x[name] for x in counts) for name in counts[0]}
+    per_episode = {f"{name}_mean": total[name] / total["episodes"] for name in ("turns", "calls", "forks")}
+    return per_episode | dict(
+        tool_errors=total["tool_errors"], truncated_episodes=total["truncated"],
+        masked_fraction=total["told_tokens"] / (total["told_tokens"] + total["written_tokens"]),
+        prefix_hit_rate=total["cached_tokens"] / total["prompt_tokens"],
+    )  # fmt: skip
+
+
+def turn_by_turn(dialogues):
+    """Lines for samples.md: the messages of an episode's dialogues, with the rewards of turns."""
+    for dialogue in dialogues:
+        fork, turns = f"fork {dialogue['path']} " * bool(dialogue["path"]), iter(dialogue["turns"])
+        for m in dialogue["messages"]:
+            said = ""
+            if m["role"] == "assistant":
+                turn = next(turns)
+                said = "".join(f", calls {call['name']} {call['arguments']}" for call in turn["tool_calls"])
+                said += "".join(f", reward {x:g}" for x in turn["rewards"])
+            yield f"    - {fork}{m['role']}: `{m['content']!r}`{said}\n"
+
+
 class Record:
     """
     What the first rank writes down of a run: the ledger, metrics.jsonl, samples.md to read and, with mode='reject',
@@ -677,10 +727,15 @@ class Record:
         """
         c, meta = self.c, [m for _, m in groups]
         named = ("tokens", "logprobs", "rewards") + ("weight_version",) * bool(c.lag or c.segment_tokens)
+        named += ("loss_mask", "turn_rewards") * bool(c.agent)
         stages = {k: content_hash(*(t[k] for t, _ in groups)) for k in named}
+        if c.agent:
+            stages["journal"] = content_hash([m["journal"] for m in meta])
         prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t, _ in groups))
         self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
-        rewards, lengths, cut = (torch.stack([t[k] for t, _ in groups]) for k in ("rewards", "lengths", "truncated"))
+        rewards = torch.stack([t["rewards"] for t, _ in groups])
+        lengths = torch.stack([response_lengths(t) for t, _ in groups])
+        cut = torch.cat([t["truncated"] for t, _ in groups])
         right = [t["rewards"] >= c.pass_reward for t, m in made if m["finished"]]
         wait, train, publish = (after - before for before, after in zip(times, times[1:]))
         seconds = time.monotonic() - times[0]
@@ -689,7 +744,7 @@ class Record:
             reward_std=float(rewards.double().std()), zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
             groups=len(made), easy_groups=sum(x.all().item() for x in right),
             hard_groups=sum((~x).all().item() for x in right),
-            **metrics,
+            **metrics, **episode_metrics([m["counts"] for m in meta] if c.agent else []),
             response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
             truncated_fraction=float(cut.double().mean()), weight_version=meta[0]["version"],
             engine_retractions=sum(m["retractions"] for _, m in made),
@@ -707,7 +762,9 @@ class Record:
             with open(self.folder / "samples.md", "a") as f:
                 t, m = groups[0]
                 f.write(f"\n## step {step}\n\nprompt `{m['prompt_text']!r}`, answer `{m['answer']!r}`\n\n")
-                f.writelines(f"- {r:g}: `{text!r}`\n" for r, text in zip(t["rewards"].tolist(), m["responses"]))
+                for g, (r, text) in enumerate(zip(t["rewards"].tolist(), m["responses"])):
+                    f.write(f"- {r:g}: `{text!r}`\n")
+                    f.writelines(turn_by_turn(m["episodes"][g]) if c.agent else ())
         old = step - c.keep_rollouts - c.lag  # which an engine that is late may still read
         if c.mode == "grpo" and c.keep_rollouts and old >= 0:
             shutil.rmtree(self.folder / "queue" / f"rl_{old:06d}", ignore_errors=True)

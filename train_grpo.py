@@ -74,6 +74,16 @@ reward = "numeric"  # numeric, exact, format, 'my_file.py:my_function', or a wei
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: none
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards count in the group all the same
 dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept
+# agents: samples of several turns, with tools
+agent = ""  # 'my_file.py:my_function' (agents/chat.py says how to write one); '': a turn that `reward` scores
+max_turns = 8  # of a dialogue
+max_calls = 32  # of tools in a dialogue; later ones get an error to read
+max_forks = 16  # of a sample
+max_result_chars = 8192  # of what a tool returns; the rest is cut off
+agent_timeout = 600.0  # seconds of nothing after which an episode counts as hanging
+chat_template_args = ""  # such as 'enable_thinking=False'
+tool_call_parser = ""  # SGLang's name for the format of tool calls; '': qwen25, or llama3 for a llama
+credit = "sample"  # each token gets its sample's advantage; 'turn': that of its turn, later rewards times gamma
 # asynchrony: counts decide which weights sample a token, never a moment in time
 lag = 0  # the samples of step s are made with the weights of step s - lag; 0: training and sampling wait for each other
 overlap = True  # ranks that only train and ranks that only sample work side by side, with a lag; changes no bit
@@ -92,7 +102,7 @@ beta2 = 0.95
 weight_decay = 0.0  # only of matrices
 grad_clip = 1.0  # l2 norm; 0: off
 advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic) or distill (a teacher)
-gamma = 1.0  # only with advantage='gae': discount per token
+gamma = 1.0  # discount per token with advantage='gae', per turn with credit='turn'
 gae_lambda = 0.95
 value_coef = 0.5  # only with advantage='gae': weight of the critic's loss; its head is on the policy's trunk
 value_clip = 0.2  # only with advantage='gae': bound of a value's change in one batch; 0: none
@@ -308,6 +318,9 @@ class Sample(NamedTuple):
     tokens: torch.Tensor  # (T,) prompt and response
     prompt_tokens: int  # T - R
     truncated: bool  # cut off at max_new_tokens
+    of: int  # the number of its sample in the batch, of which an agent may have made more than one (a fork)
+    turn: torch.Tensor  # (R,) the number of its turn; -1 of a token that the model was told
+    turn_rewards: torch.Tensor  # (turns,)
     bootstrap: float  # the critic's value after the last token; 0 unless cut off
     loss_mask: torch.Tensor  # (R,) bool
     staleness: torch.Tensor  # (R,) steps between the weights that sampled it and those it is trained with first
@@ -335,11 +348,15 @@ class Leaf(NamedTuple):
     returns: torch.Tensor
 
 
-def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False, staleness=None):
-    """A Sample of prompt (T - R,) and response (R,). What is not known yet is 0, and old_logprobs are the engine's."""
-    staleness = torch.zeros(len(response)).long() if staleness is None else staleness
-    known = name, torch.cat([prompt, response]), len(prompt), truncated, 0.0, loss_mask, staleness, logprobs, logprobs
-    return Sample(*known, *[torch.zeros(len(response))] * 4)
+def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False, staleness=None, of=0, turns=None):
+    """
+    A Sample of prompt (T - R,) and response (R,). What is not known yet is 0, and old_logprobs are the engine's. turns:
+    (the turn of each token, the turns' rewards); None: it is one turn.
+    """
+    zeros = torch.zeros(len(response)).long()
+    staleness, (turn, gained) = zeros if staleness is None else staleness, turns or (zeros, torch.zeros(1))
+    known = name, torch.cat([prompt, response]), len(prompt), truncated, of, turn, gained, 0.0, loss_mask, staleness
+    return Sample(*known, logprobs, logprobs, *[torch.zeros(len(response))] * 4)
 
 
 # One token that teaches nothing: what an empty leaf holds, whose rank must take part in what the others do.
@@ -351,16 +368,21 @@ def samples_of(groups, step=None, overlong_filter=False):
     The samples of rollout groups [(tensors, meta)] in their order, for training at `step` (None: with the weights that
     sampled them). overlong_filter: those cut off teach nothing.
     """
-    samples = []
+    samples, begun = [], 0  # begun: samples of the groups before
     for t, meta in groups:
         age = torch.zeros_like(t["weight_version"]) if step is None else step - t["weight_version"]
-        fields = (x.split(t["lengths"].tolist()) for x in (t["tokens"], t["loss_mask"], t["logprobs"], age))
+        lengths = t["lengths"].tolist()
+        fields = (x.split(lengths) for x in (t["tokens"], t["loss_mask"], t["logprobs"], age))
+        of = t["sample"].tolist() if "sample" in t else range(len(lengths))  # of each row
+        turns = [None] * len(lengths)  # one each
+        if "turn" in t:
+            turns = zip(t["turn"].split(lengths), t["turn_rewards"].split(t["turns"].tolist()))
         # A file of an earlier step is one whose other groups were finished later.
         where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step not in (None, meta["step"]))
-        for g, (tokens, mask, logprobs, old, cut) in enumerate(zip(*fields, t["truncated"].tolist())):
-            mask = mask & (not (cut and overlong_filter))
-            name = f"{where}, sample {g}"
-            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, name, cut, old))
+        for g, turn, cut, tokens, mask, logprobs, old in zip(of, turns, t["truncated"].tolist(), *fields):
+            mask, name = mask & (not (cut and overlong_filter)), f"{where}, sample {g}"
+            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, name, cut, old, begun + g, turn))
+        begun += len(t["rewards"])
     return samples
 
 
@@ -427,13 +449,42 @@ def scatter(mask, x):
 # ---- from rewards to advantages -------------------------------------------------------------------------------------
 
 
-def critic_advantages(samples, rewards, costs, gamma, lam):
+def gained(sample, reward, credit):
+    """What each loss token of a sample gains (loss tokens,): its reward with the last, or each turn's with its last."""
+    turn = sample.turn[sample.loss_mask]
+    last, gains = torch.cat([turn[1:] != turn[:-1], torch.ones(1).bool()])[: len(turn)], torch.zeros(len(turn))
+    if credit == "turn":
+        gains[last] = sample.turn_rewards[turn[last]]
+    else:
+        gains[-1:] = reward
+    return gains
+
+
+def turn_advantages(samples, kind, group_size, gamma):
+    """
+    The samples with an advantage per turn: that of its return (its reward and those of later turns, times gamma for
+    each turn between) among the dialogues of its group that have a turn of this number; 0 if it is the only one.
+    """
+    returns, peers = [], {}  # {(group, number of a turn): [(sample, turn)]}
+    for i, s in enumerate(samples):
+        returns.append(gae(s.turn_rewards, torch.zeros(len(s.turn_rewards) + 1), gamma, 1.0))
+        for k in range(len(s.turn_rewards)):
+            peers.setdefault((s.of // group_size, k), []).append((i, k))
+    advantages = [torch.zeros(len(r) + 1) for r in returns]  # the last is of what the model was told
+    for places in peers.values():
+        if len(places) > 1:
+            among = advantages_of(torch.stack([returns[i][k] for i, k in places])[None], kind)[0]
+            for (i, k), a in zip(places, among):
+                advantages[i][k] = a
+    return [s._replace(advantages=a[s.turn]) for s, a in zip(samples, advantages)]
+
+
+def critic_advantages(samples, gains, gamma, lam):
     """
     The samples with the advantages of `gae`, normalised over the batch (Huang et al. 2022, detail 7), and returns.
-    rewards (B,) come with each one's last loss token; costs, the KL of (loss tokens,) per sample, token by token: of a
-    reward 1 and costs .1 .1 .2 the tokens gain -.1 -.1 .8.
+    gains: what each loss token of a sample gains (loss tokens,): a reward comes with the last one (of a turn, with
+    credit='turn'), a KL token by token: of a reward 1 and costs .1 .1 .2 they are -.1 -.1 .8.
     """
-    gains = [torch.cat([-cost[:-1], reward - cost[-1:]]) for cost, reward in zip(costs, rewards.tolist())]
     states = [torch.cat([s.values[s.loss_mask], torch.tensor([s.bootstrap])]) for s in samples]
     # The recursion starts at the end, so samples are aligned there: it comes to the padding after all that counts.
     at_the_end = dict(batch_first=True, padding_side="left")
@@ -452,10 +503,14 @@ def with_advantages(samples, rewards, c):
     if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
         costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator)[s.loss_mask] for s in samples]
     if c.advantage == "gae":
-        return critic_advantages(samples, rewards.flatten(), costs, c.gamma, c.gae_lambda)
-    net = rewards - torch.stack([cost.sum() for cost in costs]).view(rewards.shape)
-    each = zip(samples, advantages_of(net, c.advantage).flatten().tolist())
-    return [s._replace(advantages=torch.full(s.logprobs.shape, a)) for s, a in each]
+        gains = [gained(s, float(rewards.flatten()[s.of]), c.credit) - cost for s, cost in zip(samples, costs)]
+        return critic_advantages(samples, gains, c.gamma, c.gae_lambda)
+    if c.credit == "turn":
+        return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
+    of, costs = torch.tensor([s.of for s in samples]), torch.stack([cost.sum() for cost in costs])
+    net = rewards - torch.zeros_like(rewards.flatten()).index_add(0, of, costs.to(rewards)).view(rewards.shape)
+    advantages = advantages_of(net, c.advantage).flatten().tolist()
+    return [s._replace(advantages=torch.full(s.logprobs.shape, advantages[s.of])) for s in samples]
 
 
 # ---- a leaf's loss, and the check -----------------------------------------------------------------------------------
@@ -776,11 +831,18 @@ def evaluate(queue, step, rows, c, version, record):
         record.evaluation(step, pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward), len(rows))
 
 
-def supervised_samples(rows, step, c):
-    """The rows of supervised step `step`, whose answers are known, as samples without log-probs."""
-    chosen = (rows[i] for i in rows_of_step(len(rows), c.sft_batch, step, c.seed, "sft"))
-    pairs = ((torch.tensor(row["prompt_tokens"]), torch.tensor(row["answer_tokens"])) for row in chosen)
-    return [make_sample(p, a, torch.ones(len(a), dtype=torch.bool), torch.zeros(len(a))) for p, a in pairs]
+def supervised_samples(rows, step, c, demonstrate=None):
+    """
+    The rows of supervised step `step`, whose answers are known, as samples without log-probs. demonstrate(rows): an
+    agent's dialogues for them, (prompt, tokens after it, loss mask) each.
+    """
+    chosen = [rows[i] for i in rows_of_step(len(rows), c.sft_batch, step, c.seed, "sft")]
+    if demonstrate:
+        known = demonstrate(chosen)
+    else:
+        known = [(row["prompt_tokens"], row["answer_tokens"], [True] * len(row["answer_tokens"])) for row in chosen]
+    known = (map(torch.tensor, parts) for parts in known)
+    return [make_sample(prompt, tokens, mask, torch.zeros(len(tokens))) for prompt, tokens, mask in known]
 
 
 def due(step, every, last):
@@ -828,6 +890,10 @@ if __name__ == "__main__":
     model_path = sync.fetch_model(model)
     hf = check_model(model_path, config)
     tokenizer, stop_tokens = sync.load_tokenizer(model_path)
+    if agent:
+        from agents.sampler import Agent
+
+        its = Agent(config, model_path, tokenizer, stop_tokens)
     encode = partial(encode_prompts, tokenizer=tokenizer, config=config)
     train_rows, eval_rows = map(encode, load_rows(config), ("training", "held-out"))
     if batch_invariant:
@@ -867,9 +933,9 @@ if __name__ == "__main__":
     if saves and only_sft and not saved:
         save(step, flight)
     if trainer and sft_steps and (only_sft or not saved):
-        answered = encode_answers(train_rows, tokenizer, stop_tokens, config)
+        answered = train_rows if agent else encode_answers(train_rows, tokenizer, stop_tokens, config)
         for i in range(step, sft_steps):
-            samples = supervised_samples(answered, i, c)
+            samples = supervised_samples(answered, i, c, agent and its.demonstrate)
             metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), "sft")
             if record:
                 record.supervised(i, samples, metrics, hashes)
@@ -885,7 +951,8 @@ if __name__ == "__main__":
         lends = bool(trainer) and place == "cuda"  # its memory, while this rank trains
         engine = RolloutEngine(ranks.engine, model_path, hf, config, place, compute_dtype, log, gpu, lends)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        sampler = Sampler(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
+        kind = its.sampler if agent else Sampler
+        sampler = kind(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
     signs = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
     queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15 if ranks.engines else 0, signs)
 
@@ -941,7 +1008,8 @@ if __name__ == "__main__":
             trainer.check_older(samples, step)
             metrics["check_seconds"] = time.monotonic() - times[-1]
             samples = trainer.forward_only(samples)
-            rewards, lengths = (torch.stack([t[k] for t, _ in groups]) for k in ("rewards", "lengths"))
+            rewards = torch.stack([t["rewards"] for t, _ in groups])
+            lengths = torch.stack([sync.response_lengths(t) for t, _ in groups])
             penalty = overlong_penalty(lengths, max_new_tokens, overlong_cache)
             samples = with_advantages(samples, rewards + penalty, c)
             rate = learning_rate_at(step, *rl_schedule)

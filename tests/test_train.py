@@ -169,7 +169,8 @@ def test_a_critics_advantages_are_those_of_a_loop_over_samples_of_any_length():
         gains[-1] += r
         expected.append(loop_gae(gains, values[1:-1].tolist() + [end], 0.9, 0.8))
     whole = sum(expected, [])
-    done = train.critic_advantages(samples, torch.tensor(rewards), [torch.tensor(c) for c in costs], 0.9, 0.8)
+    gains = [train.gained(s, r, "sample") - torch.tensor(c) for s, r, c in zip(samples, rewards, costs)]
+    done = train.critic_advantages(samples, gains, 0.9, 0.8)
     for s, before, raw in zip(done, samples, expected):
         normal = [0.0, *((a - mean(whole)) / (std(whole) + 1e-6) for a in raw), 0.0]
         assert s.advantages.tolist() == pytest.approx(normal, abs=1e-5)
@@ -283,6 +284,7 @@ def test_the_loss_of_a_leaf_is_that_of_a_loop_over_its_terms(kl_in_reward):
 
 def test_costs_are_taken_from_the_reward_of_a_sample_and_a_teacher_is_followed():
     samples, rewards = random_samples(6), torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]])
+    samples = [s._replace(of=i) for i, s in enumerate(samples)]
     c = config_of(advantage="dr_grpo", kl_coef=0.2, kl_in_reward=True, kl_estimator="k1")
     costs = []
     for s in samples:

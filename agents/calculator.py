@@ -1,0 +1,30 @@
+"""
+A sum that is too hard for the head, and a tool for it.
+"""
+
+from rewards import numeric
+
+
+def add(a: int, b: int) -> int:
+    """Adds two whole numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+async def solve(chat, row):
+    chat.user(row["prompt"])
+    reply = await chat.generate(tools=[add])
+    if reply.tool_calls:
+        await chat.call(reply.tool_calls)
+        reply = await chat.generate()
+    return numeric(row["prompt"], reply.text, row["answer"])
+
+
+def replies(row):
+    """What the model could say, for the supervised steps."""
+    a, b = row["prompt"].rstrip("=").split("+")
+    return [[("add", dict(a=int(a), b=int(b)))], row["answer"]]

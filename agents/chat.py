@@ -1,0 +1,608 @@
+"""
+What an agent talks to. An agent is a function
+
+    async def solve(chat, row) -> float
+
+that asks the model, calls tools and returns a reward; row is a row of the data. agents/calculator.py is a short one.
+
+    chat.system(text), chat.user(text)     what the model is told
+    await chat.generate(tools=..)          its turn: a Reply
+    await chat.call(reply.tool_calls)      runs tools side by side; their results are told in the order of the calls
+    await chat.do(function, *arguments)    anything else that asks the world: a page, a judge, a sandbox
+    chat.reward(number)                    a reward for the latest turn, beside the one that is returned
+    chat.fork()                            another dialogue of the same sample: a sub-agent, a compacted history
+    chat.random                            random numbers that are the same in every run
+
+Two runs give the same bits although tools take their time, engines die and requests overtake each other, because
+
+1. token ids are only ever appended: what was sampled is never encoded again, and what the environment says is encoded
+   once, as the chat template's continuation of the dialogue. A turn that is cut by length ends the dialogue.
+2. a turn's noise follows from its own tokens and its place in the sample, not from when it was asked for.
+3. limits are counts. No clock decides anything but that a run hangs, and then the run ends and can go on.
+4. what comes from outside is in a journal, on the disk, before it is used: a resume reads it and does not ask again.
+5. results come in the order of the calls.
+6. what varies by itself is made not to: call ids, addresses of objects, the wording of errors.
+7. after the first step every agent runs again, in another process, on what it was told: it must say the same.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from configurator import fail, require, template_arguments
+from rewards import describe, find_function, finite
+
+ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
+AFTER_THE_END = 100  # questions to a dialogue that has ended after which its agent counts as one that never ends
+MARK = "\u2042"  # no template has this character
+WORKERS = ThreadPoolExecutor(512, "tool")  # what tools and journals wait in; its threads are made as they are needed
+
+
+class AgentError(RuntimeError):
+    """What an agent or a tool did that ends the run. The message is one line that says where."""
+
+
+class ToolCall(NamedTuple):
+    id: str  # call_<turn>_<i>
+    name: str
+    arguments: dict
+
+
+class Reply(NamedTuple):
+    text: str  # without the tool calls
+    tool_calls: list  # of ToolCall
+    tokens: list  # ids as sampled
+    truncated: bool  # cut by length, or not even begun: nothing can follow
+
+
+class Turn(NamedTuple):
+    """A turn of the model in a dialogue: its tokens are ids[start:end]."""
+
+    start: int
+    end: int
+    finish: str  # 'stop' or 'length'
+    text: str
+    tool_calls: list
+    rewards: list  # given by chat.reward
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# the chat template
+
+
+class Template:
+    """
+    A tokenizer's chat template, used so that tokens are only appended. arguments: of the template, such as
+    dict(enable_thinking=False); stop_tokens: ids that end the model's turns.
+    """
+
+    def __init__(self, tokenizer, stop_tokens, arguments):
+        self.tokenizer, self.arguments = tokenizer, arguments
+        self.stop_tokens, self.stops = stop_tokens, [tokenizer.decode([i]) for i in stop_tokens]
+
+    def render(self, messages, tools, generate=True):
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=generate, tokenize=False, **self.arguments
+        )
+
+    def encode(self, text):
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids, special=False):
+        return self.tokenizer.decode(ids, skip_special_tokens=not special)
+
+    def suffix(self, messages, tools, calls=(), before=()):
+        """(the text that ends a model's turn, the text from there on) where these messages follow, without its own."""
+        turn = {"role": "assistant", "content": MARK} | ({"tool_calls": _told(calls)} if calls else {})
+        if not before:
+            before = [{"role": "user", "content": "."}]
+        text = self.render([*before, turn, *messages], tools)
+        at = text.rfind(MARK)
+        if calls:  # they may be rendered after the text, or in its place
+            at = max(at, max(text.rfind(f'"{call.name}"') for call in calls), text.rfind(calls[-1].name + "("))
+        ends = [(text.find(stop, at), stop) for stop in self.stops if stop in text[at:]]
+        if at < 0 or not ends:
+            raise ValueError(f"no stop token {self.stops} after a turn of the model in {text!r}")
+        end, stop = min(ends)
+        return stop, text[end + len(stop) :]
+
+    def turn(self, reply):
+        """The ids of a turn of the model: a text, or its calls [(name, arguments)]."""
+        if isinstance(reply, str):
+            return [*self.encode(reply), self.stop_tokens[0]]
+        calls = [ToolCall(f"call_0_{i}", name, arguments) for i, (name, arguments) in enumerate(reply)]
+        said = {"role": "assistant", "content": "", "tool_calls": _told(calls)}
+        before = [{"role": "user", "content": "."}]
+        text = self.render([*before, said], None, False).removeprefix(self.render(before, None))
+        return self.encode(text[: min(i for i in map(text.rfind, self.stops) if i >= 0)]) + self.stop_tokens[:1]
+
+    def first(self, messages, tools):
+        """The ids with which a dialogue begins, up to where the model's first turn does."""
+        return self.encode(self.render(messages, tools))
+
+    def next(self, messages, tools, last):
+        """The ids between the model's turn that ended with the token `last` and its next, where these messages come."""
+        calls = tools and messages[0]["role"] == "tool" and [_call_of(m) for m in messages if m["role"] == "tool"]
+        stop, text = self.suffix(messages, tools, calls or ())
+        return self.encode(text if last in self.stop_tokens else stop + text)
+
+    def check(self, name):
+        """
+        Refuses a template under which a dialogue's rendering does not grow by its end alone, with the two renderings;
+        prints what it does to the thinking of earlier turns. name: the model's, for the line.
+        """
+        require(self.tokenizer.chat_template, f"{name}: its tokenizer has no chat template, which an agent needs")
+
+        def check(fits, why, *renderings):
+            renderings = " | ".join(map(repr, renderings))
+            require(fits, f"{name}: its chat template cannot be continued, {why}: {renderings}")
+
+        roles = "user", "assistant", "user"
+        dialogues = [[dict(role=role, content=text) for role, text in zip(roles, texts)] for texts in ("a", "cde")]
+        turn, new = dict(role="assistant", content=MARK), [dict(role="user", content="b")]
+        suffixes = [self.suffix(new, None, before=before)[1] for before in dialogues]
+        check(suffixes[0] == suffixes[1], "what follows a turn depends on what was before it", *suffixes)
+        for before in dialogues:
+            begun, whole = self.render(before, None, False), self.render([*before, turn, *new], None)
+            check(whole.startswith(begun), "a rendering does not go on from the one before", begun, whole)
+            ids = self.next(new, None, self.stop_tokens[0])
+            check(self.encode(whole)[-len(ids) :] == ids, "its parts are encoded in another way than the whole", whole)
+        thoughtful = dict(role="assistant", content="<think>thought</think>d")
+        if "thought" not in self.render([*dialogues[0], thoughtful, *new], None) and os.environ.get("RANK", "0") == "0":
+            print("chat template: drops the thinking of earlier turns; here they stay as they were sampled", flush=True)
+
+
+def _told(calls):
+    """Calls as a template wants them."""
+    return [
+        dict(id=call.id, type="function", function=dict(name=call.name, arguments=call.arguments)) for call in calls
+    ]
+
+
+def _call_of(message):
+    return ToolCall(message["tool_call_id"], message["name"], {})
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# tools
+
+
+def impure(function):
+    """Marks a tool whose result is not a function of its arguments: a search, a service. It stays out of rule 7."""
+    function.impure = True
+    return function
+
+
+def tools_of(tools):
+    """{name: function} of a list of functions, or of an object whose public methods are the tools."""
+    if not isinstance(tools, (list, tuple)):
+        public = (name for name in dir(type(tools)) if name[0] != "_" and name not in ("reset", "get_reward"))
+        tools = [getattr(tools, name) for name in public if callable(getattr(tools, name))]
+    return {f.__name__: f for f in tools}
+
+
+@functools.cache
+def schema_of(function):
+    """A tool's JSON schema, from its types and its docstring."""
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(function)
+
+
+def environment(kind):
+    """An agent of an environment class, as in TRL: reset(**row) may return a first text, get_reward() is the reward."""
+
+    async def solve(chat, row):
+        env = kind()
+        chat.user("\n".join(filter(None, (row["prompt"], env.reset(**row)))))
+        while calls := (await chat.generate(tools=env)).tool_calls:
+            await chat.call(calls)
+        return env.get_reward()
+
+    return solve
+
+
+class Journal:
+    """
+    What the samples of a prompt got from outside, a line of JSON each, on the disk before it is used; `entries` is what
+    is known: {(sample, at): entry}. Raises AgentError for the journal of another run.
+    """
+
+    def __init__(self, path, run):
+        self.lock, self.entries = threading.Lock(), {}
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        text = os.pread(self.file, os.fstat(self.file).st_size, 0)
+        whole = text[: text.rfind(b"\n") + 1]  # a kill can leave half a line, of a result that nobody has used
+        os.ftruncate(self.file, len(whole))
+        first, *lines = whole.splitlines() or [b""]
+        if not first:
+            self.write(dict(run=run))
+        elif json.loads(first) != dict(run=run):
+            raise AgentError(f"{path}: a journal of run {json.loads(first)['run']}, expected {run}; delete it")
+        for entry in map(json.loads, lines):
+            self.entries[entry["sample"], entry["at"]] = entry
+
+    def write(self, entry):
+        with self.lock:
+            os.write(self.file, json.dumps(entry).encode() + b"\n")
+            os.fsync(self.file)
+
+    def close(self):
+        os.close(self.file)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# a sample
+
+
+class Episode:
+    """
+    A sample: the dialogues of an agent with the model, one as a rule.
+
+    where: 'rl step 3, prompt 2, sample 5', for errors. sample: its number in the group. key: what its noise follows
+    from. source(chat, stop, most): draws the next tokens of a dialogue, at most so many: (tokens, log-probs, 'stop' or
+    'length'). parse(chat, text): (text, [(name, arguments)]). journal: a Journal. again: tools are called although the
+    journal has their results, which must recur.
+    """
+
+    def __init__(self, config, template, where, sample, key, source, parse, journal, again=False):
+        self.config, self.template, self.where, self.sample, self.key = config, template, where, sample, key
+        self.source, self.parse, self.journal, self.again = source, parse, journal, again
+        self.chats, self.errors = [], 0
+        self.in_order = asyncio.Lock()  # of the methods of an object, which may change it
+        self.moved, self.doing, self.asking = time.monotonic(), "its start", 0  # for the watchdog
+
+    async def play(self, solve, row):
+        """The sample's reward: what `solve` returns and what it gave its turns."""
+        chat, self.moved = Chat(self, ()), time.monotonic()
+        try:
+            value = finite(await solve(chat, dict(row)), "it")
+        except AgentError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise AgentError(f"agent failed on {self.where}, {chat.now()}: {describe(error)}") from error
+        self.chats = sorted((chat for chat in self.chats if chat.turns), key=lambda chat: chat.path)
+        if not self.chats:
+            raise AgentError(f"agent failed on {self.where}: it returned without a turn of the model")
+        return value
+
+    async def once(self, chat, at, name, arguments, act, known=True):
+        """The result of what asks the world: as the journal has it, or of `act`, which the journal then has first."""
+        entry = self.journal.entries.get((self.sample, at))
+        asked = json.loads(json.dumps(arguments))
+        if entry and (entry["name"], entry["arguments"]) != (name, asked):
+            was = f"{entry['name']}({entry['arguments']})"
+            raise AgentError(f"{self.where}, {at}: the agent asks for {name}({asked}), the journal has {was}")
+        if entry and known:
+            return entry["result"]
+        if self.again and not entry:
+            raise AgentError(f"{self.where}, {at}: run again, the agent asks for {name}({asked}), as it did not before")
+        self.doing, self.moved = f"{at} ({name})", time.monotonic()
+        started = self.moved
+        result = await act()
+        self.moved = time.monotonic()
+        if entry and entry["result"] != result:
+            why = "what is not a function of its arguments is for chat.do, or marked @impure"
+            raise AgentError(f"{self.where}, {at}: {name} gave {entry['result']!r} and now {result!r}; {why}")
+        if not entry:
+            entry = dict(sample=self.sample, at=at, name=name, arguments=asked, result=result)
+            self.journal.entries[self.sample, at] = entry
+            await _in_thread(self.journal.write, entry | dict(seconds=self.moved - started))
+        return result
+
+
+@contextmanager
+def watched(episodes, seconds, end):
+    """Inside, calls end(line) when one of the episodes has done nothing for so long, be it in a tool or in a loop."""
+    over = threading.Event()
+
+    def watch():
+        while not over.wait(min(1, seconds / 4)):
+            for e in list(episodes):
+                if not e.asking and time.monotonic() - e.moved > seconds:
+                    end(f"{e.where}, {e.doing}: nothing for agent_timeout={seconds:g} s")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _in_thread(function, *args, **kwargs):
+    return asyncio.get_running_loop().run_in_executor(WORKERS, functools.partial(function, *args, **kwargs))
+
+
+class Chat:
+    """A dialogue with the model. ids: all its tokens; mask: whether the model wrote it, token by token."""
+
+    def __init__(self, episode, path):
+        self.episode, self.path = episode, path
+        self.ids, self.mask, self.logprobs = [], [], []
+        self.messages, self.said, self.turns = [], 0, []  # said: number of messages that are in ids, or are turns
+        self.tools, self.schemas = None, []
+        self.ended, self.asked_after, self.forks, self.acts, self.calls = False, 0, 0, 0, 0
+        self.random = random.Random(repr((episode.config["seed"], episode.key, path)))
+        episode.chats.append(self)
+
+    def now(self):
+        """'fork 0.1, turn 2': where the dialogue is."""
+        fork = f"fork {'.'.join(map(str, self.path))}, " if self.path else ""
+        return f"{fork}turn {max(0, len(self.turns) - 1)}"
+
+    def _error(self, why):
+        return AgentError(f"{self.episode.where}, {self.now()}: {why}")
+
+    def system(self, text):
+        self.messages.append({"role": "system", "content": text})
+
+    def user(self, text):
+        self.messages.append({"role": "user", "content": text})
+
+    def reward(self, value):
+        """A reward for the latest turn."""
+        if not self.turns:
+            raise self._error("a reward before the model's first turn")
+        self.turns[-1].rewards.append(finite(value, "the turn's reward"))
+
+    def fork(self):
+        """A new dialogue, empty, of the same sample: its turns are trained on with the sample's reward, too."""
+        episode, self.forks = self.episode, self.forks + 1
+        if len(episode.chats) > episode.config["max_forks"]:
+            raise self._error(f"more than max_forks={episode.config['max_forks']} forks")
+        return Chat(episode, (*self.path, self.forks - 1))
+
+    async def generate(self, tools=None, max_new_tokens=0, stop=()):
+        """
+        The model's next turn, of at most max_new_tokens (0: what is left), up to the first of the strings in `stop`.
+        tools: functions with types and a docstring, or an object whose public methods they are; a dialogue's are those
+        of its first turn. A dialogue that has come to its end, by length or by max_turns, gives empty Replies.
+        """
+        episode, stop = self.episode, [stop] if isinstance(stop, str) else [*stop]
+        longest = episode.config["max_prompt_tokens"]
+        self._take(tools)
+        fresh = self.messages[self.said :]
+        if not fresh:
+            raise self._error("generate() before anything new was said")
+        ids = () if self.ended else self._encode(fresh)
+        if not self.turns and len(ids) > longest:
+            raise self._error(f"the prompt has {len(ids)} tokens, over max_prompt_tokens={longest}")
+        room = longest + episode.config["max_new_tokens"] - len(self.ids) - len(ids)
+        if self.ended or room <= 0 or len(self.turns) == episode.config["max_turns"]:
+            self.ended, self.asked_after = True, self.asked_after + 1
+            if self.asked_after > AFTER_THE_END:
+                raise self._error(f"asked {AFTER_THE_END} times for a turn after the dialogue's end (Reply.truncated)")
+            return Reply("", [], [], True)
+        self._append(ids, [False] * len(ids), [0.0] * len(ids))
+        episode.asking += 1
+        tokens, logprobs, finish = await episode.source(self, stop, min(room, max_new_tokens or room))
+        episode.asking, episode.moved = episode.asking - 1, time.monotonic()
+        start = len(self.ids)
+        self._append(tokens, [True] * len(tokens), logprobs)
+        self.ended = finish == "length"
+        return self._reply(start, finish, stop)
+
+    def _append(self, *columns):
+        for mine, more in zip((self.ids, self.mask, self.logprobs), columns):
+            mine.extend(more)
+
+    def _take(self, tools):
+        taken = tools_of(tools) if tools else {}
+        if self.tools is None:
+            try:
+                self.schemas = [schema_of(f) for f in taken.values()]
+            except Exception as error:
+                raise self._error(f"a tool needs types and a docstring: {describe(error)}") from error
+            self.tools = taken
+        elif tools and taken.keys() != self.tools.keys():
+            raise self._error(f"tools {', '.join(taken)}: a dialogue's are those of its first turn; fork() for others")
+        else:
+            self.tools = taken or self.tools
+
+    def _encode(self, fresh):
+        template = self.episode.template
+        try:
+            if not self.turns:
+                return template.first(fresh, self.schemas)
+            return template.next(fresh, self.schemas, self.ids[-1])
+        except Exception as error:  # a template may raise anything
+            raise self._error(f"the chat template refuses {fresh!r}: {describe(error)}") from error
+
+    def _reply(self, start, finish, stop):
+        tokens, k, template = self.ids[start:], len(self.turns), self.episode.template
+        # The marks of a tool call may be special tokens.
+        text = template.decode(tokens[: -1 if tokens[-1] in template.stop_tokens else None], bool(self.tools))
+        text = text[: min((i for i in map(text.find, stop) if i >= 0), default=len(text))]
+        text, calls = self.episode.parse(self, text) if self.tools and finish != "length" else (text, [])
+        calls = [ToolCall(f"call_{k}_{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
+        self.turns.append(Turn(start, len(self.ids), finish, text, calls, []))
+        self.messages.append({"role": "assistant", "content": text} | ({"tool_calls": _told(calls)} if calls else {}))
+        self.said = len(self.messages)
+        return Reply(text, calls, tokens, finish == "length")
+
+    async def call(self, tool_calls):
+        """
+        The results (texts) of these calls, which become messages in this order. Functions run side by side, the methods
+        of an object one after the other. What a tool raises is a result, too: 'Error: KeyError: 3'.
+        """
+        first, self.calls = self.calls, self.calls + len(tool_calls)
+        results = await asyncio.gather(*[self._call(call, first + i) for i, call in enumerate(tool_calls)])
+        self.episode.errors += sum(result.startswith("Error: ") for result in results)
+        for call, result in zip(tool_calls, results):
+            self.messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result})
+        return results
+
+    async def _call(self, call, number):
+        limit, episode = self.episode.config["max_calls"], self.episode
+        f, at = self.tools.get(call.name), f"{self.now()}, call {number}"
+        if f is None or number >= limit:
+            return f"Error: no tool {call.name!r}" if f is None else f"Error: no more than {limit} calls"
+        method = hasattr(f, "__self__")
+        # An object gets to its state by its calls, so a resume makes them again.
+        known = not method and (not episode.again or getattr(f, "impure", False))
+        act = functools.partial(self._run, f, call.arguments, at)
+        if not method:
+            return await episode.once(self, at, call.name, call.arguments, act, known)
+        async with episode.in_order:
+            return await episode.once(self, at, call.name, call.arguments, act, known)
+
+    async def _run(self, f, arguments, at):
+        """The text that a tool returns, or that says what it raised."""
+        try:
+            value = await (f if inspect.iscoroutinefunction(f) else functools.partial(_in_thread, f))(**arguments)
+        except (Exception, SystemExit) as error:
+            value = f"Error: {type(error).__name__}: {error}"
+        text = ADDRESS.sub("0x0", value if isinstance(value, str) else self._json(value, at))
+        most = self.episode.config["max_result_chars"]
+        return text if len(text) <= most else f"{text[:most]} .. ({len(text)} characters, cut)"
+
+    def _json(self, value, at):
+        try:
+            return json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise AgentError(f"{self.episode.where}, {at}: returned what JSON cannot hold: {error}") from error
+
+    async def do(self, function, *arguments):
+        """
+        function(*arguments), whose result is journaled: for what asks the world. Arguments and result are as JSON has
+        them. What it raises ends the run, as a failure is no result; a resume tries again.
+        """
+        at, self.acts = f"{self.now()}, do {self.acts}", self.acts + 1
+        name = getattr(function, "__name__", repr(function))
+
+        async def act():
+            try:
+                run = function if inspect.iscoroutinefunction(function) else functools.partial(_in_thread, function)
+                return json.loads(self._json(await run(*arguments), at))
+            except (Exception, SystemExit) as error:
+                if isinstance(error, AgentError):
+                    raise
+                raise AgentError(f"{self.episode.where}, {at}: {name}: {describe(error)}") from error
+
+        return await self.episode.once(self, at, name, [*arguments], act)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# rule 7
+
+
+def load_agent(spec):
+    """(solve, replies or None) of agent=`spec`. Ends the run with one line if there is no such function."""
+    try:
+        found = find_function(spec, {}, "agent")
+    except ValueError as error:
+        require(False, f"agent={spec!r}: {error}")
+    replies = getattr(sys.modules[found.__module__], "replies", None)
+    if inspect.isclass(found):
+        missing = [name for name in ("reset", "get_reward") if not hasattr(found, name)]
+        require(not missing, f"agent={spec!r}: a class without {' and '.join(missing)}; use an async function")
+        return environment(found), replies
+    require(inspect.iscoroutinefunction(found), f"agent={spec!r}: no async def function(chat, row)")
+    return found, replies
+
+
+def record_of(chat):
+    """What is noted of a dialogue beside its tokens: JSON."""
+    turns = [turn._replace(tool_calls=[call._asdict() for call in turn.tool_calls])._asdict() for turn in chat.turns]
+    return dict(path=chat.path, turns=turns, messages=chat.messages[: chat.said])
+
+
+def recorded(rows, ids, template):
+    """(source, parse) of an Episode that gives what was sampled: rows of `record_of`, and the tokens of each."""
+    known = {tuple(row["path"]): (row["turns"], tokens) for row, tokens in zip(rows, ids)}
+
+    async def source(chat, stop, most):
+        turns, tokens = known.get(chat.path, ((), ()))
+        where, k = chat.episode.where, len(chat.turns)
+        turn = turns[k] if k < len(turns) else None
+        if turn is None or chat.ids != tokens[: turn["start"]]:
+            told = [tokens[: turn["start"]] if turn else [], chat.ids]
+            same = len(os.path.commonprefix(told))
+            was, now = (template.decode(x[max(0, same - 20) :])[:80] for x in told)
+            why = "not a function of what it is told: a clock, random numbers, a global, the order of a set?"
+            raise AgentError(f"{where}, {chat.now()}: run again, the agent says {now!r} and not {was!r}; {why}")
+        await asyncio.sleep(0)
+        return tokens[turn["start"] : turn["end"]], [0.0] * (turn["end"] - turn["start"]), turn["finish"]
+
+    def parse(chat, text):
+        turn = known[chat.path][0][len(chat.turns)]
+        return turn["text"], [(call["name"], call["arguments"]) for call in turn["tool_calls"]]
+
+    return source, parse
+
+
+def scripted(replies, template):
+    """
+    (source, parse) of an Episode in which the model says these: each a text, or [(name, arguments)] of a turn's calls.
+    Raises AgentError where the agent asks for more.
+    """
+
+    def calls_of(chat):
+        reply = replies[len(chat.turns)]
+        return [] if isinstance(reply, str) else reply
+
+    async def source(chat, stop, most):
+        if len(chat.turns) == len(replies):
+            raise AgentError(f"{chat.episode.where}: {len(replies)} replies, and the agent asks for one more")
+        ids = template.turn(replies[len(chat.turns)])
+        return (ids[:most], [0.0] * min(most, len(ids)), "length" if most < len(ids) else "stop")
+
+    return source, lambda chat, text: (text, calls_of(chat))
+
+
+def run_again(job):
+    """
+    Runs the agents of rollout files on what was sampled and journaled for them; ends the process with one line where
+    one of them says or returns anything else. job: dict(config, model folder, paths).
+    """
+    import sync
+
+    config, (solve, _) = job["config"], load_agent(job["config"]["agent"])
+    template = Template(*sync.load_tokenizer(job["model"]), template_arguments(config["chat_template_args"]))
+
+    async def play(path):
+        tensors, meta = sync.read_group(Path(path).parent, int(Path(path).stem[-4:]), {})
+        prompt, rewards = tensors["prompt_tokens"].tolist(), meta["returned"]
+        rows = iter(tensors["tokens"].split(tensors["lengths"].tolist()))
+        for g, (chats, journal) in enumerate(zip(meta["episodes"], meta["journal"])):
+            ids = [prompt + next(rows).tolist() for _ in chats]
+            where = f"{meta['stream']} step {meta['step']}, prompt {meta['prompt']}, sample {g}"
+            entries = types.SimpleNamespace(entries={(g, entry["at"]): entry for entry in journal})
+            key = [meta["stream"], meta["step"], meta["prompt"], g]
+            episode = Episode(config, template, where, g, key, *recorded(chats, ids, template), entries, again=True)
+            reward = await episode.play(solve, meta["row"])
+            if reward != rewards[g]:
+                raise AgentError(f"{where}: run again, the agent returns {reward!r} and not {rewards[g]!r}")
+
+    async def play_all():
+        await asyncio.gather(*map(play, job["paths"]))
+
+    try:
+        asyncio.run(play_all())
+    except AgentError as error:
+        fail(str(error))
+
+
+def check_again(job):
+    """`run_again` in another process, where hashes of strings, and so the orders of sets, are others."""
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    env = os.environ | dict(PYTHONHASHSEED=seed, PYTHONPATH=os.pathsep.join(sys.path), CUDA_VISIBLE_DEVICES="")
+    code = "import json, sys; from agents.chat import run_again; run_again(json.load(sys.stdin))"
+    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(job), env=env, text=True, capture_output=True)
+    if done.returncode:
+        raise AgentError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))

@@ -1,0 +1,176 @@
+"""
+From an agent's episodes to the run's group files: a Sampler (rollout_server.py) whose samples are dialogues.
+
+Such a file has a row per dialogue: one per sample, but for forks. Its prompt is what all of them begin with; the rest
+of a row is what the model wrote and, masked, what it was told.
+"""
+
+import asyncio
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import math
+import time
+import types
+
+import torch
+
+from agents import chat
+from configurator import fail, require, template_arguments
+from rollout_server import Sampler, sampling_seed
+from sync import group_path
+
+
+class Agent:
+    """
+    The agent of a run, and how its dialogues are written with the tokenizer of the model in `model`. Ends the run with
+    one line if there is no such agent, or if the chat template cannot be used.
+    """
+
+    def __init__(self, config, model, tokenizer, stop_tokens):
+        self.config, self.model = config, model
+        self.solve, self.replies = chat.load_agent(config["agent"])
+        self.template = chat.Template(tokenizer, stop_tokens, template_arguments(config["chat_template_args"]))
+        self.template.check(f"init_from={str(model)!r}")
+        taught = config["mode"] == "sft" or config["warmup_sft_steps"]
+        missing = f"agent={config['agent']!r}: its file has no function replies(row) for the supervised steps"
+        require(self.replies or not taught, missing)
+
+    def demonstrate(self, rows):
+        """(ids of the prompt, ids after it, loss mask) of the dialogues in which `replies` speaks for the model."""
+        return asyncio.run(self._demonstrate(rows))
+
+    async def _demonstrate(self, rows):
+        journals = [types.SimpleNamespace(entries={}, write=lambda entry: None) for _ in rows]
+        scripts = [chat.scripted(self.replies(row), self.template) for row in rows]
+        known = [
+            chat.Episode(self.config, self.template, f"replies({row})", i, ["sft", i], *script, journal)
+            for i, (row, script, journal) in enumerate(zip(rows, scripts, journals))
+        ]
+        await asyncio.gather(*[e.play(self.solve, row) for e, row in zip(known, rows)])
+        parts = [(c.ids, c.turns[0].start, c.mask) for e in known for c in e.chats]
+        return [(ids[:start], ids[start:], mask[start:]) for ids, start, mask in parts]
+
+    def sampler(self, *args):
+        return AgentSampler(self, *args)
+
+
+class AgentSampler(Sampler):
+    """
+    A Sampler of this Agent's episodes. What they get from outside is in journals beside the group files, and moves into
+    them.
+    """
+
+    def __init__(self, agent, *args):
+        super().__init__(*args)
+        self.solve, self.template, self.model = agent.solve, agent.template, agent.model
+        self.running, self.made = set(), []  # episodes that the watchdog looks after; prompts that this engine did
+        self.engine.manager.tokenizer = agent.template.tokenizer  # SGLang stops at no string without one
+        self.parser = self.config["tool_call_parser"] or {"llama": "llama3"}.get(self.engine.model_type, "qwen25")
+
+    def sample(self, folder, job):
+        self.made = []
+        try:
+            with chat.watched(self.running, self.config["agent_timeout"], self.engine.end):
+                super().sample(folder, job)
+            if self.made and (job.stream, job.step) == ("rl", 0):
+                paths = [str(group_path(folder, index)) for index in self.made]
+                chat.check_again(dict(config=self.config, model=str(self.model), paths=paths))
+        except chat.AgentError as error:
+            fail(str(error))
+        for index in self.made:
+            self._journal_path(folder, index).unlink()
+
+    def _journal_path(self, folder, index):
+        return folder / f"journal_{index:04d}.jsonl"
+
+    async def _group(self, folder, index, job):
+        began, journal = time.time(), chat.Journal(self._journal_path(folder, index), self.run)
+        row = {key: value for key, value in job.rows[index].items() if key != "prompt_tokens"}
+        used = dict(num_retractions=0, cached_tokens=0, prompt_tokens=0)  # as SGLang counts, over all turns
+        episodes = []
+        for g in range(job.samples):
+            where, key = f"{job.stream} step {job.step}, prompt {index}, sample {g}", [job.stream, job.step, index, g]
+            source = functools.partial(self._turn, job, used)
+            episodes.append(chat.Episode(self.config, self.template, where, g, key, source, self._calls, journal))
+        self.running.update(episodes)
+        returned = await asyncio.gather(*[episode.play(self.solve, row) for episode in episodes])
+        self.running.difference_update(episodes)
+        journal.close()
+        self.made.append(index)
+        meta = dict(
+            born=[job.step, index], finished=True, responses=[e.chats[0].turns[-1].text for e in episodes],
+            retractions=used.pop("num_retractions"), seconds=time.time() - began, row=row, returned=returned,
+            episodes=[[chat.record_of(c) for c in e.chats] for e in episodes],
+            journal=[[x for (g, _), x in sorted(journal.entries.items()) if g == e.sample] for e in episodes],
+            counts=used | counts_of(episodes),
+        )  # fmt: skip
+        return tensors_of(episodes, returned, job.version), meta
+
+    async def _turn(self, job, used, of, stop, most):
+        """A turn of the dialogue `of`. Its noise follows from what it is told, and from nothing that has a time."""
+        told = hashlib.sha256(json.dumps(of.ids).encode()).hexdigest()
+        seed = sampling_seed(self.config["seed"], *of.episode.key, of.path, told)
+        params = dict(self.params, temperature=job.temperature, sampling_seed=seed, max_new_tokens=most)
+        output = await self.engine.generate(of.ids, params | (dict(stop=stop) if stop else {}))
+        drawn, meta = self.engine.drawn(output, job.version), output["meta_info"]
+        for name in used:
+            used[name] += meta[name]
+        return drawn.tokens, drawn.logprobs, meta["finish_reason"]["type"]
+
+    def _calls(self, of, text):
+        """(the rest of the text, [(name, arguments)]) of a turn, by SGLang's parser for the model's format of calls."""
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a model may write anything
+        try:
+            rest, calls = FunctionCallParser([Tool(**s) for s in of.schemas], self.parser).parse_non_stream(text)
+            return rest, [(call.name, json.loads(call.parameters)) for call in calls]
+        except ValueError:  # no JSON after all
+            return text, []
+
+
+def counts_of(episodes):
+    """What the metrics say of a group's episodes; all of them numbers to be added over groups."""
+    chats = [*itertools.chain(*(e.chats for e in episodes))]
+    return dict(
+        episodes=len(episodes), turns=sum(len(c.turns) for c in chats), calls=sum(c.calls for c in chats),
+        tool_errors=sum(e.errors for e in episodes), truncated=sum(c.ended for c in chats),
+        forks=len(chats) - len(episodes), written_tokens=sum(sum(c.mask) for c in chats),
+        told_tokens=sum(len(c.mask) - sum(c.mask) for c in chats),
+    )  # fmt: skip
+
+
+def tensors_of(episodes, returned, version):
+    """A group file's tensors, as of Sampler._tensors, with rows for samples; T tokens of all rows after the prompt."""
+    chats = [*itertools.chain(*(e.chats for e in episodes))]
+    first = chats[0].ids[: min(c.turns[0].start for c in chats)]
+    begins = next((n for n in range(len(first), 0, -1) if all(c.ids[:n] == first[:n] for c in chats)), 0)
+    number = [[-1] * len(c.ids) for c in chats]  # of the turn that wrote a token
+    for numbers, c in zip(number, chats):
+        for k, turn in enumerate(c.turns):
+            numbers[turn.start : turn.end] = [k] * (turn.end - turn.start)
+    flat = lambda rows: torch.tensor([*itertools.chain(*(row[begins:] for row in rows))])  # noqa: E731
+    tokens = flat(c.ids for c in chats)
+    gained, totals = [], []
+    for r, e in zip(returned, episodes):
+        totals.append(math.fsum([r, *(x for c in e.chats for turn in c.turns for x in turn.rewards)]))
+        for c in e.chats:
+            gained += [math.fsum(turn.rewards + [r] * (turn is c.turns[-1])) for turn in c.turns]
+    return dict(
+        prompt_tokens=torch.tensor(first[:begins], dtype=torch.int64),
+        lengths=torch.tensor([len(c.ids) - begins for c in chats]),  # (rows,)
+        tokens=tokens,  # (T,)
+        logprobs=flat(c.logprobs for c in chats),  # (T,)
+        loss_mask=flat(c.mask for c in chats),  # (T,)
+        weight_version=torch.full_like(tokens, version),  # (T,)
+        turn=flat(number),  # (T,) in its row; -1: told
+        turns=torch.tensor([len(c.turns) for c in chats]),  # (rows,)
+        turn_rewards=torch.tensor(gained, dtype=torch.float32),  # of each row's turns; what is returned is the last's
+        truncated=torch.tensor([c.turns[-1].finish == "length" for c in chats]),  # (rows,)
+        sample=torch.tensor([e.sample for e in episodes for _ in e.chats]),  # (rows,)
+        rewards=torch.tensor(totals, dtype=torch.float32),  # (G,) of the sample and its turns
+    )
