@@ -212,7 +212,9 @@ ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay
 def template_arguments(text):
     """{name: value} of a text such as 'enable_thinking=False'. Raises ValueError."""
     try:
-        call = parse(f"f({text})", mode="eval").body
+        call = parse(f"dict({text})", mode="eval").body
+        if call.args:
+            raise ValueError("no name=value")
         return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
     except SyntaxError as e:
         raise ValueError(e.msg)

@@ -90,7 +90,7 @@ class Template:
     """
 
     def __init__(self, tokenizer, stop_tokens, arguments):
-        self.tokenizer, self.arguments = tokenizer, arguments
+        self.tokenizer, self.arguments, self.checked = tokenizer, arguments, set()  # checked: sets of tools
         self.stop_tokens, self.stops = stop_tokens, [tokenizer.decode([i]) for i in stop_tokens]
 
     def render(self, messages, tools, generate=True):
@@ -104,18 +104,21 @@ class Template:
     def decode(self, ids, special=False):
         return self.tokenizer.decode(ids, skip_special_tokens=not special)
 
-    def suffix(self, messages, tools, calls=(), before=()):
-        """(the text that ends a model's turn, the text from there on) where these messages follow, without its own."""
-        turn = {"role": "assistant", "content": MARK} | ({"tool_calls": _told(calls)} if calls else {})
-        if not before:
-            before = [{"role": "user", "content": "."}]
-        text = self.render([*before, turn, *messages], tools)
-        at = text.rfind(MARK)
-        if calls:  # they may be rendered after the text, or in its place
-            at = max(at, max(text.rfind(f'"{call.name}"') for call in calls), text.rfind(calls[-1].name + "("))
+    def suffix(self, messages, tools, calls=(), past=()):
+        """
+        (the text that ends a turn of the model with these calls, the text after it) where these messages follow. past:
+        what was before it, which must not matter.
+        """
+        turn = dict(role="assistant", content=MARK) | (dict(tool_calls=_told(calls)) if calls else {})
+        text = self.render([*past, dict(role="user", content=MARK), turn, *messages], tools)
+        at = text.find(MARK)
+        # The first one after what was found is meant: the messages may have the same words. Some templates leave out
+        # the text of a turn that has calls.
+        for word in (MARK, *(call.name for call in calls)):
+            at = max(at, text.find(word, at + 1)) if calls else text.find(word, at + 1)
         ends = [(text.find(stop, at), stop) for stop in self.stops if stop in text[at:]]
         if at < 0 or not ends:
-            raise ValueError(f"no stop token {self.stops} after a turn of the model in {text!r}")
+            raise ValueError(f"no stop token {self.stops} after a turn of the model: {text!r}")
         end, stop = min(ends)
         return stop, text[end + len(stop) :]
 
@@ -141,28 +144,41 @@ class Template:
 
     def check(self, name):
         """
-        Refuses a template under which a dialogue's rendering does not grow by its end alone, with the two renderings;
-        prints what it does to the thinking of earlier turns. name: the model's, for the line.
+        Refuses a template that cannot be continued, in one line; prints what it does to the thinking of earlier turns.
+        name: the model's, for the line.
         """
         require(self.tokenizer.chat_template, f"{name}: its tokenizer has no chat template, which an agent needs")
+        user, thought = dict(role="user", content="a"), dict(role="assistant", content="<think>thought</think>b")
+        try:
+            self.check_continuation(None)
+            drops = "thought" not in self.render([user, thought, user], None)
+        except Exception as error:  # a template may raise anything
+            require(False, f"{name}: its chat template cannot be used: {' '.join(str(error).split())}")
+        if drops and os.environ.get("RANK", "0") == "0":
+            print("chat template: drops the thinking of earlier turns; here they stay as they were sampled", flush=True)
+
+    def check_continuation(self, tools):
+        """Raises ValueError, with two renderings, unless a dialogue's rendering with these tools grows at its end."""
 
         def check(fits, why, *renderings):
-            renderings = " | ".join(map(repr, renderings))
-            require(fits, f"{name}: its chat template cannot be continued, {why}: {renderings}")
+            if not fits:
+                raise ValueError(f"{why}: {' | '.join(map(repr, renderings))}")
 
-        roles = "user", "assistant", "user"
-        dialogues = [[dict(role=role, content=text) for role, text in zip(roles, texts)] for texts in ("a", "cde")]
-        turn, new = dict(role="assistant", content=MARK), [dict(role="user", content="b")]
-        suffixes = [self.suffix(new, None, before=before)[1] for before in dialogues]
-        check(suffixes[0] == suffixes[1], "what follows a turn depends on what was before it", *suffixes)
-        for before in dialogues:
-            begun, whole = self.render(before, None, False), self.render([*before, turn, *new], None)
+        user, turn = dict(role="user", content="a"), dict(role="assistant", content="b")
+        new, pasts = [dict(role="user", content="c")], ([], [user, turn])
+        for past in pasts:
+            begun, whole = self.render([*past, user], tools, False), self.render([*past, user, turn, *new], tools)
             check(whole.startswith(begun), "a rendering does not go on from the one before", begun, whole)
-            ids = self.next(new, None, self.stop_tokens[0])
-            check(self.encode(whole)[-len(ids) :] == ids, "its parts are encoded in another way than the whole", whole)
-        thoughtful = dict(role="assistant", content="<think>thought</think>d")
-        if "thought" not in self.render([*dialogues[0], thoughtful, *new], None) and os.environ.get("RANK", "0") == "0":
-            print("chat template: drops the thinking of earlier turns; here they stay as they were sampled", flush=True)
+        suffixes = [self.suffix(new, tools, past=past)[1] for past in pasts]
+        check(suffixes[0] == suffixes[1], "what follows a turn depends on what was before it", *suffixes)
+        ids = self.next(new, tools, self.stop_tokens[0])
+        check(self.encode(whole)[-len(ids) :] == ids, "its parts are encoded in another way than the whole", whole)
+        if tools:
+            calls = [ToolCall(f"call_0_{i}", tools[0]["function"]["name"], {}) for i in range(2)]
+            results = [dict(role="tool", tool_call_id=c.id, name=c.name, content="result") for c in calls]
+            text = self.suffix(results, tools, calls)[1]
+            check(text.count("result") == 2, "it does not show the results of tools", text)
+            check(calls[0].name in self.render(new, tools), "it does not show the tools", self.render(new, tools))
 
 
 def _told(calls):
@@ -418,10 +434,13 @@ class Chat:
         template = self.episode.template
         try:
             if not self.turns:
+                if self.schemas and (names := tuple(self.tools)) not in template.checked:
+                    template.check_continuation(self.schemas)
+                    template.checked.add(names)
                 return template.first(fresh, self.schemas)
             return template.next(fresh, self.schemas, self.ids[-1])
         except Exception as error:  # a template may raise anything
-            raise self._error(f"the chat template refuses {fresh!r}: {describe(error)}") from error
+            raise self._error(f"the chat template cannot be used for this: {describe(error)}") from error
 
     def _reply(self, start, finish, stop):
         tokens, k, template = self.ids[start:], len(self.turns), self.episode.template
@@ -552,9 +571,9 @@ def scripted(replies, template):
     Raises AgentError where the agent asks for more.
     """
 
-    def calls_of(chat):
+    def parse(chat, text):
         reply = replies[len(chat.turns)]
-        return [] if isinstance(reply, str) else reply
+        return (text, []) if isinstance(reply, str) else ("", reply)
 
     async def source(chat, stop, most):
         if len(chat.turns) == len(replies):
@@ -562,7 +581,7 @@ def scripted(replies, template):
         ids = template.turn(replies[len(chat.turns)])
         return (ids[:most], [0.0] * min(most, len(ids)), "length" if most < len(ids) else "stop")
 
-    return source, lambda chat, text: (text, calls_of(chat))
+    return source, parse
 
 
 def run_again(job):

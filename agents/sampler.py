@@ -128,9 +128,10 @@ class AgentSampler(Sampler):
         logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a model may write anything
         try:
             rest, calls = FunctionCallParser([Tool(**s) for s in of.schemas], self.parser).parse_non_stream(text)
-            return rest, [(call.name, json.loads(call.parameters)) for call in calls]
+            calls = [(call.name, json.loads(call.parameters)) for call in calls]
         except ValueError:  # no JSON after all
-            return text, []
+            calls = []
+        return (rest, calls) if calls else (text, [])
 
 
 def counts_of(episodes):

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import sync
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from prove import LAG, ROOT, SEGMENTS, command_of, interrupt, launch, replay_of, run_with_kills, slow_engines  # noqa: E402
+from prove import AGENT, LAG, ROOT, SEGMENTS, command_of, interrupt, launch, replay_of, run_with_kills, slow_engines  # noqa: E402
 
 torch.set_num_threads(1)  # two workers share the machine
 
@@ -256,6 +256,29 @@ def segments_apart(once):
     """The same side by side on two slow engines, with a SIGKILL at a random moment."""
     options = dict(ranks=3, broken=slow_engines)
     return once("segments_apart", lambda folder: survive(folder, *SEGMENTS, "--rollout_ranks=2", **options))
+
+
+@pytest.fixture(scope="session")
+def agents(once):
+    """An agent whose tool takes its time, in one process."""
+    return once("agents", lambda folder: finish(folder, *AGENT, launch=launch_warm))
+
+
+@pytest.fixture(scope="session")
+def agents_apart(once):
+    """
+    The same with two trainers and two engines, ended by SIGKILL between a call and its result, and restarted. The files
+    `notes` and `victim` are beside its folder.
+    """
+
+    def run(folder):
+        env = dict(NOTES=str(folder.parent / "notes"), VICTIM=str(folder.parent / "victim"))
+        with shared_memory():
+            status, output = launch(folder, *AGENT, "--rollout_ranks=2", ranks=4, restarts=1, env=env)
+        assert status == 0 and Path(env["VICTIM"]).exists(), output[-4000:]
+        return output
+
+    return once("agents_apart", run)
 
 
 # ---- a process group of one, in the process of the tests

@@ -21,6 +21,7 @@ optimizer state of every step. conftest.py makes the runs; tools/prove.py proves
 """
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -34,6 +35,7 @@ import pytest
 import torch
 from conftest import DAPO, ENGINE_FLAGS, digest, error_line, finish, launch_warm, read_groups
 from prove import (
+    AGENT,
     LAG,
     ROOT,
     SEGMENTS,
@@ -44,6 +46,7 @@ from prove import (
     lines,
     processes_of,
     replay_of,
+    seeds_by_arrival,
     seeds_by_engine,
     segments_by_time,
     steps_that_taught_nothing,
@@ -51,6 +54,7 @@ from prove import (
     weights_as_they_come,
 )
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 import kernels
 import sync
@@ -325,6 +329,86 @@ def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, tmp
     finish(tmp_path / "run", *flags, ranks=2)
     assert_it_learned(tmp_path / "run", steps=24)
     assert ledger(tmp_path / "run") == ledger(lagged[0])
+
+
+# ---- L10: agents
+
+
+def test_L10_agents_one_ledger_whatever_their_tools_and_engines_take(agents, agents_apart):
+    """In one process; with two engines, one of them killed between a call and its result, and two trainers."""
+    assert_it_learned(agents[0], steps=24)
+    assert ledger(agents[0]) == ledger(agents_apart[0])
+    steps = lines(agents[0], "metrics.jsonl", "rl")
+    assert all(m["logprob_mismatch_tokens"] == 0 and m["turns_mean"] > 1 for m in steps)
+    assert all(m["calls_mean"] > 0.5 and 0 < m["forks_mean"] < 0.5 and m["prefix_hit_rate"] > 0.5 for m in steps)
+    assert all(0.2 < m["masked_fraction"] < 0.8 for m in steps) and len({m["tool_errors"] for m in steps}) > 1
+
+
+def test_L10_what_was_done_before_a_kill_is_not_done_again(agents_apart):
+    """What has a time, in chat.do, is done once, but for the few acts that were cut off."""
+    notes, until_then = (agents_apart[0].parent.joinpath(x).read_text().splitlines() for x in ("notes", "victim"))
+    groups = read_groups(agents_apart[0], "*")
+    entries = [x for _, meta in groups for journal in meta["journal"] for x in journal if x["name"] == "note"]
+    done = [x for x in notes if not x.startswith("replies")]  # of the supervised steps
+    assert {x["arguments"][0] for x in entries} == set(done) and len(entries) == len(set(done)) > 2000
+    assert len(done) - len(entries) < 8
+    # The step in which it happened had begun: without journals all that its unfinished groups did would be done twice.
+    last = re.match(r"\w+ step \d+,", until_then[-1])[0]
+    assert 8 < sum(x.startswith(last) for x in until_then) < sum(x.startswith(last) for x in done)
+    assert not list((agents_apart[0] / "queue").glob("*/journal_*"))  # they are in the group files
+
+
+def test_L10_dialogues_are_what_their_template_makes_of_the_messages(agents):
+    tokenizer, checked = AutoTokenizer.from_pretrained(agents[0] / "model"), 0
+    for tensors, meta in read_groups(agents[0]):
+        rows = zip(tensors["tokens"].split(tensors["lengths"].tolist()), itertools.chain(*meta["episodes"]))
+        for tokens, chat in rows:
+            ids = tensors["prompt_tokens"].tolist() + tokens.tolist()
+            text = tokenizer.apply_chat_template(chat["messages"], tokenize=False)
+            ours = tokenizer.decode(ids).partition("<eos>")[2]  # without the list of tools
+            cut = chat["turns"][-1]["finish"] == "length"
+            calls = any(turn["tool_calls"] for turn in chat["turns"])
+            # A call as it was sampled may have other blanks than the template's.
+            assert ours == text.removesuffix("<eos>" * cut) or calls or cut, (ours, text)
+            checked += not calls and not cut
+            mask = "".join(tokenizer.decode(ids[turn["start"] : turn["end"]]) for turn in chat["turns"])
+            assert mask.count("<eos>") == len(chat["turns"]) - cut
+    assert checked > 200
+
+
+def test_L10_a_replay_calls_nothing_and_has_the_same_ledger(agents, tmp_path):
+    env = {"NOTES": str(tmp_path / "notes")}
+    finish(tmp_path / "run", *AGENT, *replay_of(agents[0]), "--checkpoint_every=0", ranks=2, env=env)
+    assert ledger(tmp_path / "run") == ledger(agents[0])
+    assert all(x.startswith("replies") for x in (tmp_path / "notes").read_text().splitlines())  # of supervised steps
+
+
+def test_L10_control_seeds_by_arrival_are_other_samples(agents, tmp_path):
+    status, output = launch_warm(tmp_path / "run", *AGENT, "--max_steps=2", "--eval_size=0", broken=seeds_by_arrival)
+    assert status == 0, output[-4000:]
+    pairs = zip(lines(agents[0], "ledger.jsonl", "rl"), lines(tmp_path / "run", "ledger.jsonl", "rl"))
+    assert any(x["tokens"] != y["tokens"] for x, y in pairs)
+
+
+def test_L10_control_a_journal_with_another_result_is_another_run(agents, tmp_path):
+    queue = interrupt(agents[0], tmp_path / "run") / "queue"
+    tensors, meta = sync.read_group(queue / "rl_000017", 0, {})
+    entry = next(entry for journal in meta["journal"] for entry in journal if entry["name"] == "add")
+    entry["result"] += "0"
+    sync.write_group(queue / "rl_000017", 0, tensors, meta)
+    status, output = launch_warm(tmp_path / "run", *AGENT, "--init_from=resume")
+    assert status == 1 and re.search("rl step 17 came out otherwise", error_line(output)), output[-2000:]
+
+
+@pytest.mark.parametrize("agent, why", [("ask_the_clock", r"turn 0, call 0: add gave '\d+' and now"),
+                                        ("ask_a_set", "turn 0: run again, the agent says")])  # fmt: skip
+def test_L10_control_a_clock_in_a_tool_and_the_order_of_a_set_are_named(agent, why, tmp_path):
+    flags = (*AGENT, f"--agent=tests/slow_agent.py:{agent}", "--eval_size=0", "--max_prompt_tokens=32")
+    status, output = launch_warm(tmp_path / "run", *flags)
+    assert status == 2 and re.search(f"^error: rl step 0, prompt ., sample ., {why}", error_line(output)), output[
+        -3000:
+    ]
+    assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
 
 
 # ---- L11: segments

@@ -11,6 +11,7 @@ parameter's gradient, value and optimizer state. Exit status 0: all laws hold an
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -85,6 +86,14 @@ def segments_by_time():
     Sampler._draw = cut
 
 
+def seeds_by_arrival():
+    """A turn's noise is that of the number of turns before it, in whatever order they come."""
+    import agents.sampler
+
+    count, seed = itertools.count(), agents.sampler.sampling_seed
+    agents.sampler.sampling_seed = lambda *key: seed(next(count))
+
+
 def slow_engines():
     """Breaks nothing: an engine waits up to a tenth of a second before it draws a prompt's samples."""
     from rollout_server import Sampler
@@ -127,6 +136,10 @@ def lines(folder, file, phase=None):
 # Samples made ahead of the updates: whole ones, and token by token, with the weights of each step
 LAG = ("--lag=2",)
 SEGMENTS = ("--lag=1", "--segment_tokens=1", "--groups_in_flight=16", "--prompts_per_step=4")
+
+# An agent with a tool that takes its time
+AGENT = """--agent=tests/slow_agent.py:solve --tool_call_parser=pythonic --max_prompt_tokens=24 --max_new_tokens=40
+    --leaf_tokens=512 --warmup_sft_steps=100""".split()
 
 
 def replay_of(folder):

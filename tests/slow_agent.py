@@ -1,0 +1,85 @@
+"""
+The agents of law L10: one that learns while its tool takes its time, and two that break rule 7.
+
+NOTES names a file that gets a line when a sample begins and one after its tool's result. In the 300th call of its tool
+a process copies these notes to VICTIM, if that is not there yet, and dies.
+"""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+from rewards import numeric
+
+calls = []  # of this process
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    time.sleep(random.SystemRandom().random() / 20)
+    calls.append((a, b))
+    victim = Path(os.environ.get("VICTIM", "/"))
+    if len(calls) == 300 and not victim.exists():
+        victim.write_text(Path(os.environ["NOTES"]).read_text())
+        os.kill(os.getpid(), signal.SIGKILL)
+    return a + b
+
+
+def clock(a: int, b: int) -> int:
+    """Adds two numbers, more or less.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b + time.time_ns() % 7
+
+
+clock.__name__ = "add"  # as the model has learned to call it
+
+
+def note(line):
+    if "NOTES" in os.environ:
+        with open(os.environ["NOTES"], "a") as file:
+            file.write(line + "\n")
+
+
+async def ask(chat, row, tool):
+    chat.user(row["prompt"])
+    reply = await chat.generate(tools=[tool])
+    if reply.tool_calls:
+        await chat.call(reply.tool_calls)
+        await chat.do(note, f"{chat.episode.where}, {chat.now()}")
+        reply = await chat.generate()
+    return numeric(row["prompt"], reply.text, row["answer"])
+
+
+async def solve(chat, row, tool=add):
+    """Now and then a second dialogue has its say, too."""
+    await chat.do(note, f"{chat.episode.where}, begins")
+    right = await ask(chat, row, tool)
+    if chat.random.random() < 0.25:
+        right = max(right, await ask(chat.fork(), row, tool))
+    return right
+
+
+async def ask_the_clock(chat, row):
+    return await ask(chat, row, clock)
+
+
+async def ask_a_set(chat, row):
+    """The order of a set of strings changes from process to process."""
+    chat.system("".join({"a", "b", "c", "d", "e", "f"}))
+    return await ask(chat, row, add)
+
+
+def replies(row):
+    a, b = row["prompt"].rstrip("=").split("+")
+    return [[("add", dict(a=int(a), b=int(b)))], row["answer"]] * 2

@@ -1,0 +1,691 @@
+"""
+Dialogues of an agent without an engine: what is told and said, tools, the journal, and the second run (agents/chat.py).
+The model's part is a script; templates and tokenizers are real ones. test_laws.py has the runs (L10).
+"""
+
+import asyncio
+import json
+import random
+import sys
+import threading
+import time
+import types
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import sync
+import train_grpo as train
+from agents import chat
+from agents.sampler import counts_of, tensors_of
+from configurator import template_arguments
+
+CONFIG = train.DEFAULTS | dict(agent="x", max_prompt_tokens=400, max_new_tokens=600, max_calls=4)
+
+# As Qwen3's does: the thought of a turn that is not the last one is dropped, results of tools are a user's message
+THINKING = """
+{%- if tools %}<|im_start|>system\nTools:{% for t in tools %} {{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
+{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- set past = m.role == 'assistant' and not loop.last %}
+{{- m.content.split('</think>')[-1] if past else m.content }}
+{%- for c in m.tool_calls or [] %}{{ '\n<tool_call>\n' + (c.function | tojson) + '\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """The scratch model's, with its chat template."""
+    folder = tmp_path_factory.mktemp("scratch")
+    sizes = dict(scratch_layers=1, scratch_hidden=32, scratch_heads=1, scratch_kv_heads=1, scratch_mlp=32)
+    sync.make_scratch_model(folder, CONFIG | sizes)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def template(tokenizer):
+    return chat.Template(tokenizer, [tokenizer.eos_token_id], {})
+
+
+@pytest.fixture
+def thinking(tokenizer):
+    """The same characters under THINKING."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    ends = ["<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": ends})
+    tokenizer.chat_template = THINKING
+    return chat.Template(tokenizer, [tokenizer.convert_tokens_to_ids(ends[1])], {})
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def in_memory(entries=None):
+    return types.SimpleNamespace(entries=entries or {}, write=lambda entry: None)
+
+
+def play(solve, replies, template, journal=None, sample=0, config=CONFIG, row=None, **options):
+    """(the episode, its reward) of a dialogue in which the model says `replies`."""
+    source, parse = chat.scripted(replies, template)
+    where, journal = f"rl step 3, prompt 2, sample {sample}", journal or in_memory()
+    key = ["rl", 3, 2, sample]
+    episode = chat.Episode(config, template, where, sample, key, source, parse, journal, **options)
+    return episode, asyncio.run(episode.play(solve, row or dict(prompt="3+4=", answer="7")))
+
+
+def error_of(solve, replies, template, **options):
+    with pytest.raises(chat.AgentError) as error:
+        play(solve, replies, template, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+async def calculate(chat, row):
+    chat.user(row["prompt"])
+    reply = await chat.generate(tools=[add])
+    while reply.tool_calls:
+        await chat.call(reply.tool_calls)
+        reply = await chat.generate()
+    return float(reply.text == row["answer"])
+
+
+CALLS = [[("add", dict(a=1, b=2)), ("add", dict(a=3, b=4))], [("add", dict(a=3, b=4))], "7"]
+
+
+# ---- rule 1: ids are appended
+
+
+@pytest.mark.parametrize("which", ["template", "thinking"])
+def test_a_dialogues_tokens_are_those_of_its_rendering_and_the_mask_is_on_what_the_model_wrote(which, request):
+    template = request.getfixturevalue(which)
+    template.check("init_from='here'")
+    episode, reward = play(calculate, CALLS, template)
+    (c,) = episode.chats
+    assert reward == 1 and [len(t.tool_calls) for t in c.turns] == [2, 1, 0]
+    whole = template.render(c.messages, c.schemas, False)
+    assert template.tokenizer.decode(c.ids) == whole.removesuffix("\n")  # the newline would come with the next message
+    assert c.ids == template.encode(whole.removesuffix("\n"))
+    written = "".join(template.tokenizer.decode(c.ids[t.start : t.end]) for t in c.turns)
+    masked = [i for i, mine in zip(c.ids, c.mask) if mine]
+    assert template.tokenizer.decode(masked) == written and written.count(template.stops[0]) == 3
+    roles = [m["role"] for m in c.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["3", "7", "7"]
+
+
+def test_a_thought_stays_in_history_as_it_was_sampled_although_the_template_drops_it(thinking, capsys, template):
+    template.check("init_from='here'")
+    assert capsys.readouterr().out == ""
+    thinking.check("init_from='here'")
+    assert "drops the thinking of earlier turns; here they stay" in capsys.readouterr().out
+
+    async def solve(chat, row):
+        for _ in range(2):
+            chat.user("again?")
+            await chat.generate()
+        return 0.0
+
+    replies = ["<think>hm</think>no", "<think>well</think>yes"]
+    (c,) = play(solve, replies, thinking)[0].chats
+    ours, theirs = (
+        thinking.decode(c.ids),
+        thinking.tokenizer.decode(thinking.encode(thinking.render(c.messages, None, False)), skip_special_tokens=True),
+    )
+    assert ours == theirs.replace("assistant\nno", "assistant\n<think>hm</think>no").removesuffix("\n") != theirs
+    for turn, text in zip(c.turns, replies):
+        assert c.ids[turn.start : turn.end] == thinking.turn(text)
+
+
+def test_the_templates_arguments_reach_it(thinking):
+    quick = chat.Template(thinking.tokenizer, thinking.stop_tokens, template_arguments("enable_thinking=False"))
+    quick.check("init_from='here'")
+
+    async def solve(chat, row):
+        for _ in range(2):
+            chat.user("?")
+            await chat.generate()
+        return 0.0
+
+    texts = [t.decode(play(solve, ["a", "b"], t)[0].chats[0].ids) for t in (quick, thinking)]
+    assert texts[0] == texts[1].replace("assistant\n", "assistant\n<think>\n\n</think>\n\n") != texts[1]
+    with pytest.raises(ValueError):
+        template_arguments("enable_thinking")
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("{% for m in messages %}{{ loop.length }}{{ m.content }}<eos>{% endfor %}", "does not go on"),
+        (
+            "{% for m in messages %}{{ m.content }}<eos>{{ loop.index }}{% endfor %}",
+            "depends on what was before",
+        ),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "no stop token"),
+        ("", "no chat template"),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused_with_its_renderings(tokenizer, text, why, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template = text
+    with pytest.raises(SystemExit) as end:
+        chat.Template(tokenizer, [tokenizer.eos_token_id], {}).check("init_from='here'")
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith("error: init_from='here'") and line.count("\n") == 1
+    assert why in line and (not text or line.count("'") >= 4)
+
+
+def test_a_turn_that_is_cut_ends_the_dialogue_and_an_agent_that_goes_on_asking_ends_the_run(template):
+    seen = []
+
+    async def solve(chat, row, often=3):
+        chat.user("abc")
+        for _ in range(often):
+            seen.append(await chat.generate(max_new_tokens=4))
+            chat.user("go on")
+        return 0.5
+
+    episode, reward = play(solve, ["0123456", "never"], template)
+    (c,) = episode.chats
+    assert reward == 0.5 and [r.truncated for r in seen] == [True] * 3 and [r.text for r in seen] == ["0123", "", ""]
+    assert len(c.turns) == 1 and template.decode(c.ids).endswith("0123") and c.turns[0].finish == "length"
+    assert counts_of([episode])["truncated"] == 1
+    line = error_of(lambda chat, row: solve(chat, row, 200), ["0123456"], template)
+    assert line.startswith("rl step 3, prompt 2, sample 0, turn 0: asked 100 times")
+
+
+def test_limits_are_counts_of_turns_of_calls_of_tokens_and_of_forks(template):
+    async def ask(chat, row):
+        for n in range(20):
+            chat.user(str(n))
+            reply = await chat.generate()
+            if reply.truncated:
+                return float(n)
+
+    assert play(ask, ["x"] * 20, template)[1] == CONFIG["max_turns"]
+    assert play(ask, ["x"] * 20, template, config=CONFIG | dict(max_prompt_tokens=10, max_new_tokens=3))[1] == 2
+    many = [[("add", dict(a=i, b=1)) for i in range(3)], [("add", dict(a=i, b=1)) for i in range(3)], "7"]
+    (c,) = play(calculate, many, template)[0].chats
+    results = [m["content"] for m in c.messages if m["role"] == "tool"]
+    assert results == ["1", "2", "3", "1", "Error: no more than 4 calls", "Error: no more than 4 calls"]
+    line = error_of(ask, ["x"], template, config=CONFIG | dict(max_prompt_tokens=2))
+    assert line == "rl step 3, prompt 2, sample 0, turn 0: the prompt has 4 tokens, over max_prompt_tokens=2"
+
+    async def split(chat, row):
+        while True:
+            chat.fork()
+
+    assert "more than max_forks=16 forks" in error_of(split, [], template)
+
+
+# ---- rules 5 and 6: tools
+
+
+def test_results_come_in_the_order_of_calls_whoever_is_quicker_and_functions_run_side_by_side(template):
+    began, gate = [], threading.Barrier(3, timeout=20)
+
+    def wait(i: int) -> int:
+        """Waits for the others, and the longer the earlier it was called.
+
+        Args:
+            i: number of the call
+        """
+        began.append(i)
+        gate.wait()
+        time.sleep(0.02 * (3 - i))
+        return i
+
+    async def solve(chat, row):
+        chat.user("go")
+        assert await chat.call((await chat.generate(tools=[wait])).tool_calls) == ["0", "1", "2"]
+        return 1.0
+
+    assert play(solve, [[("wait", dict(i=i)) for i in range(3)]], template)[1] == 1 and sorted(began) == [0, 1, 2]
+
+
+class Counter:
+    def __init__(self):
+        self.n = 0
+
+    def reset(self, **row):
+        return "count to " + row["answer"]
+
+    def up(self, by: int) -> str:
+        """Counts up.
+
+        Args:
+            by: this much
+        """
+        before = self.n
+        time.sleep(random.random() / 50)
+        self.n = before + by
+        return f"{before} -> {self.n}"
+
+    def get_reward(self):
+        return float(self.n)
+
+
+def test_an_environment_class_is_an_agent_whose_methods_are_tools_called_one_after_the_other(template):
+    replies = [[("up", dict(by=i)) for i in (1, 2, 4)], "done"]
+    episode, reward = play(chat.environment(Counter), replies, template)
+    (c,) = episode.chats
+    assert reward == 7 and [m["content"] for m in c.messages][0] == "3+4=\ncount to 7"
+    assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["0 -> 1", "1 -> 3", "3 -> 7"]
+
+
+def test_what_a_tool_raises_or_returns_reaches_the_model_in_a_form_that_recurs(template):
+    def look(what: str) -> str:
+        """Looks.
+
+        Args:
+            what: at
+        """
+        if what == "exit":
+            sys.exit(3)
+        return {"object": str(object()), "long": "x" * 9000, "list": [1, {"a": None}], "zero": 1 / (what != "zero")}[
+            what
+        ]
+
+    async def solve(chat, row):
+        chat.user("go")
+        results = await chat.call((await chat.generate(tools=[look])).tool_calls)
+        return results
+
+    seen = []
+
+    async def outer(chat, row):
+        seen.extend(await solve(chat, row))
+        return 0.0
+
+    calls = [("look", dict(what=w)) for w in ("object", "long", "list", "zero", "exit", "nothing")]
+    calls += [("look", dict(where=1)), ("sing", {})]
+    play(outer, [calls], template, config=CONFIG | dict(max_calls=32))
+    assert seen[0] == "<object object at 0x0>" and seen[1] == "x" * 8192 + " .. (9000 characters, cut)"
+    assert seen[2:6] == [
+        '[1, {"a": null}]',
+        "Error: ZeroDivisionError: division by zero",
+        "Error: SystemExit: 3",
+        "Error: KeyError: 'nothing'",
+    ]
+    assert seen[6].startswith("Error: TypeError:") and "unexpected keyword argument 'where'" in seen[6]
+    assert seen[7] == "Error: no tool 'sing'"
+
+
+def no_types(a):
+    """Has a docstring.
+
+    Args:
+        a: something
+    """
+
+
+def no_docstring(a: int):
+    pass
+
+
+def returns_a_set(a: int) -> set:
+    """Gives what JSON has no form for.
+
+    Args:
+        a: something
+    """
+    return {a}
+
+
+def returns_nan(a: int) -> float:
+    """Gives what JSON has no form for.
+
+    Args:
+        a: something
+    """
+    return float("nan")
+
+
+@pytest.mark.parametrize("tool", [no_types, no_docstring, returns_a_set, returns_nan])
+def test_a_tool_that_cannot_be_one_ends_the_run_with_one_line(tool, template):
+    async def solve(chat, row):
+        chat.user("go")
+        await chat.call((await chat.generate(tools=[tool])).tool_calls)
+        return 0.0
+
+    line = error_of(solve, [[(tool.__name__, dict(a=1))]], template)
+    assert line.startswith("rl step 3, prompt 2, sample 0, turn 0")
+    expected = "a tool needs types and a docstring" if "no" in tool.__name__[:2] else "returned what JSON cannot hold"
+    assert expected in line and (expected[0] == "a" or "call 0" in line)
+
+
+@pytest.mark.parametrize("wrong, expected", [(lambda: 1 / 0, "ZeroDivisionError: division by zero (test_chat.py:"),
+                                             (lambda: None, "it returned None, not a finite number"),
+                                             (lambda: "1.0", "it returned '1.0', not a finite"),
+                                             (sys.exit, "SystemExit")])  # fmt: skip
+def test_an_agent_that_raises_or_returns_no_number_ends_the_run_with_one_line(wrong, expected, template):
+    async def solve(chat, row):
+        chat.user("go")
+        await chat.generate()
+        return wrong()
+
+    line = error_of(solve, ["x"], template)
+    assert line.startswith("agent failed on rl step 3, prompt 2, sample 0, turn 0: ") and expected in line
+
+
+def test_an_agent_that_asks_for_nothing_or_says_nothing_new_ends_the_run(template):
+    async def silent(chat, row):
+        return 1.0
+
+    async def twice(chat, row):
+        chat.user("a")
+        await chat.generate()
+        await chat.generate()
+
+    assert "returned without a turn of the model" in error_of(silent, [], template)
+    assert "before anything new was said" in error_of(twice, ["x", "y"], template)
+
+
+@pytest.mark.parametrize("hang", ["tool", "await", "loop"])
+def test_what_never_ends_is_named_by_the_watchdog_whatever_it_hangs_in(hang, template):
+    said, over = [], threading.Event()
+
+    def forever(a: int) -> int:
+        """Waits.
+
+        Args:
+            a: nothing
+        """
+        over.wait(20)
+        return 0
+
+    async def solve(chat, row):
+        chat.user("go")
+        reply = await chat.generate(tools=[forever])
+        if hang == "tool":
+            await chat.call(reply.tool_calls)
+        while hang == "loop" and not over.is_set():
+            pass
+        while not over.is_set():
+            await asyncio.sleep(0.01)
+        return 0.0
+
+    def end(line):
+        said.append(line)
+        over.set()
+
+    source, parse = chat.scripted([[("forever", dict(a=1))]], template)
+    episode = chat.Episode(CONFIG, template, "rl step 3, prompt 2, sample 5", 5, [], source, parse, in_memory())
+    began = time.monotonic()
+    with chat.watched({episode}, 0.5, end):
+        asyncio.run(episode.play(solve, {}))
+    assert 0.5 < time.monotonic() - began < 10
+    place = {"tool": "turn 0, call 0 (forever)"}.get(hang, "its start")
+    assert said[0] == f"rl step 3, prompt 2, sample 5, {place}: nothing for agent_timeout=0.5 s"
+
+
+# ---- rule 4: the journal
+
+
+class Crash(BaseException):
+    """As a SIGKILL between a call and its result."""
+
+
+def test_a_resume_reads_what_was_done_and_asks_only_for_the_rest(template, tmp_path):
+    asked, crashes, path = [], ["b"], tmp_path / "journal_0002.jsonl"
+
+    def search(what: str) -> str:
+        """Searches.
+
+        Args:
+            what: for
+        """
+        asked.append(what)
+        if what in crashes:
+            raise Crash
+        return f"{what} {random.random()}"
+
+    async def solve(chat, row, first="dice"):
+        chat.user("go")
+        seen = [await chat.do(search, first)]
+        reply = await chat.generate(tools=[search])
+        while reply.tool_calls:
+            seen += await chat.call(reply.tool_calls)
+            reply = await chat.generate()
+        results.append(seen)
+        return 0.0
+
+    def attempt(run="run", solve=solve):
+        asked.clear()
+        journal = chat.Journal(path, run)
+        play(solve, [[("search", dict(what=x))] for x in "ab"] + ["x"], template, journal)
+
+    results = []
+    with pytest.raises(Crash):
+        attempt()
+    assert asked == ["dice", "a", "b"]
+    with open(path, "ab") as file:
+        file.write(b'{"sample": 0, "at": "turn 1, ca')  # half a line, as a kill can leave it
+    crashes.clear()
+    attempt()
+    assert asked == ["b"]  # what was cut off is asked for again, and nothing else
+    entries = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert [e["result"] for e in entries] == results[0] and len({e["at"] for e in entries}) == 3
+    attempt()
+    assert asked == [] and results[1] == results[0]
+    with pytest.raises(chat.AgentError, match="a journal of run run, expected other; delete it"):
+        attempt("other")
+    line = "prompt 2, sample 0, turn 0, do 0: the agent asks for search.*other.*, the journal has search.*dice"
+    with pytest.raises(chat.AgentError, match=line):
+        attempt(solve=lambda chat, row: solve(chat, row, "other"))
+
+
+def test_a_resume_calls_the_methods_of_an_object_again_and_they_must_do_the_same(template, tmp_path):
+    replies = [[("up", dict(by=1))], [("up", dict(by=2))], "done"]
+    journal = chat.Journal(tmp_path / "journal", "run")
+    assert play(chat.environment(Counter), replies, template, journal)[1] == 3
+    assert play(chat.environment(Counter), replies, template, journal)[1] == 3  # its state is that of its calls
+    with pytest.raises(chat.AgentError, match=r"turn 0, call 0: up gave '0 -> 1' and now '7 -> 8'"):
+
+        class Other(Counter):
+            def __init__(self):
+                self.n = 7
+
+        play(chat.environment(Other), replies, template, journal)
+
+
+def test_a_result_is_on_the_disk_before_the_agent_has_it(template, tmp_path):
+    path = tmp_path / "journal"
+
+    async def solve(chat, row):
+        chat.user("go")
+        await chat.generate()
+        value = await chat.do(lambda: [1, ("x", None)])
+        assert value == [1, ["x", None]]  # as JSON has it, in a first run, too
+        assert json.loads(path.read_text().splitlines()[-1])["result"] == value
+        return 1.0
+
+    assert play(solve, ["x"], template, chat.Journal(path, "run"))[1] == 1
+
+
+def test_what_fails_outside_is_no_result_and_is_tried_again(template, tmp_path):
+    tries, journal = [], chat.Journal(tmp_path / "journal", "run")
+
+    def judge(text):
+        tries.append(text)
+        if len(tries) == 1:
+            raise ConnectionError("no route")
+        return 1.0
+
+    async def solve(chat, row):
+        chat.user("go")
+        return await chat.do(judge, (await chat.generate()).text)
+
+    line = error_of(solve, ["x"], template, journal=journal)
+    assert line.startswith(
+        "rl step 3, prompt 2, sample 0, turn 0, do 0: judge: ConnectionError: no route (test_chat.py:"
+    )
+    assert play(solve, ["x"], template, journal)[1] == 1 and tries == ["x", "x"]
+
+
+# ---- rule 7: the second run
+
+
+async def two_turns(chat, row, say=lambda: "again", give=lambda: 0.5):
+    for _ in range(2):
+        chat.user(say())
+        reply = await chat.generate(tools=[add])
+        if reply.tool_calls:
+            await chat.call(reply.tool_calls)
+    return give()
+
+
+def again(solve, replies, template, tools=True):
+    """Runs an agent, and once more on what was noted of that."""
+    journal = in_memory()
+    episode, reward = play(solve, replies, template, journal)
+    noted = json.loads(json.dumps([chat.record_of(c) for c in episode.chats]))
+    source, parse = chat.recorded(noted, [c.ids for c in episode.chats], template)
+    second = chat.Episode(
+        CONFIG, template, "rl step 0, prompt 2, sample 0", 0, episode.key, source, parse, journal, True
+    )
+    assert asyncio.run(second.play(solve, dict(prompt="3+4=", answer="7"))) == reward
+    assert [c.ids for c in second.chats] == [c.ids for c in episode.chats]
+    return second
+
+
+REPLIES = [[("add", dict(a=1, b=2))], "x"]
+
+
+def test_a_second_run_of_a_pure_agent_says_the_same(template):
+    again(two_turns, REPLIES, template)
+    again(calculate, CALLS, template)
+
+
+def test_a_clock_a_global_and_random_numbers_are_named_by_the_second_run(template):
+    count = []
+    for say in (lambda: str(time.time_ns()), lambda: str(random.random()), lambda: str(count.append(1) or len(count))):
+        with pytest.raises(chat.AgentError, match="rl step 0, prompt 2, sample 0, turn 0: run again, the agent says"):
+            again(lambda chat, row, say=say: two_turns(chat, row, say), REPLIES, template)
+
+    async def drawn(chat, row):
+        return await two_turns(chat, row, lambda: str(chat.random.random()))
+
+    again(drawn, REPLIES, template)  # the random numbers that an agent is given
+
+
+def test_a_tool_with_a_clock_is_named_unless_it_is_marked(template):
+    def now() -> int:
+        """Says the time."""
+        return time.time_ns()
+
+    async def solve(chat, row):
+        chat.user("go")
+        await chat.call((await chat.generate(tools=[now])).tool_calls)
+        return 0.0
+
+    with pytest.raises(chat.AgentError, match=r"turn 0, call 0: now gave '\d+' and now '\d+'; .* @impure"):
+        again(solve, [[("now", {})]], template)
+    chat.impure(now)
+    again(solve, [[("now", {})]], template)
+
+
+# ---- forks, rewards of turns, and what the trainer gets
+
+
+async def with_forks(chat, row):
+    chat.user("abc")
+    await chat.generate()
+    chat.reward(0.25)
+    for text in "xy":
+        other = chat.fork()
+        other.user(text + str(chat.random.random()))
+        await other.generate()
+        other.reward(0.5)
+    chat.user("go on")
+    await chat.generate()
+    return 1.0
+
+
+def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_with(template):
+    source = {(): ["1", "2"], (0,): ["3"], (1,): ["4"]}
+    episodes, returned = [], []
+    for g in range(2):
+        scripts = {path: chat.scripted(replies, template)[0] for path, replies in source.items()}
+        episode = chat.Episode(
+            CONFIG, template, "", g, ["rl", 0, 0, g], lambda c, *args: scripts[c.path](c, *args), None, in_memory()
+        )
+        returned.append(asyncio.run(episode.play(with_forks, {})))
+        episodes.append(episode)
+    t = tensors_of(episodes, returned, 7)
+    assert t["sample"].tolist() == [0, 0, 0, 1, 1, 1] and t["turns"].tolist() == [2, 1, 1] * 2
+    assert t["turn_rewards"].tolist() == [0.25, 1, 1.5, 1.5] * 2 and t["rewards"].tolist() == [2.25] * 2
+    assert template.tokenizer.decode(t["prompt_tokens"]) == "<user>" and set(t["weight_version"].tolist()) == {7}
+    rows = [t["prompt_tokens"].tolist() + row.tolist() for row in t["tokens"].split(t["lengths"].tolist())]
+    assert rows == [c.ids for e in episodes for c in e.chats]
+    first = template.tokenizer.decode(rows[0])
+    assert first == "<user>abc<eos><assistant>1<eos><user>go on<eos><assistant>2<eos>"
+    assert sync.response_lengths(t).tolist() == [8, 8]
+    counts = counts_of(episodes)
+    assert (counts["forks"], counts["turns"], counts["written_tokens"]) == (4, 8, 16)
+    meta = dict(prompt=3, step=0)
+    samples = train.samples_of([(t, meta), (t, meta)])
+    assert [s.of for s in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [s.name for s in samples[:4]] == ["prompt 3, sample 0"] * 3 + ["prompt 3, sample 1"]
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    c = types.SimpleNamespace(**CONFIG | dict(advantage="dr_grpo"))
+    shared = train.with_advantages(samples, rewards, c)
+    assert [s.advantages.unique().tolist() for s in shared] == [[0.5]] * 3 + [[-0.5]] * 3 + [[0]] * 6
+    ours = train.gained(samples[0], 5.0, "sample"), train.gained(samples[0], 5.0, "turn")
+    assert [x.tolist() for x in ours] == [[0, 0, 0, 5], [0, 0.25, 0, 1]]
+
+
+def test_the_advantage_of_a_turn_is_its_discounted_return_among_turns_of_its_number():
+    def sample(of, rewards):
+        turn = torch.tensor([k for k in range(len(rewards)) for _ in range(2)] + [-1])
+        s = train.make_sample(torch.zeros(1), torch.zeros(len(turn)), turn >= 0, torch.zeros(len(turn)), of=of)
+        return s._replace(turn=turn, turn_rewards=torch.tensor(rewards))
+
+    samples = [sample(0, [0.0, 1.0]), sample(1, [1.0, 0.0, 4.0]), sample(2, [3.0]), sample(3, [3.0])]
+    done = train.turn_advantages(samples, "dr_grpo", 2, 0.5)
+    # returns: 0 + .5, 1 | 1 + 0 + 1, 0 + 2, 4; the third turn of the second has no peer
+    assert [s.advantages.tolist() for s in done[:2]] == [
+        [-0.75, -0.75, -0.5, -0.5, 0.0],
+        [0.75, 0.75, 0.5, 0.5, 0.0, 0.0, 0.0],
+    ]
+    assert all(s.advantages.unique().tolist() == [0] for s in done[2:])
+    (g1, g2), eps = [train.turn_advantages(samples, "grpo", 2, gamma)[0].advantages[0] for gamma in (1.0, 0.5)], 1e-3
+    assert abs(g1 + 2**-0.5) < eps and abs(g2 + 2**-0.5) < eps
+
+
+# ---- what agent= may be
+
+
+@pytest.mark.parametrize(
+    "source, spec, why",
+    [
+        ("", "nowhere.py:solve", "no file nowhere.py"),
+        ("x = 1", "{}:solve", "has no function 'solve'"),
+        ("def solve(chat, row): pass", "{}:solve", "no async def function"),
+        ("class Game:\n    def reset(self): pass", "{}:Game", "a class without get_reward"),
+        ("import nothing_of_this_name", "{}:solve", "does not load: ModuleNotFoundError"),
+    ],
+)
+def test_an_agent_that_is_not_there_is_refused_with_one_line(source, spec, why, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(SystemExit) as end:
+        chat.load_agent(spec.format(tmp_path / "mine.py"))
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith("error: agent=") and why in line and line.count("\n") == 1
