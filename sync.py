@@ -650,41 +650,15 @@ def response_lengths(t):
     return torch.zeros_like(rows)[: len(t["rewards"])].index_add(0, t["sample"], rows)
 
 
-def episode_metrics(counts):
-    """{metric: value} of an agent's groups, each with its counts (agents/sampler.py)."""
-    if not counts:
-        return {}
-    total = {name: sum(x[name] for x in counts) for name in counts[0]}
-    per_episode = {f"{name}_mean": total[name] / total["episodes"] for name in ("turns", "calls", "forks")}
-    return per_episode | dict(
-        tool_errors=total["tool_errors"], truncated_episodes=total["truncated"],
-        masked_fraction=total["told_tokens"] / (total["told_tokens"] + total["written_tokens"]),
-        prefix_hit_rate=total["cached_tokens"] / total["prompt_tokens"],
-    )  # fmt: skip
-
-
-def turn_by_turn(dialogues):
-    """Lines for samples.md: the messages of an episode's dialogues, with the rewards of turns."""
-    for dialogue in dialogues:
-        fork, turns = f"fork {dialogue['path']} " * bool(dialogue["path"]), iter(dialogue["turns"])
-        for m in dialogue["messages"]:
-            said = ""
-            if m["role"] == "assistant":
-                turn = next(turns)
-                said = "".join(f", calls {call['name']} {call['arguments']}" for call in turn["tool_calls"])
-                said += "".join(f", reward {x:g}" for x in turn["rewards"])
-            yield f"    - {fork}{m['role']}: `{m['content']!r}`{said}\n"
-
-
 class Record:
     """
     What the first rank writes down of a run: the ledger, metrics.jsonl, samples.md to read and, with mode='reject',
     best.jsonl. It and the logs are cut back to where the checkpoint that `saved` describes (None: the start) had them.
-    c: the config as a namespace; origin: what a checkpoint must say to be this run's.
+    c: the config as a namespace; origin: what a checkpoint must say to be this run's; agent: the Agent of the samples.
     """
 
-    def __init__(self, folder, saved, c, origin):
-        self.folder, self.c, self.origin = folder, c, origin
+    def __init__(self, folder, saved, c, origin, agent=None):
+        self.folder, self.c, self.origin, self.agent = folder, c, origin, agent
         sizes = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
         self.ledger = Ledger(folder / LOGS[0], "onecurve 1", sizes[LOGS[0]], c.strict)
         if saved and self.ledger.digest != saved["digest"]:
@@ -727,9 +701,9 @@ class Record:
         """
         c, meta = self.c, [m for _, m in groups]
         named = ("tokens", "logprobs", "rewards") + ("weight_version",) * bool(c.lag or c.segment_tokens)
-        named += ("loss_mask", "turn_rewards") * bool(c.agent)
+        named += ("loss_mask", "turn_rewards") * bool(self.agent)
         stages = {k: content_hash(*(t[k] for t, _ in groups)) for k in named}
-        if c.agent:
+        if self.agent:
             stages["journal"] = content_hash([m["journal"] for m in meta])
         prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t, _ in groups))
         self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
@@ -744,7 +718,7 @@ class Record:
             reward_std=float(rewards.double().std()), zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
             groups=len(made), easy_groups=sum(x.all().item() for x in right),
             hard_groups=sum((~x).all().item() for x in right),
-            **metrics, **episode_metrics([m["counts"] for m in meta] if c.agent else []),
+            **metrics, **(self.agent.metrics(made) if self.agent else {}),
             response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
             truncated_fraction=float(cut.double().mean()), weight_version=meta[0]["version"],
             engine_retractions=sum(m["retractions"] for _, m in made),
@@ -764,7 +738,7 @@ class Record:
                 f.write(f"\n## step {step}\n\nprompt `{m['prompt_text']!r}`, answer `{m['answer']!r}`\n\n")
                 for g, (r, text) in enumerate(zip(t["rewards"].tolist(), m["responses"])):
                     f.write(f"- {r:g}: `{text!r}`\n")
-                    f.writelines(turn_by_turn(m["episodes"][g]) if c.agent else ())
+                    f.writelines(self.agent.transcript(m["episodes"][g]) if self.agent else ())
         old = step - c.keep_rollouts - c.lag  # which an engine that is late may still read
         if c.mode == "grpo" and c.keep_rollouts and old >= 0:
             shutil.rmtree(self.folder / "queue" / f"rl_{old:06d}", ignore_errors=True)

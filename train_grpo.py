@@ -890,6 +890,7 @@ if __name__ == "__main__":
     model_path = sync.fetch_model(model)
     hf = check_model(model_path, config)
     tokenizer, stop_tokens = sync.load_tokenizer(model_path)
+    its = None
     if agent:
         from agents.sampler import Agent
 
@@ -912,7 +913,7 @@ if __name__ == "__main__":
         in_flight = (sync.read_group(model_path / "flight", i, {}) for i in range(saved["in_flight"]))
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
-    record = sync.Record(folder, saved, c, origin) if ranks.rank == 0 else None
+    record = sync.Record(folder, saved, c, origin, its) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
     torn = sync.clean_queue(queue_path, step) if record and mode != "replay" else 0
     if record and resumed:
@@ -933,9 +934,9 @@ if __name__ == "__main__":
     if saves and only_sft and not saved:
         save(step, flight)
     if trainer and sft_steps and (only_sft or not saved):
-        answered = train_rows if agent else encode_answers(train_rows, tokenizer, stop_tokens, config)
+        answered = train_rows if its else encode_answers(train_rows, tokenizer, stop_tokens, config)
         for i in range(step, sft_steps):
-            samples = supervised_samples(answered, i, c, agent and its.demonstrate)
+            samples = supervised_samples(answered, i, c, its and its.demonstrate)
             metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), "sft")
             if record:
                 record.supervised(i, samples, metrics, hashes)
@@ -951,7 +952,7 @@ if __name__ == "__main__":
         lends = bool(trainer) and place == "cuda"  # its memory, while this rank trains
         engine = RolloutEngine(ranks.engine, model_path, hf, config, place, compute_dtype, log, gpu, lends)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        kind = its.sampler if agent else Sampler
+        kind = its.sampler if its else Sampler
         sampler = kind(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
     signs = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
     queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15 if ranks.engines else 0, signs)

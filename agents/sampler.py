@@ -56,6 +56,26 @@ class Agent:
     def sampler(self, *args):
         return AgentSampler(self, *args)
 
+    def metrics(self, groups):
+        """{metric: value} of all groups (tensors, meta) that were sampled for a step."""
+        total = {name: sum(meta["counts"][name] for _, meta in groups) for name in groups[0][1]["counts"]}
+        means = {f"{name}_mean": total[name] / total["episodes"] for name in ("turns", "calls", "forks")}
+        return means | dict(
+            tool_errors=total["tool_errors"], truncated_episodes=total["truncated"],
+            masked_fraction=total["told_tokens"] / (total["told_tokens"] + total["written_tokens"]),
+            prefix_hit_rate=total["cached_tokens"] / total["prompt_tokens"],
+        )  # fmt: skip
+
+    def transcript(self, dialogues):
+        """Lines for samples.md: an episode's dialogues, turn by turn."""
+        for dialogue in dialogues:
+            fork, turns = f"fork {dialogue['path']} " * bool(dialogue["path"]), iter(dialogue["turns"])
+            for m in dialogue["messages"]:
+                turn = next(turns) if m["role"] == "assistant" else dict(tool_calls=[], rewards=[])
+                said = "".join(f", calls {call['name']} {call['arguments']}" for call in turn["tool_calls"])
+                said += "".join(f", reward {x:g}" for x in turn["rewards"])
+                yield f"    - {fork}{m['role']}: `{m['content']!r}`{said}\n"
+
 
 class AgentSampler(Sampler):
     """

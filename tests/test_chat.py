@@ -602,6 +602,30 @@ def test_a_tool_with_a_clock_is_named_unless_it_is_marked(template):
     again(solve, [[("now", {})]], template)
 
 
+async def a_set(chat, row):
+    """The order of a set of strings changes from process to process."""
+    return await two_turns(chat, row, lambda: "".join({"a", "b", "c", "d", "e", "f", "g", "h"}))
+
+
+def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, tmp_path):
+    """On rollout files; of an agent that says and returns the same in it, and of one that does not."""
+    paths = {}
+    for index, solve in enumerate((two_turns, a_set)):
+        episodes, returned = zip(*[play(solve, REPLIES, template, in_memory(), g) for g in range(2)])
+        tensors = tensors_of(episodes, returned, 0)
+        meta = dict(stream="rl", step=3, prompt=2, returned=returned, row=dict(prompt="3+4=", answer="7"))
+        meta["episodes"] = [[chat.record_of(c) for c in e.chats] for e in episodes]
+        meta["journal"] = [[*e.journal.entries.values()] for e in episodes]
+        sync.write_group(tmp_path, index, tensors, meta)
+        paths[solve.__name__] = str(sync.group_path(tmp_path, index))
+    job = lambda name: dict(  # noqa: E731
+        config=CONFIG | dict(agent=f"{__file__}:{name}"), model=template.tokenizer.name_or_path, paths=[paths[name]]
+    )
+    chat.check_again(job("two_turns"))
+    with pytest.raises(chat.AgentError, match="^rl step 3, prompt 2, sample 0, turn 0: run again, the agent says"):
+        chat.check_again(job("a_set"))
+
+
 # ---- forks, rewards of turns, and what the trainer gets
 
 
