@@ -312,7 +312,7 @@ def check_config(config, world, defaults):
     check("chat_template_args", renders, "is for an agent, or for --chat_template")
     discounts = c.advantage == "gae" or c.credit == "turn"
     check("gamma", c.gamma == 1 or discounts, "is for --advantage=gae or --credit=turn")
-    for key, wrong in dict(chat_template=True, ignore_eos=True, segment_tokens=True, mode="reject").items():
+    for key, wrong in dict(chat_template=True, segment_tokens=True, mode="reject").items():
         fits = config[key] != wrong if isinstance(wrong, str) else not config[key]
         check(key, fits or not c.agent, "is for samples of one turn, which an agent's are not")
     by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")

@@ -8,6 +8,8 @@ Sampled tokens per second in steady state, of rollout and training together.
     python tools/bench.py --operators                        # on a GPU: each operator against the library's
     python tools/bench.py --peer                             # on a CPU: beside TRL; --peer=all: at more settings
     python tools/bench.py --peer --ranks=2 --lag=1 --lanes=1 # training and sampling side by side
+    python tools/bench.py --agent                            # a turn through agents/chat.py beside a plain sample; and
+                                                             # 64 dialogues whose tools sleep
 
 Runs train_grpo.py for some steps with samples of a fixed length and takes the median over the steps after the first
 four, which warm up. `--operators` times one operator after the other at the shapes of Qwen3 instead: random numbers,
@@ -121,6 +123,67 @@ def onoff(args):
         ratio = statistics.median(runs[True]) / statistics.median(runs[False])
         print(f"| {name} | {' | '.join(each)} | {ratio:.3f} |")
     print(f"\n{platform.machine()}, {args.steps - 4} steps a run, {machine()}")
+
+
+# ---- agents
+
+# One turn, as a plain sample; and dialogues of four turns between which something takes its time.
+AGENTS = """
+import os, time
+
+async def one_turn(chat, row):
+    chat.user(row["prompt"])
+    return float(len(set((await chat.generate()).text)))
+
+async def asks(chat, row, begun):
+    reply = await chat.generate(stop=list("abcd"))
+    with open(os.environ["TIMES"], "a") as file:
+        file.write(f"{chat.episode.where.split(',')[0]}, {begun}, {time.time()}, {len(reply.tokens)}\\n")
+    return reply
+
+async def naps(chat, row):
+    for _ in range(4):
+        chat.user("?")
+        if (await asks(chat, row, time.time())).truncated:
+            break
+        await chat.do(time.sleep, chat.random.random() * float(os.environ["NAP"]))
+    return float(len(chat.ids))
+"""
+
+
+def spans(intervals):
+    """(the time in which at least one of the intervals is, the time from the first's begin to the last's end)."""
+    inside, end = 0.0, 0.0
+    for a, b in sorted(intervals):
+        inside, end = inside + max(0.0, b - max(a, end)), max(end, b)
+    return inside, end - min(a for a, _ in intervals)
+
+
+def agents(args):
+    """In turn, twice each: plain samples and the same through a Chat; and what naps of tools cost."""
+    folder = Path(tempfile.mkdtemp(prefix="bench"))
+    (folder / "agents.py").write_text(AGENTS)
+    path, rates = folder / "agents.py", {"a plain sample": [], "through a Chat": []}
+    for name in (*rates, *rates):
+        chat = (f"--agent={path}:one_turn",) if name == "through a Chat" else ("--prompt_template={prompt}   ",)
+        steps = measure(args, *chat)  # the blanks: as many tokens as the roles of the dialogue have
+        rates[name].append([statistics.median(x[key] for x in steps) for key in ("rollout_seconds", "step_seconds")])
+    print("| one turn | rollout, ms, each run | step, ms, each run |\n|---|---|---|")
+    for name, runs in rates.items():
+        print(f"| {name} | {' | '.join(', '.join(f'{1000 * x:.0f}' for x in column) for column in zip(*runs))} |")
+    print("\n| naps up to | rollout, s | somebody asks, s | all nap, s | tokens/s while asked |\n|---|---|---|---|---|")
+    for nap in (0, 0.2, 0, 0.2):
+        os.environ |= dict(TIMES=str(folder / f"times{time.time()}"), NAP=str(nap))
+        measure(args, f"--agent={path}:naps", "--max_new_tokens=400", "--ignore_eos=False", "--checkpoint_every=0")
+        lines = [line.split(", ") for line in Path(os.environ["TIMES"]).read_text().splitlines()]
+        found = []
+        for step in range(4, args.steps):
+            mine = [(float(a), float(b), int(n)) for where, a, b, n in lines if where == f"rl step {step}"]
+            asked, whole = spans([(a, b) for a, b, _ in mine])
+            found.append((whole, asked, whole - asked, sum(n for *_, n in mine) / asked))
+        whole, asked, idle, rate = map(statistics.median, zip(*found))
+        print(f"| {1000 * nap:.0f} ms | {whole:.2f} | {asked:.2f} | {idle:.3f} | {rate:.0f} |")
+    shutil.rmtree(folder)
 
 
 # ---- beside TRL, on a CPU
@@ -644,6 +707,7 @@ def main():
     parser.add_argument("--operators", action="store_true", help="each operator at Qwen3's shapes, on a GPU")
     parser.add_argument("--onoff", action="store_true", help="with and without the batch-invariant operators")
     parser.add_argument("--peer", nargs="?", const="default", choices=PEER_SETTINGS, help="beside TRL, on a CPU")
+    parser.add_argument("--agent", action="store_true", help="dialogues through agents/chat.py, on a CPU")
     parser.add_argument("--trl_side", type=Path, help=argparse.SUPPRESS)  # --peer's own: the other side's run
     args, args.flags = parser.parse_known_args()
     args.steps = args.steps or (12 if args.peer else 24)
@@ -653,6 +717,8 @@ def main():
         onoff(args)
     elif args.trl_side:
         trl_side(args.trl_side)
+    elif args.agent:
+        agents(args)
     elif args.peer:
         peer(args)
     else:
