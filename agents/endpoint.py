@@ -30,7 +30,6 @@ import functools
 import hashlib
 import hmac
 import json
-import math
 import os
 import secrets
 import shlex
@@ -51,7 +50,7 @@ from starlette.routing import Route
 
 from agents.chat import AgentError, Chat, Episode, Template, ToolCall, told_calls
 from configurator import require, template_arguments
-from rewards import describe
+from rewards import describe, finite
 
 INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR PYTHONPATH PYTHONHASHSEED LD_LIBRARY_PATH VIRTUAL_ENV".split()
 MOST_BYTES = 4 * 2**20  # of a request
@@ -131,8 +130,10 @@ def read(body, chat=True, exact=False):
         raise Refusal(400, f"tool_choice={json.dumps(choice)[:80]}: a model cannot be made to call; use auto or none")
     tools = [] if choice == "none" else get("tools", [], list)
     for tool in tools:
-        if not (isinstance(tool, dict) and isinstance(tool.get("function"), dict) and "name" in tool["function"]):
-            raise Refusal(400, 'tools: each {"type": "function", "function": {"name": .., "parameters": ..}}')
+        function = tool.get("function") if isinstance(tool, dict) else None
+        wanted = isinstance(function, dict) and dict(name=str, parameters=dict, description=str)
+        if not wanted or not all(isinstance(function.get(key, kind()), kind) for key, kind in wanted.items()):
+            raise Refusal(400, 'tools: each {"type": "function", "function": {"name": .., "parameters": {..}}}')
     if chat:
         messages = messages_of(get("messages", [], list))
     else:
@@ -172,18 +173,15 @@ def messages_of(messages):
                 call = calls_by_id[message["tool_call_id"]]
                 new = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
             elif role == "assistant":
-                said = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
-                calls = [
-                    ToolCall(f"call_{turns}_{i}", f["name"], json.loads(f["arguments"]))
-                    for i, (_, f) in enumerate(said)
-                ]
-                calls_by_id |= {name: call for (name, _), call in zip(said, calls)}
+                calls = []
+                for i, call in enumerate(message.get("tool_calls") or ()):
+                    name, arguments = call["function"]["name"], dict(json.loads(call["function"]["arguments"]))
+                    calls.append(ToolCall(f"call_{turns}_{i}", name, arguments))
+                    calls_by_id[call["id"]] = calls[-1]
                 new, turns = new | ({"tool_calls": told_calls(calls)} if calls else {}), turns + 1
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise Refusal(
-                400, f"messages[{len(out)}]: neither text nor calls nor the result of a call ({why})"
-            ) from error
+            wanted = "neither a text, nor calls, nor the result of a call"
+            raise Refusal(400, f"messages[{len(out)}]: {wanted} ({type(error).__name__}: {error})") from error
         out.append(new)
     if not out or out[-1]["role"] == "assistant":
         raise Refusal(400, "messages: must end with what the model is told")
@@ -214,17 +212,13 @@ def response(asked, choices, model, name, decode, chat=True):
         return message | (dict(tool_calls=calls) if calls else {})
 
     def logprobs(choice):
-        texts = [decode([token]) for token in choice.tokens]
         if not asked.logprobs:
             return None
+        texts = [decode([token]) for token in choice.tokens]
         if not chat:
             return dict(tokens=texts, token_logprobs=choice.logprobs, top_logprobs=None, text_offset=None)
-        return dict(
-            content=[
-                dict(token=text, logprob=x, bytes=[*text.encode()], top_logprobs=[])
-                for text, x in zip(texts, choice.logprobs)
-            ]
-        )
+        of = lambda text, x: dict(token=text, logprob=x, bytes=[*text.encode()], top_logprobs=[])  # noqa: E731
+        return dict(content=[*map(of, texts, choice.logprobs)])
 
     ends = [dict(index=i, logprobs=logprobs(c), finish_reason=c.finish) for i, c in enumerate(choices)]
     if not asked.stream:
@@ -293,21 +287,16 @@ class Session:
     def _dialogue(self, asked):
         """The Chat that goes on, or begins, with what is asked; it has been told what is new. Raises AgentError."""
         asks = [content_of(message) for message in asked.messages]
-        tips = [
-            chat
-            for chat in self.dialogues
-            if 0 < chat.said < len(asks)
-            and [content_of(message) for message in chat.messages[: chat.said]] == asks[: chat.said]
-            and asked.tools in ([], chat.schemas)
-        ]
-        ways = [chat for chat in tips if chat not in self.busy]
-        if tips and not ways:
-            # Which of the two goes on would be a matter of time.
-            raise AgentError(
-                f"{self.root.episode.where}: asks for two ways on from one turn at a time, {asks[-1][1]!r}"
-            )
-        chat = min(ways, key=lambda chat: chat.path) if ways else self._begun(asked)
-        chat.messages += asked.messages[chat.said :]
+        tips = [chat for chat in self.dialogues if chat.turns and asked.tools in ([], chat.schemas)]
+        tips = [chat for chat in tips if [*map(content_of, chat.messages[: chat.said])] == asks[: chat.said]]
+        free = [chat for chat in tips if chat not in self.busy]
+        if tips and not free:  # which of the two goes on would be a matter of time
+            where = self.root.episode.where
+            raise AgentError(f"{where}: asks for two ways on from one turn at a time, {asks[-1][1]!r} is the second")
+        chat = min(free, key=lambda chat: chat.path) if free else self._begun(asked)
+        new = asked.messages[chat.said :]
+        chat.messages += new
+        chat.calls += sum(message["role"] == "tool" for message in new)
         return chat
 
     def _begun(self, asked):
@@ -366,19 +355,16 @@ class Endpoint:
     async def _body(self, request):
         """(the bytes of a request, its JSON)."""
         self._check_key(request)
-        size, parts = 0, []
+        size, raw = 0, bytearray()
         async for part in request.stream():  # to its end: a client that still sends does not listen
             size += len(part)
-            parts = [*parts, part] if size <= MOST_BYTES else []
+            raw += part if size <= MOST_BYTES else b""
         if size > MOST_BYTES:
             raise Refusal(413, f"a request of {size} bytes; the most are {MOST_BYTES}")
         try:
-            body = json.loads(b"".join(parts))
-        except ValueError as error:
-            raise Refusal(400, f"no JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise Refusal(400, "no JSON object")
-        return b"".join(parts), body
+            return raw, dict(json.loads(raw))
+        except (ValueError, TypeError) as error:
+            raise Refusal(400, f"no JSON object: {error}") from error
 
     async def health(self, request):
         return JSONResponse({"status": "ok"})
@@ -390,10 +376,11 @@ class Endpoint:
 
     async def rewarded(self, request):
         _, body = await self._body(request)
-        session, value = self._session(request), body.get("reward")
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise Refusal(400, 'a reward is {"reward": a finite number}')
-        session.reward = float(value)
+        session = self._session(request)
+        try:
+            session.reward = finite(body.get("reward"), "POST /reward")
+        except TypeError as error:
+            raise Refusal(400, str(error)) from error
         return JSONResponse({"reward": session.reward})
 
     async def delete(self, request):
@@ -461,7 +448,10 @@ def listen(host, port):
 
 def program(command):
     """The agent that `command` is: an `async def solve(chat, row)`. Ends the run with one line if there is none."""
-    words = shlex.split(command)
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        require(False, f"agent={command!r}: {error}")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     require(shutil.which(words[0], path=path), f"agent={command!r}: no program {words[0]!r} in the PATH")
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ} | dict(PATH=path)
@@ -474,6 +464,7 @@ def program(command):
             endpoints[loop] = Endpoint(listen("127.0.0.1", 0), secrets.token_urlsafe(), [POLICY], decode)
         endpoint, name = endpoints[loop], "-".join(map(str, episode.key))
         session = endpoint.sessions[name] = Session(chat)
+        episode.doing = "its program"
         env = dict(OPENAI_BASE_URL=f"{endpoint.url}/s/{name}/v1", OPENAI_API_KEY=endpoint.key, ROW=json.dumps(row))
         running = asyncio.ensure_future(run_program(words, inherited | env))
         try:
@@ -487,20 +478,17 @@ def program(command):
             del endpoint.sessions[name]
         told = f"{episode.where}: {command!r}"
         if status:
-            raise AgentError(f"{told} ended with status {status}: {(errors.split(chr(10)) or [''])[-1][:500]}")
-        last = output.split("\n")[-1]
+            last = errors.rpartition("\n")[2]
+            raise AgentError(f"{told} ended with status {status}: {last[:500]}")
+        if session.reward is not None:
+            return session.reward
+        last = output.rpartition("\n")[2]
         try:
-            return finite_number(last) if session.reward is None else session.reward
-        except ValueError:
-            raise AgentError(f"{told}: its last line of output is the reward, but it is {last[:80]!r}")
+            return finite(float(last), command)
+        except (ValueError, TypeError):
+            raise AgentError(f"{told}: its last line of output must be the reward, and is {last[:80]!r}")
 
     return solve
-
-
-def finite_number(text):
-    if not math.isfinite(number := float(text)):
-        raise ValueError(text)
-    return number
 
 
 async def run_program(words, env):
