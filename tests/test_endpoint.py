@@ -15,6 +15,7 @@ import types
 from contextlib import contextmanager
 from pathlib import Path
 
+import aiohttp
 import httpx
 import openai
 import pytest
@@ -30,6 +31,7 @@ SIZES = "--tool_call_parser=pythonic --arithmetic_size=40 --arithmetic_min=20 --
 SIZES += "--max_new_tokens=40 --leaf_tokens=1024 --eval_size=0".split()
 TOOLS = [{"type": "function", "function": example.ADD}]
 KEY = "a key of the tests"
+BY_TEXT = {chr(c): c - 29 for c in range(32, 127)}  # the ids of a scratch model's characters
 
 
 @pytest.fixture(scope="module")
@@ -179,13 +181,13 @@ def test_a_turn_ends_at_a_string_at_a_length_or_by_itself(ask):
 def test_a_completion_goes_on_from_a_text_or_from_ids(address):
     client = openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
     asked = dict(model="policy", max_tokens=6, n=2, logprobs=0, temperature=2.0)
-    text = client.completions.create(prompt="2+2=", **asked)
-    characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)]  # of a scratch model
-    ids = client.completions.create(prompt=[characters.index(c) for c in "2+2="], **asked)
-    assert [c.text for c in text.choices] == [c.text for c in ids.choices]
-    assert text.choices[0].logprobs == ids.choices[0].logprobs and text.usage.prompt_tokens == 4
-    (other,) = client.completions.create(prompt="2+3=", **asked | dict(n=1)).choices
-    assert other.logprobs.token_logprobs != text.choices[0].logprobs.token_logprobs
+    prompts = dict(text="2+2=", ids=[BY_TEXT[c] for c in "2+2="], other="2+3=")
+    drawn = {name: client.completions.create(prompt=prompt, **asked) for name, prompt in prompts.items()}
+    again = client.completions.create(prompt="2+2=", **asked)
+    assert again == drawn["text"] and again.choices != drawn["other"].choices
+    greedy = [client.completions.create(prompt=prompts[x], **asked | dict(temperature=0)) for x in ("text", "ids")]
+    assert greedy[0].choices == greedy[1].choices and greedy[0].usage == greedy[1].usage
+    assert greedy[0].usage.prompt_tokens == 4 and len(greedy[0].choices[0].logprobs.tokens) > 0
 
 
 @pytest.mark.parametrize(
@@ -237,52 +239,63 @@ def test_keys_routes_and_bodies_are_checked(address):
 
 
 def test_a_session_goes_on_from_its_own_tokens_and_gives_a_retry_the_recorded_answer(address):
-    with httpx.Client(base_url=address.replace("/v1", "/s/one"), headers={"Authorization": f"Bearer {KEY}"}) as http:
+    with httpx.Client(base_url=address.removesuffix("/v1"), headers={"Authorization": f"Bearer {KEY}"}) as http:
 
-        def turn(messages, retry=0):
-            asked = dict(messages=messages, temperature=1.5, logprobs=True)
-            answer = http.post("/v1/chat/completions", json=asked, headers={"x-stainless-retry-count": str(retry)})
-            return answer.json()["choices"][0], answer.json()["usage"]["prompt_tokens"]
+        def turn(session, messages, retry=0):
+            asked = dict(messages=messages, logprobs=True, temperature=1.5, seed=session)
+            where, header = f"/s/{session}/v1/chat/completions", {"x-stainless-retry-count": str(retry)}
+            answer = http.post(where, json=asked, headers=header).json()
+            return answer["choices"][0], answer["usage"]["prompt_tokens"]
 
         told = [{"role": "user", "content": "20+20="}]
-        first, begin = turn(told)  # the noise is drawn so that it ends by itself
-        written = len(first["logprobs"]["content"])
-        assert turn(told, retry=1) == (first, begin) and turn(told, retry=2) == (first, begin)
-        fork, _ = turn(told)  # not marked as a retry: it begins another dialogue, whose noise is another
-        assert fork["logprobs"] != first["logprobs"]
+        for session in range(50):  # until one ends its turn by itself, after a while
+            first, begin = turn(session, told)
+            written = len(first["logprobs"]["content"])
+            if first["finish_reason"] == "stop" and written > 4:
+                break
         assert first["finish_reason"] == "stop"
+        assert turn(session, told, retry=1) == turn(session, told, retry=2) == (first, begin)
+        fork, _ = turn(session, told)  # not marked as a retry: it begins another dialogue, whose noise is another
+        assert fork["logprobs"] != first["logprobs"]
         more = [*told, first["message"], {"role": "user", "content": "ok"}]
-        assert turn(more)[1] == begin + written + len(["<user>", "o", "k", "<eos>", "<assistant>"])
-        assert http.post("/v1/reward", json={"reward": 0.5}).json() == {"reward": 0.5}
-        assert http.post("/v1/reward", json={"reward": "1"}).status_code == 400
-        assert http.delete("").status_code == 200 and http.delete("").status_code == 404
+        between = len(["<user>", "o", "k", "<eos>", "<assistant>"])
+        assert turn(session, more)[1] == begin + written + between
+        where = f"/s/{session}/v1/reward"
+        assert http.post(where, json={"reward": 0.5}).json() == {"reward": 0.5}
+        assert http.post(where, json={"reward": "1"}).status_code == 400
+        assert [http.delete(f"/s/{session}").status_code for _ in range(2)] == [200, 404]
 
 
 def test_a_thousand_sessions_are_open_at_once(address):
     async def run():
-        limits, headers = httpx.Limits(max_connections=None), {"Authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(limits=limits, timeout=300, headers=headers) as http:
+        # httpx takes 25 ms of this client's time for a request, our side 3 ms
+        pool, headers = aiohttp.TCPConnector(limit=0), {"Authorization": f"Bearer {KEY}"}
+        async with aiohttp.ClientSession(connector=pool, headers=headers) as http:
 
             async def turn(where, messages):
-                asked = dict(messages=messages, logprobs=True, max_tokens=6)
-                answer = await http.post(f"{where}/chat/completions", json=asked)
-                assert answer.status_code == 200, answer.text
-                return answer.json()["choices"][0]
+                asked = dict(messages=messages, logprobs=True, max_tokens=6, tools=TOOLS)
+                async with http.post(f"{where}/v1/chat/completions", json=asked) as answer:
+                    assert answer.status == 200, await answer.text()
+                    return (await answer.json())["choices"][0]
 
+            async def end(where):
+                async with http.delete(where) as answer:
+                    return answer.status
+
+            host = address.removesuffix("/v1")
             told = [[{"role": "user", "content": f"{i}="}] for i in range(1000)]
-            sessions = [address.replace("/v1", f"/s/of_{i}/v1") for i in range(1000)]
+            sessions = [f"{host}/s/of_{i}" for i in range(1000)]
             first = await asyncio.gather(*map(turn, sessions, told))
-            # Now all are open, and some go on; what they say is what they would say alone.
-            ended = [i for i in range(1000) if first[i]["finish_reason"] == "stop"][:32]
+            # Now all are open, and some go on; what they say is what they say when nobody else asks.
+            ended = [i for i in range(1000) if first[i]["finish_reason"] == "stop"][:16]
             more = [[*told[i], first[i]["message"], {"role": "user", "content": "1+1="}] for i in ended]
             second = await asyncio.gather(*[turn(sessions[i], messages) for i, messages in zip(ended, more)])
-            alone = [await turn(address, told[i]) for i in range(0, 1000, 100)]
-            assert alone == first[::100]
+            assert [await turn(host, told[i]) for i in range(0, 1000, 100)] == first[::100]
             for i, messages, answer in zip(ended, more, second):
-                again = address.replace("/v1", f"/s/again_{i}/v1")
+                again = f"{host}/s/again_{i}"
                 assert (await turn(again, told[i]), await turn(again, messages)) == (first[i], answer)
-            gone = [await http.delete(where.removesuffix("/v1")) for where in sessions]
-            assert len(ended) == 32 and all(answer.status_code == 200 for answer in gone)
+            assert len(ended) == 16 and len({answer["logprobs"]["content"][0]["logprob"] for answer in first}) > 500
+            assert await asyncio.gather(*map(end, sessions)) == [200] * 1000
 
     asyncio.run(run())
 
