@@ -137,7 +137,8 @@ def read(body, chat=True, exact=False):
     if chat:
         messages = messages_of(get("messages", [], list))
     else:
-        prompt = get("prompt", "", (str, list), lambda x: isinstance(x, str) or all(type(i) is int for i in x))
+        fits = lambda x: x and (isinstance(x, str) or all(type(i) is int and i >= 0 for i in x))  # noqa: E731
+        prompt = get("prompt", "", (str, list), fits)
         messages = [{"role": "user", "content": prompt}]
     stop = get("stop", [], (str, list), lambda x: x != "" and all(isinstance(s, str) and s for s in x))
     length = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
@@ -362,9 +363,12 @@ class Endpoint:
         if size > MOST_BYTES:
             raise Refusal(413, f"a request of {size} bytes; the most are {MOST_BYTES}")
         try:
-            return raw, dict(json.loads(raw))
-        except (ValueError, TypeError) as error:
-            raise Refusal(400, f"no JSON object: {error}") from error
+            body = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, f"no JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise Refusal(400, "no JSON object")
+        return raw, body
 
     async def health(self, request):
         return JSONResponse({"status": "ok"})

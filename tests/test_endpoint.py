@@ -202,8 +202,8 @@ def test_a_completion_goes_on_from_a_text_or_from_ids(address):
         (dict(tool_choice="required"), 400, "a model cannot be made to call"),
         (dict(response_format={"type": "json_object"}), 400, "only text"),
         (dict(messages=[]), 400, "must end with what the model is told"),
-        (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "messages[0]: neither text"),
-        (dict(messages=[{"role": "tool", "tool_call_id": "x", "content": "1"}]), 400, "messages[0]: neither text"),
+        (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "messages[0]: neither a text"),
+        (dict(messages=[{"role": "tool", "tool_call_id": "x", "content": "1"}]), 400, "messages[0]: neither a text"),
         (dict(messages=[{"role": "user", "content": "9" * 300}]), 400, "the prompt has 303 tokens, over"),
         (dict(messages=[{"role": "user", "content": "9" * 5_000_000}]), 413, "the most are 4194304"),
         (dict(model="gpt"), 404, "no such model as 'gpt'"),
@@ -509,15 +509,12 @@ def test_a_run_of_programs_learns_and_gives_one_digest(model, template, tmp_path
     assert any(m["reward_std"] > 0 and m["grad_norm"] > 1e-3 for m in metrics) and len(metrics) == 2
     assert any(m["turns_mean"] > 1 and m["calls_mean"] > 0 for m in metrics)
     assert all(m["logprob_mismatch_tokens"] == m["forks_mean"] == 0 for m in metrics)
-    tools = TOOLS
     for tensors, meta in read_groups(tmp_path / "a"):
         row = tensors["prompt_tokens"].tolist()
-        rows = zip(
-            tensors["tokens"].split(tensors["lengths"].tolist()),
-            tensors["loss_mask"].split(tensors["lengths"].tolist()),
-        )
-        for (tokens, mask), ((dialogue,),) in zip(rows, meta["episodes"]):
-            ids = template.first([{"role": "user", "content": meta["row"]["prompt"]}], tools)
+        lengths = tensors["lengths"].tolist()
+        rows = zip(*(tensors[name].split(lengths) for name in ("tokens", "loss_mask")))
+        for (tokens, mask), (dialogue,) in zip(rows, meta["episodes"]):
+            ids = template.first([{"role": "user", "content": meta["row"]["prompt"]}], TOOLS)
             assert row == ids[: len(row)]
             ids = row + tokens.tolist()
             mine = [False] * len(row) + mask.tolist()
@@ -526,4 +523,4 @@ def test_a_run_of_programs_learns_and_gives_one_digest(model, template, tmp_path
             assert sum(mine) == sum(turn["end"] - turn["start"] for turn in dialogue["turns"])
             for before, after in zip(dialogue["turns"], dialogue["turns"][1:]):
                 told = [m for m in dialogue["messages"] if m["role"] == "tool"][: len(before["tool_calls"])]
-                assert ids[before["end"] : after["start"]] == template.next(told, tools, ids[before["end"] - 1])
+                assert ids[before["end"] : after["start"]] == template.next(told, TOOLS, ids[before["end"] - 1])
