@@ -13,6 +13,8 @@ that asks the model, calls tools and returns a reward; row is a row of the data.
     chat.fork()                            another dialogue of the same sample: a sub-agent, a compacted history
     chat.random                            random numbers that are the same in every run
 
+A program in any language, with OpenAI's client, is an agent, too: agents/endpoint.py.
+
 Two runs give the same bits although tools take their time, engines die and requests overtake each other, because
 
 1. token ids are only ever appended: what was sampled is never encoded again, and what the environment says is encoded

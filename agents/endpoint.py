@@ -349,9 +349,8 @@ class Endpoint:
     def _check_key(self, request):
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self.key.encode()):
-            raise Refusal(
-                401, "wrong key: the header must be 'Authorization: Bearer <OPENAI_API_KEY>'", "invalid_api_key"
-            )
+            wanted = "Authorization: Bearer <OPENAI_API_KEY>"
+            raise Refusal(401, f"wrong key: the header must be '{wanted}'", "invalid_api_key")
 
     async def _body(self, request):
         """(the bytes of a request, its JSON)."""
@@ -525,7 +524,11 @@ class Prompt(Template):
 
     def first(self, messages, tools):
         prompt = messages[0]["content"]
-        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        if max(prompt) >= len(self.tokenizer):
+            raise ValueError(f"there is no token {max(prompt)}")
+        return prompt
 
 
 class Room:

@@ -231,6 +231,9 @@ def test_keys_routes_and_bodies_are_checked(address):
         assert status("GET", address.replace("/v1", "/health"), headers={"Authorization": ""}) == 200
         assert status("POST", "/no_such_route") == 404 and status("GET", "/chat/completions") == 405
         assert status("POST", "/chat/completions", content=b"[") == status("POST", "/completions", content=b"[]") == 400
+        for prompt in ("", [], [10**6], [-1], ["a"], None):  # an id that does not exist would end the engine
+            assert status("POST", "/completions", json=dict(prompt=prompt, max_tokens=1)) == 400
+        assert status("POST", "/completions", json=dict(prompt=[1], max_tokens=1)) == 200
         assert status("POST", "/reward", json={"reward": 1}) == 404  # of which session?
         assert status("DELETE", address.replace("/v1", "/s/no_such_session")) == 404
 
