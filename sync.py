@@ -666,7 +666,7 @@ def episode_metrics(counts):
 def turn_by_turn(dialogues):
     """Lines for samples.md: the messages of an episode's dialogues, with the rewards of turns."""
     for dialogue in dialogues:
-        fork, turns = f"fork {dialogue['path']} " * bool(dialogue["path"]), iter(dialogue["turns"])
+        fork, turns = f"fork {dialogue['path']} " * (len(dialogues) > 1), iter(dialogue["turns"])
         for m in dialogue["messages"]:
             said = ""
             if m["role"] == "assistant":

@@ -19,7 +19,7 @@ Where a model is served, a request's noise follows from its seed (else the confi
 choice: the same request always gets the same answer, bit for bit, whatever else is asked meanwhile. Sessions exist
 there, too; they begin with their first request, whose seed and temperature they keep, and end with DELETE /s/<name>.
 In a run the temperature is the run's, and other settings of a request are not looked at; a served model honours the
-temperature and refuses what it cannot draw exactly. No answer has a clock in it: `created` is 0.
+temperature (0: as good as greedy) and refuses what it cannot draw exactly. No answer has a clock in it: `created` is 0.
 
 Routes: POST /v1/chat/completions, /v1/completions (not in sessions), /v1/reward (sessions); GET /v1/models, /health.
 """
@@ -57,6 +57,9 @@ MOST_BYTES = 4 * 2**20  # of a request
 MOST_OPEN = 4096  # sessions, and requests outside of one
 MOST_CHOICES = 128
 TAIL = 2**16  # bytes of a program's output that are kept: its end
+# What temperature 0 is drawn at: the likeliest token, but for logits that are equal to a thousandth. In one batch with a
+# request that SGLang calls greedy it draws the others in another way, so they would not get the same bits.
+COLDEST = 1e-5
 POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
 # What we draw from: the whole softmax. With a value other than these a request is refused.
 EXACT = dict(
@@ -531,29 +534,6 @@ class Prompt(Template):
         return prompt
 
 
-class Room:
-    """
-    Lets in requests of one kind at a time, first come, first served: in a batch with a greedy request SGLang draws the
-    others in another way, from sorted probabilities.
-    """
-
-    def __init__(self):
-        self.entrance, self.left, self.kind, self.inside = asyncio.Lock(), asyncio.Event(), None, 0
-
-    @contextlib.asynccontextmanager
-    async def of(self, kind):
-        async with self.entrance:
-            while self.inside and self.kind != kind:
-                self.left.clear()
-                await self.left.wait()
-            self.kind, self.inside = kind, self.inside + 1
-        try:
-            yield
-        finally:
-            self.inside -= 1
-            self.left.set()
-
-
 def serve(config, device):
     """mode='serve': answers requests with the model in init_from until SIGINT or SIGTERM."""
     import torch
@@ -577,18 +557,16 @@ def serve(config, device):
     journal = types.SimpleNamespace(entries={})
 
     async def run():
-        room, ended, loop = Room(), asyncio.Event(), asyncio.get_running_loop()
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
         engine.manager.auto_create_handle_loop()  # SGLang takes the signals with its first request
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, ended.set)
+        loop.remove_signal_handler(signal.SIGQUIT)
+        signal.signal(signal.SIGQUIT, engine._died)  # of its own, that it has died: one line
 
         def serves(asked, i, chat):
-            job, used = Job("serve", 0, 0, {}, 1, float(asked.temperature)), dict.fromkeys(("cached_tokens",), 0)
-
-            async def source(of, stop, most):
-                async with room.of(asked.temperature == 0):
-                    return await sampler._turn(job, used, of, stop, most)
-
+            job, used = Job("serve", 0, 0, {}, 1, max(asked.temperature, COLDEST)), dict(cached_tokens=0)
+            source = functools.partial(sampler._turn, job, used)
             key = ["serve", config["seed"] if asked.seed is None else asked.seed, i]
             return Episode(limits, templates[chat], "serve", i, key, source, sampler._calls, journal)
 
