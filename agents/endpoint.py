@@ -57,7 +57,7 @@ MOST_BYTES = 4 * 2**20  # of a request
 MOST_OPEN = 4096  # sessions, and requests outside of one
 MOST_CHOICES = 128
 TAIL = 2**16  # bytes of a program's output that are kept: its end
-# What temperature 0 is drawn at: the likeliest token, but for logits that are equal to a thousandth. In one batch with a
+# What temperature 0 is drawn at: the likeliest token, but for logits that are nearly equal. In one batch with a
 # request that SGLang calls greedy it draws the others in another way, so they would not get the same bits.
 COLDEST = 1e-5
 POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
