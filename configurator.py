@@ -189,10 +189,11 @@ def _help(defaults, script):
 FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
     cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict weight_sync
-    checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward reject_best""".split()
+    checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward reject_best host port
+    api_key""".split()
 CHOICES = {
     "device": ("", "cpu", "cuda"),
-    "mode": ("grpo", "replay", "sft", "rollout", "reject", "eval"),
+    "mode": ("grpo", "replay", "sft", "rollout", "reject", "eval", "serve"),
     "weight_sync": ("", "broadcast", "ipc", "disk"),
     "credit": ("sample", "turn"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
@@ -207,6 +208,7 @@ POSITIVE = """
 # keys that say nothing without another
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay")}
+ONLY_WITH |= dict.fromkeys(("host", "port", "api_key"), ("mode", "serve"))
 
 
 def template_arguments(text):
@@ -253,7 +255,7 @@ def roles(config, world):
     """(trainers, engines) of `world` ranks; the engines' are the last ones, both may be one rank."""
     if config["mode"] in ("replay", "sft"):
         return world, 0
-    if config["mode"] in ("rollout", "reject", "eval"):
+    if config["mode"] in ("rollout", "reject", "eval", "serve"):
         return 0, world
     both, engines = world == 1 or config["colocate"], config["rollout_ranks"]
     return (world, world) if both else (world - engines, engines)
@@ -303,6 +305,13 @@ def check_config(config, world, defaults):
     check("temperature", c.temperature > 0, "samples of a group must differ; use more than 0")
     check("eval_temperature", c.eval_temperature >= 0, "below 0")
     check("eval_size", c.eval_size > 0 or c.mode != "eval", "mode='eval' is of held-out prompts; use more than 0")
+    # a served model
+    if c.mode == "serve":
+        check("mode", world == 1, f"one process serves a model, and these are {world}; without torchrun")
+        check(
+            "init_from", c.init_from != "scratch", "nobody has trained it; use a model folder or a run's ckpt/step_.."
+        )
+        check("port", 0 <= c.port < 2**16, "use 1 .. 65535, or 0: any that is free")
     # agents
     try:
         template_arguments(c.chat_template_args)

@@ -573,7 +573,8 @@ class RolloutEngine:
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
-        threads, tokenizer = max(kernels.threads, torch.get_num_threads()), self.config["agent"] and str(model_path)
+        threads = max(kernels.threads, torch.get_num_threads())
+        tokenizer = str(model_path) if self.config["agent"] or self.config["mode"] == "serve" else ""
         run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer)
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here

@@ -36,7 +36,8 @@ from configurator import FREE_KEYS, block, require, resolve, roles, versions
 # the run
 out_dir = "out/run"  # everything the run writes
 # grpo: sample and train. Without an engine: replay trains again from queue_dir, sft on the data's answers. Without a
-# trainer: rollout generates and scores, reject also writes the best samples as data, eval does the held-out prompts
+# trainer: rollout generates and scores, reject also writes the best samples as data, eval does the held-out prompts,
+# serve answers OpenAI's requests with the model in init_from
 mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
@@ -75,7 +76,9 @@ overlong_cache = 0  # number of tokens before max_new_tokens over which the rewa
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards count in the group all the same
 dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept
 # agents: samples of several turns, with tools
-agent = ""  # 'my_file.py:my_function' (agents/chat.py says how to write one); '': a turn that `reward` scores
+# 'my_file.py:my_function' (agents/chat.py says how to write one), or a command such as 'python my_agent.py'
+# (agents/endpoint.py); '': a turn that `reward` scores
+agent = ""
 max_turns = 8  # of a dialogue
 max_calls = 32  # of tools in a dialogue; later ones get an error to read
 max_forks = 16  # of a sample
@@ -146,6 +149,10 @@ keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
 queue_dir = ""  # where the rollouts of mode='replay' are; '': out_dir/queue
 keep_rollouts = 0  # steps of rollout files to keep; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
+# mode='serve'
+host = "127.0.0.1"  # other machines reach only another address, such as '0.0.0.0'
+port = 8000  # 0: one that is free
+api_key = ""  # that requests must have; '': a random one, which is printed
 # a model made by init_from='scratch'
 scratch_layers = 4
 scratch_hidden = 128
@@ -872,6 +879,11 @@ if __name__ == "__main__":
     world, gpu = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chip = sync.take_gpu(config, world, gpu) if place == "cuda" else ""
+    if mode == "serve":
+        from agents.endpoint import serve
+
+        torch.set_num_threads(threads or os.cpu_count())
+        sys.exit(serve(config, place))
     ranks = sync.start_process_groups(*roles(config, world), place)
     # Do trainers and engines work side by side, or in turn?
     overlaps = overlap and lag > 0 < ranks.engines and ranks.trainers + ranks.engines == ranks.world > 1

@@ -13,6 +13,8 @@ that asks the model, calls tools and returns a reward; row is a row of the data.
     chat.fork()                            another dialogue of the same sample: a sub-agent, a compacted history
     chat.random                            random numbers that are the same in every run
 
+A program in any language, with OpenAI's client, is an agent, too: agents/endpoint.py.
+
 Two runs give the same bits although tools take their time, engines die and requests overtake each other, because
 
 1. token ids are only ever appended: what was sampled is never encoded again, and what the environment says is encoded
@@ -109,7 +111,7 @@ class Template:
         (the text that ends a turn of the model with these calls, the text after it) where these messages follow. past:
         what was before it, which must not matter.
         """
-        turn = dict(role="assistant", content=MARK) | (dict(tool_calls=_told(calls)) if calls else {})
+        turn = dict(role="assistant", content=MARK) | (dict(tool_calls=told_calls(calls)) if calls else {})
         text = self.render([*past, dict(role="user", content=MARK), turn, *messages], tools)
         at = text.find(MARK)
         # The first one after what was found is meant: the messages may have the same words. Some templates leave out
@@ -127,7 +129,7 @@ class Template:
         if isinstance(reply, str):
             return [*self.encode(reply), self.stop_tokens[0]]
         calls = [ToolCall(f"call_0_{i}", name, arguments) for i, (name, arguments) in enumerate(reply)]
-        said = {"role": "assistant", "content": "", "tool_calls": _told(calls)}
+        said = {"role": "assistant", "content": "", "tool_calls": told_calls(calls)}
         before = [{"role": "user", "content": "."}]
         text = self.render([*before, said], None, False).removeprefix(self.render(before, None))
         return self.encode(text[: min(i for i in map(text.rfind, self.stops) if i >= 0)]) + self.stop_tokens[:1]
@@ -181,7 +183,7 @@ class Template:
             check(calls[0].name in self.render(new, tools), "it does not show the tools", self.render(new, tools))
 
 
-def _told(calls):
+def told_calls(calls):
     """Calls as a template wants them."""
     return [
         dict(id=call.id, type="function", function=dict(name=call.name, arguments=call.arguments)) for call in calls
@@ -203,11 +205,14 @@ def impure(function):
 
 
 def tools_of(tools):
-    """{name: function} of a list of functions, or of an object whose public methods are the tools."""
+    """
+    {name: function} of a list of functions, or of an object whose public methods are the tools. A function may be a
+    schema, of a tool that only the agent can run.
+    """
     if not isinstance(tools, (list, tuple)):
         public = (name for name in dir(type(tools)) if name[0] != "_" and name not in ("reset", "get_reward"))
         tools = [getattr(tools, name) for name in public if callable(getattr(tools, name))]
-    return {f.__name__: f for f in tools}
+    return {f["function"]["name"] if isinstance(f, dict) else f.__name__: f for f in tools}
 
 
 @functools.cache
@@ -421,7 +426,7 @@ class Chat:
         taken = tools_of(tools) if tools else {}
         if self.tools is None:
             try:
-                self.schemas = [schema_of(f) for f in taken.values()]
+                self.schemas = [f if isinstance(f, dict) else schema_of(f) for f in taken.values()]
             except Exception as error:
                 raise self._error(f"a tool needs types and a docstring: {describe(error)}") from error
             self.tools = taken
@@ -450,7 +455,9 @@ class Chat:
         text, calls = self.episode.parse(self, text) if self.tools and finish != "length" else (text, [])
         calls = [ToolCall(f"call_{k}_{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
         self.turns.append(Turn(start, len(self.ids), finish, text, calls, []))
-        self.messages.append({"role": "assistant", "content": text} | ({"tool_calls": _told(calls)} if calls else {}))
+        self.messages.append(
+            {"role": "assistant", "content": text} | ({"tool_calls": told_calls(calls)} if calls else {})
+        )
         self.said = len(self.messages)
         return Reply(text, calls, tokens, finish == "length")
 
@@ -521,7 +528,11 @@ class Chat:
 
 
 def load_agent(spec):
-    """(solve, replies or None) of agent=`spec`. Ends the run with one line if there is no such function."""
+    """(solve, replies or None) of agent=`spec`. Ends the run with one line if there is no such function or program."""
+    if " " in spec.strip():
+        from agents.endpoint import program
+
+        return program(spec), None
     try:
         found = find_function(spec, {}, "agent")
     except ValueError as error:

@@ -69,7 +69,7 @@ class Agent:
     def transcript(self, dialogues):
         """Lines for samples.md: an episode's dialogues, turn by turn."""
         for dialogue in dialogues:
-            fork, turns = f"fork {dialogue['path']} " * bool(dialogue["path"]), iter(dialogue["turns"])
+            fork, turns = f"fork {dialogue['path']} " * (len(dialogues) > 1), iter(dialogue["turns"])
             for m in dialogue["messages"]:
                 turn = next(turns) if m["role"] == "assistant" else dict(tool_calls=[], rewards=[])
                 said = "".join(f", calls {call['name']} {call['arguments']}" for call in turn["tool_calls"])

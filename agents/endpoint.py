@@ -1,0 +1,586 @@
+"""
+OpenAI's protocol over HTTP: for agents that are programs, and to serve a model.
+
+    python train_grpo.py --agent="python agents/client.py" ..                   # a process per sample
+    python train_grpo.py --mode=serve --init_from=out/run/ckpt/step_000100      # until Ctrl-C
+
+A program finds in its environment OPENAI_BASE_URL (a session of its own), OPENAI_API_KEY and ROW, its row as JSON;
+beside them only the variables in INHERITED, so what else it needs it is given as in agent="env KEY=value python x.py".
+Its last line of output is the sample's reward, unless it has sent one to POST /reward. One that fails, or gives no
+number, ends the run. What it asks of the world itself is in no journal.
+
+In a session (/s/<name>/v1) tokens are only ever appended: a request whose messages begin with those of a dialogue, up
+to a turn of the model, goes on from the sampled tokens themselves. Any other history begins a dialogue of its own, a
+row that the metric `forks` counts. A dialogue's name, from which its noise follows and which orders the rows, is the
+hash of what it begins with and how often the sample has begun like this; so programs may ask side by side, but not
+for two ways on from one turn at a time. A retry that says so (x-stainless-retry-count) gets the recorded answer.
+
+Where a model is served, a request's noise follows from its seed (else the config's), its content and the number of the
+choice: the same request always gets the same answer, bit for bit, whatever else is asked meanwhile. Sessions exist
+there, too; they begin with their first request, whose seed and temperature they keep, and end with DELETE /s/<name>.
+In a run the temperature is the run's, and other settings of a request are not looked at; a served model honours the
+temperature (0: as good as greedy) and refuses what it cannot draw exactly. No answer has a clock in it: `created` is 0.
+
+Routes: POST /v1/chat/completions, /v1/completions (not in sessions), /v1/reward (sessions); GET /v1/models, /health.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agents.chat import AgentError, Chat, Episode, Template, ToolCall, told_calls
+from configurator import require, template_arguments
+from rewards import describe, finite
+
+INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR PYTHONPATH PYTHONHASHSEED LD_LIBRARY_PATH VIRTUAL_ENV".split()
+MOST_BYTES = 4 * 2**20  # of a request
+MOST_OPEN = 4096  # sessions, and requests outside of one
+MOST_CHOICES = 128
+TAIL = 2**16  # bytes of a program's output that are kept: its end
+# What temperature 0 is drawn at: the likeliest token, but for logits that are nearly equal. In one batch with a
+# request that SGLang calls greedy it draws the others in another way, so they would not get the same bits.
+COLDEST = 1e-5
+POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
+# What we draw from: the whole softmax. With a value other than these a request is refused.
+EXACT = dict(
+    top_p=1, top_k=-1, min_p=0, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_logprobs=0,
+    logit_bias={}, best_of=1, echo=False, suffix="",
+)  # fmt: skip
+
+
+class Refusal(Exception):
+    """A request that is answered with an error. status: HTTP's."""
+
+    def __init__(self, status, message, code=None):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    def response(self):
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return JSONResponse({"error": dict(message=str(self), type=kind, code=self.code)}, self.status)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# requests and answers
+
+
+class Asked(NamedTuple):
+    """What a request asks for."""
+
+    messages: list  # as a Chat has them; a prompt to complete is one message, of a text or ids
+    tools: list  # JSON schemas, in OpenAI's form
+    stop: list
+    most: int  # tokens; 0: what is left
+    temperature: float
+    seed: int | None
+    n: int
+    logprobs: bool
+    stream: bool
+    usage: bool  # at a stream's end
+
+
+class Choice(NamedTuple):
+    text: str
+    calls: list  # of ToolCall
+    finish: str
+    tokens: list
+    logprobs: list
+    told: int  # number of tokens before them
+
+
+def read(body, chat=True, exact=False):
+    """
+    The Asked of a request's JSON: of POST /chat/completions, or of /completions. exact: settings that we do not draw
+    with are refused. Raises Refusal.
+    """
+
+    def get(key, default, kind, fits=lambda x: True, at=body):
+        value = at.get(key)
+        value = default if value is None else value
+        if not (isinstance(value, kind) and isinstance(value, bool) <= (kind is bool) and fits(value)):
+            raise Refusal(400, f"{key}={json.dumps(value)[:80]}: not a value that {key} can have")
+        return value
+
+    for key, only in EXACT.items() if exact else ():
+        if body.get(key) not in (None, only):
+            why = "we draw from the whole softmax, where equal requests get equal bits"
+            raise Refusal(400, f"{key}={json.dumps(body[key])[:80]}: must be {json.dumps(only)}; {why}")
+    if get("response_format", {}, dict).get("type", "text") != "text":
+        raise Refusal(400, "response_format: only text")
+    choice = get("tool_choice", "auto", (str, dict))
+    if choice not in ("auto", "none"):
+        raise Refusal(400, f"tool_choice={json.dumps(choice)[:80]}: a model cannot be made to call; use auto or none")
+    tools = [] if choice == "none" else get("tools", [], list)
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        wanted = isinstance(function, dict) and dict(name=str, parameters=dict, description=str)
+        if not wanted or not all(isinstance(function.get(key, kind()), kind) for key, kind in wanted.items()):
+            raise Refusal(400, 'tools: each {"type": "function", "function": {"name": .., "parameters": {..}}}')
+    if chat:
+        messages = messages_of(get("messages", [], list))
+    else:
+        fits = lambda x: x and (isinstance(x, str) or all(type(i) is int and i >= 0 for i in x))  # noqa: E731
+        prompt = get("prompt", "", (str, list), fits)
+        messages = [{"role": "user", "content": prompt}]
+    stop = get("stop", [], (str, list), lambda x: x != "" and all(isinstance(s, str) and s for s in x))
+    length = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    return Asked(
+        messages,
+        tools,
+        stop=[stop] if isinstance(stop, str) else stop,
+        most=get(length, 0, int, lambda x: x > 0 or body.get(length) is None),
+        temperature=get("temperature", 1.0, (int, float), lambda x: x == 0 or 1e-3 <= x <= 1e3),
+        seed=get("seed", None, (int, type(None))),
+        n=get("n", 1, int, lambda x: 0 < x <= MOST_CHOICES),
+        logprobs=get("logprobs", False, bool) if chat else body.get("logprobs") is not None,
+        stream=get("stream", False, bool),
+        usage=get("include_usage", False, bool, at=get("stream_options", {}, dict)),
+    )
+
+
+def messages_of(messages):
+    """
+    A request's messages as a Chat has them: contents are texts, arguments are parsed, the i-th call of the k-th turn is
+    call_<k>_<i>, whatever the client made of it. Raises Refusal.
+    """
+    out, calls_by_id, turns = [], {}, 0
+    for message in messages:
+        try:
+            role, content = message["role"], message.get("content") or ""
+            if isinstance(content, list):
+                content = "".join(part["text"] for part in content)
+            if role not in ("system", "developer", "user", "assistant", "tool") or not isinstance(content, str):
+                raise KeyError("role or content")
+            new = {"role": "system" if role == "developer" else role, "content": content}
+            if role == "tool":
+                call = calls_by_id[message["tool_call_id"]]
+                new = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            elif role == "assistant":
+                calls = []
+                for i, call in enumerate(message.get("tool_calls") or ()):
+                    name, arguments = call["function"]["name"], dict(json.loads(call["function"]["arguments"]))
+                    calls.append(ToolCall(f"call_{turns}_{i}", name, arguments))
+                    calls_by_id[call["id"]] = calls[-1]
+                new, turns = new | ({"tool_calls": told_calls(calls)} if calls else {}), turns + 1
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            wanted = "neither a text, nor calls, nor the result of a call"
+            raise Refusal(400, f"messages[{len(out)}]: {wanted} ({type(error).__name__}: {error})") from error
+        out.append(new)
+    if not out or out[-1]["role"] == "assistant":
+        raise Refusal(400, "messages: must end with what the model is told")
+    return out
+
+
+def content_of(message):
+    """What decides whether two messages are the same."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return message["role"], message["content"], calls
+
+
+def response(asked, choices, model, name, decode, chat=True):
+    """The HTTP response of these Choices; streamed, where that was asked for, as one delta each. name: makes the id."""
+    told, written = choices[0].told, sum(len(choice.tokens) for choice in choices)
+    usage = dict(prompt_tokens=told, completion_tokens=written, total_tokens=told + written)
+    kind = "chat.completion" if chat else "text_completion"
+    head = dict(id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", object=kind, created=0, model=model)
+
+    def said(choice):
+        if not chat:
+            return dict(text=choice.text)
+        calls = [
+            dict(id=c.id, type="function", function=dict(name=c.name, arguments=json.dumps(c.arguments)))
+            for c in choice.calls
+        ]
+        message = dict(role="assistant", content=(choice.text or None) if calls else choice.text)
+        return message | (dict(tool_calls=calls) if calls else {})
+
+    def logprobs(choice):
+        if not asked.logprobs:
+            return None
+        texts = [decode([token]) for token in choice.tokens]
+        if not chat:
+            return dict(tokens=texts, token_logprobs=choice.logprobs, top_logprobs=None, text_offset=None)
+        of = lambda text, x: dict(token=text, logprob=x, bytes=[*text.encode()], top_logprobs=[])  # noqa: E731
+        return dict(content=[*map(of, texts, choice.logprobs)])
+
+    ends = [dict(index=i, logprobs=logprobs(c), finish_reason=c.finish) for i, c in enumerate(choices)]
+    if not asked.stream:
+        whole = [end | (dict(message=said(c)) if chat else said(c)) for end, c in zip(ends, choices)]
+        return JSONResponse(head | dict(choices=whole, usage=usage))
+    head["object"] = "chat.completion.chunk" if chat else kind
+    chunks = []
+    for end, choice in zip(ends, choices):
+        first = end | dict(logprobs=None, finish_reason=None)
+        delta = said(choice)
+        if chat:
+            calls = [dict(index=i) | call for i, call in enumerate(delta.pop("tool_calls", ()))]
+            chunks.append(first | dict(delta=dict(role=delta.pop("role"), content="")))
+            chunks.append(first | dict(delta=delta, logprobs=end["logprobs"]))
+            chunks += [first | dict(delta=dict(tool_calls=[call])) for call in calls]
+            chunks.append(end | dict(delta={}, logprobs=None))
+        else:
+            chunks.append(end | delta)
+    events = [head | dict(choices=[chunk]) for chunk in chunks]
+    if asked.usage:
+        events.append(head | dict(choices=[], usage=usage))
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"]
+    return Response("".join(lines), media_type="text/event-stream")
+
+
+def hash_of(*content):
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# sessions
+
+
+class Session:
+    """A sample whose agent asks over HTTP. root: the Chat with which it begins."""
+
+    def __init__(self, root):
+        self.root, self.dialogues, self.busy = root, [], set()
+        self.begun = {}  # {hash of what a dialogue begins with: number of them}
+        self.answers = {}  # {hash of a request: the task that answers it}
+        self.reward, self.failed = None, asyncio.get_running_loop().create_future()
+
+    async def answer(self, asked, request, is_retry):
+        """The Choice for what is asked. request: the hash of its bytes."""
+        if not (is_retry and request in self.answers):
+            self.answers[request] = asyncio.ensure_future(self._answer(asked))
+        return await asyncio.shield(self.answers[request])
+
+    async def _answer(self, asked):
+        try:
+            chat = self._dialogue(asked)
+            self.busy.add(chat)
+            try:
+                reply = await chat.generate(asked.tools, asked.most, asked.stop)
+            finally:
+                self.busy.remove(chat)
+                del chat.messages[chat.said :]  # what a dialogue that has ended was told
+        except AgentError as error:
+            if not self.failed.done():
+                self.failed.set_result(error)
+            raise Refusal(400, str(error)) from error
+        told = len(chat.ids) - len(reply.tokens)
+        finish = "length" if reply.truncated else "tool_calls" if reply.tool_calls else "stop"
+        return Choice(reply.text, reply.tool_calls, finish, reply.tokens, chat.logprobs[told:], told)
+
+    def _dialogue(self, asked):
+        """The Chat that goes on, or begins, with what is asked; it has been told what is new. Raises AgentError."""
+        asks = [content_of(message) for message in asked.messages]
+        tips = [chat for chat in self.dialogues if chat.turns and asked.tools in ([], chat.schemas)]
+        tips = [chat for chat in tips if [*map(content_of, chat.messages[: chat.said])] == asks[: chat.said]]
+        free = [chat for chat in tips if chat not in self.busy]
+        if tips and not free:  # which of the two goes on would be a matter of time
+            where = self.root.episode.where
+            raise AgentError(f"{where}: asks for two ways on from one turn at a time, {asks[-1][1]!r} is the second")
+        chat = min(free, key=lambda chat: chat.path) if free else self._begun(asked)
+        new = asked.messages[chat.said :]
+        chat.messages += new
+        chat.calls += sum(message["role"] == "tool" for message in new)
+        return chat
+
+    def _begun(self, asked):
+        name = hash_of(asked.messages, asked.tools)
+        self.begun[name] = self.begun.get(name, -1) + 1
+        chat = self.root.fork() if self.dialogues else self.root
+        chat.path = (name, self.begun[name])
+        self.dialogues.append(chat)
+        return chat
+
+
+class Endpoint:
+    """
+    The server, in the event loop that runs when it is made. names: of the model; decode(ids) -> text; serves: what
+    makes an Episode of (an Asked, the choice's number, whether it is of a chat); None in a run.
+    """
+
+    def __init__(self, sock, key, names, decode, serves=None):
+        self.key, self.names, self.decode, self.serves = key, names, decode, serves
+        self.url = "http://{}:{}".format(*sock.getsockname()[:2])
+        self.sessions, self.open = {}, 0  # open: requests outside of sessions
+        routes = [
+            Route("/health", self.health),
+            Route("/s/{session}", self.delete, methods=["DELETE"]),
+            Route("/v1/completions", functools.partial(self.complete, chat=False), methods=["POST"]),
+        ]
+        for session in ("", "/s/{session}"):
+            routes += [
+                Route(session + "/v1/chat/completions", self.complete, methods=["POST"]),
+                Route(session + "/v1/models", self.models),
+                Route(session + "/v1/reward", self.rewarded, methods=["POST"]),
+            ]
+        refused = {
+            Refusal: lambda _, error: error.response(),
+            HTTPException: lambda _, error: Refusal(error.status_code, f"no such route: {error.detail}").response(),
+            Exception: lambda _, error: Refusal(500, describe(error)).response(),
+        }
+        app = Starlette(routes=routes, exception_handlers=refused)
+        config = uvicorn.Config(
+            app, log_config=None, log_level="critical", access_log=False, lifespan="off", backlog=MOST_OPEN,
+            timeout_keep_alive=60, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        self.server = uvicorn.Server(config)
+        self.server.capture_signals = contextlib.nullcontext  # they are the run's
+        self.task = asyncio.ensure_future(self.server.serve([sock]))
+
+    # ---- routes
+
+    def _check_key(self, request):
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.key.encode()):
+            wanted = "Authorization: Bearer <OPENAI_API_KEY>"
+            raise Refusal(401, f"wrong key: the header must be '{wanted}'", "invalid_api_key")
+
+    async def _body(self, request):
+        """(the bytes of a request, its JSON)."""
+        self._check_key(request)
+        size, raw = 0, bytearray()
+        async for part in request.stream():  # to its end: a client that still sends does not listen
+            size += len(part)
+            raw += part if size <= MOST_BYTES else b""
+        if size > MOST_BYTES:
+            raise Refusal(413, f"a request of {size} bytes; the most are {MOST_BYTES}")
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, f"no JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise Refusal(400, "no JSON object")
+        return raw, body
+
+    async def health(self, request):
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, request):
+        self._check_key(request)
+        data = [dict(id=name, object="model", created=0, owned_by="onecurve") for name in self.names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def rewarded(self, request):
+        _, body = await self._body(request)
+        session = self._session(request)
+        try:
+            session.reward = finite(body.get("reward"), "POST /reward")
+        except TypeError as error:
+            raise Refusal(400, str(error)) from error
+        return JSONResponse({"reward": session.reward})
+
+    async def delete(self, request):
+        self._check_key(request)
+        self._session(request)
+        if not self.serves:
+            raise Refusal(404, "a run's sessions end with their programs")
+        del self.sessions[request.path_params["session"]]
+        return JSONResponse({"deleted": True})
+
+    def _session(self, request, asked=None):
+        """The session of a request's path; where a model is served, one begins with what is first asked there."""
+        name = request.path_params.get("session")
+        if name is not None and name not in self.sessions and self.serves and asked:
+            self._take_place()
+            self.sessions[name] = Session(Chat(self.serves(asked, 0, True), ()))
+        if name not in self.sessions:
+            raise Refusal(404, "no such session" if name else "only in a session: /s/<session>/v1")
+        return self.sessions[name]
+
+    def _take_place(self):
+        if len(self.sessions) + self.open >= MOST_OPEN:
+            raise Refusal(429, f"more than {MOST_OPEN} open sessions or requests; try again when some have ended")
+
+    async def complete(self, request, chat=True):
+        """A turn of the model, of a session or not, or the completion of a prompt."""
+        raw, body = await self._body(request)
+        asked = read(body, chat, exact=bool(self.serves))
+        if body.get("model", self.names[0]) not in self.names:
+            raise Refusal(404, f"no such model as {body['model']!r}; use {self.names[0]}", "model_not_found")
+        if request.path_params or not self.serves:
+            session = self._session(request, asked)
+            if asked.n != 1:
+                raise Refusal(400, f"n={asked.n}: a session has one history; use 1")
+            retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+            choices = [await session.answer(asked, hashlib.sha256(raw).digest(), retry)]
+        else:
+            self._take_place()
+            self.open += 1
+            try:
+                sessions = [Session(Chat(self.serves(asked, i, chat), ())) for i in range(asked.n)]
+                choices = await asyncio.gather(*[session.answer(asked, b"", False) for session in sessions])
+            finally:
+                self.open -= 1
+        name = hash_of(asked.messages, asked.tools, [choice.tokens for choice in choices])
+        return response(asked, choices, body.get("model", self.names[0]), name, self.decode, chat)
+
+    async def close(self):
+        self.server.should_exit = True
+        await self.task
+
+
+def listen(host, port):
+    """A socket to serve on. Ends the run with one line where there is none to be had."""
+    try:
+        sock = socket.create_server((host, port), backlog=MOST_OPEN)
+    except (OSError, OverflowError) as error:
+        require(False, f"port={port}: nothing can listen there on host={host!r}: {error}; choose another")
+    return sock
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# agents that are programs
+
+
+def program(command):
+    """The agent that `command` is: an `async def solve(chat, row)`. Ends the run with one line if there is none."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        require(False, f"agent={command!r}: {error}")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    require(shutil.which(words[0], path=path), f"agent={command!r}: no program {words[0]!r} in the PATH")
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ} | dict(PATH=path)
+    endpoints = {}  # of each event loop
+
+    async def solve(chat, row):
+        loop, episode = asyncio.get_running_loop(), chat.episode
+        if loop not in endpoints:
+            decode = functools.partial(episode.template.decode, special=True)
+            endpoints[loop] = Endpoint(listen("127.0.0.1", 0), secrets.token_urlsafe(), [POLICY], decode)
+        endpoint, name = endpoints[loop], "-".join(map(str, episode.key))
+        session = endpoint.sessions[name] = Session(chat)
+        episode.doing = "its program"
+        env = dict(OPENAI_BASE_URL=f"{endpoint.url}/s/{name}/v1", OPENAI_API_KEY=endpoint.key, ROW=json.dumps(row))
+        running = asyncio.ensure_future(run_program(words, inherited | env))
+        try:
+            await asyncio.wait([running, session.failed], return_when=asyncio.FIRST_COMPLETED)
+            if session.failed.done():
+                raise session.failed.result()
+            status, output, errors = await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            del endpoint.sessions[name]
+        told = f"{episode.where}: {command!r}"
+        if status:
+            last = errors.rpartition("\n")[2]
+            raise AgentError(f"{told} ended with status {status}: {last[:500]}")
+        if session.reward is not None:
+            return session.reward
+        last = output.rpartition("\n")[2]
+        try:
+            return finite(float(last), command)
+        except (ValueError, TypeError):
+            raise AgentError(f"{told}: its last line of output must be the reward, and is {last[:80]!r}")
+
+    return solve
+
+
+async def run_program(words, env):
+    """(exit status, end of its output, end of its errors) of a program, whose children end with it."""
+    pipe = asyncio.subprocess.PIPE
+    options = dict(stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(*words, env=env, **options)
+
+    async def end_of(stream):
+        kept = b""
+        while part := await stream.read(TAIL):
+            kept = (kept + part)[-TAIL:]
+        return kept.decode(errors="replace").strip()
+
+    try:
+        output, errors = await asyncio.gather(end_of(process.stdout), end_of(process.stderr))
+        return await process.wait(), output, errors
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has left behind
+        await process.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# a served model
+
+
+class Prompt(Template):
+    """For what is to be completed as it is."""
+
+    def first(self, messages, tools):
+        prompt = messages[0]["content"]
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        if max(prompt) >= len(self.tokenizer):
+            raise ValueError(f"there is no token {max(prompt)}")
+        return prompt
+
+
+def serve(config, device):
+    """mode='serve': answers requests with the model in init_from until SIGINT or SIGTERM."""
+    import torch
+
+    import kernels
+    import sync
+    from agents.sampler import AgentSampler
+    from rollout_server import Job, RolloutEngine, check_model
+
+    model = sync.fetch_model(config["init_from"])
+    hf = check_model(model, config)
+    tokenizer, stop_tokens = sync.load_tokenizer(model)
+    sock, key = listen(config["host"], config["port"]), config["api_key"] or secrets.token_urlsafe()
+    if config["batch_invariant"]:
+        kernels.enable_batch_invariant(torch.get_num_threads())
+    templates = [
+        kind(tokenizer, stop_tokens, template_arguments(config["chat_template_args"])) for kind in (Prompt, Template)
+    ]
+    total = config["max_prompt_tokens"] + config["max_new_tokens"]
+    limits = config | dict(max_prompt_tokens=total - 1, max_new_tokens=1, max_forks=MOST_OPEN)
+    journal = types.SimpleNamespace(entries={})
+
+    async def run():
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        engine.manager.auto_create_handle_loop()  # SGLang takes the signals with its first request
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, ended.set)
+        loop.remove_signal_handler(signal.SIGQUIT)
+        signal.signal(signal.SIGQUIT, engine._died)  # of its own, that it has died: one line
+
+        def serves(asked, i, chat):
+            job, used = Job("serve", 0, 0, {}, 1, max(asked.temperature, COLDEST)), dict(cached_tokens=0)
+            source = functools.partial(sampler._turn, job, used)
+            key = ["serve", config["seed"] if asked.seed is None else asked.seed, i]
+            return Episode(limits, templates[chat], "serve", i, key, source, sampler._calls, journal)
+
+        names = [str(model.resolve().name), POLICY]
+        endpoint = Endpoint(sock, key, names, functools.partial(templates[1].decode, special=True), serves)
+        print(f"serving {names[0]} at {endpoint.url}/v1, OPENAI_API_KEY={key}", flush=True)
+        await ended.wait()
+        await endpoint.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        engine = RolloutEngine(0, model, hf, config, device, dtype, Path(folder, "engine_0.log"))
+        agent = types.SimpleNamespace(solve=None, template=templates[1], model=model)
+        # A request's own seed is in its Episode's key.
+        sampler = AgentSampler(agent, engine, config | dict(seed=0), "", 1, None, None, stop_tokens)
+        engine.run([run()], "while it serves")
+        engine.close()

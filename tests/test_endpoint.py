@@ -1,0 +1,529 @@
+"""
+OpenAI's protocol, asked by OpenAI's client: a model that is served, and a run whose agents are programs.
+
+    pytest tests/test_endpoint.py
+"""
+
+import asyncio
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import httpx
+import openai
+import pytest
+from conftest import digest, finish, launch_warm, orphans, read_groups, wait_for
+from prove import ROOT, lines
+from test_train import DEFAULTS
+
+import sync
+from agents import chat, endpoint
+from agents import client as example
+
+SIZES = "--tool_call_parser=pythonic --arithmetic_size=40 --arithmetic_min=20 --max_prompt_tokens=32".split()
+SIZES += "--max_new_tokens=40 --leaf_tokens=1024 --eval_size=0".split()
+TOOLS = [{"type": "function", "function": example.ADD}]
+KEY = "a key of the tests"
+BY_TEXT = {chr(c): c - 29 for c in range(32, 127)}  # the ids of a scratch model's characters
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model that calls its tool right about half of the time."""
+    folder = tmp_path_factory.mktemp("endpoint") / "taught"
+    taught = "--mode=sft --agent=agents/calculator.py:solve --max_steps=100 --learning_rate=2e-3".split()
+    finish(folder, *SIZES, *taught, launch=launch_warm)
+    return folder / "ckpt/step_000100"
+
+
+@contextmanager
+def serving(model, *flags):
+    """The address of a process that serves the model until it gets a SIGTERM, and leaves nothing behind."""
+    command = [
+        sys.executable,
+        "train_grpo.py",
+        "config/small.py",
+        "--mode=serve",
+        f"--init_from={model}",
+        *SIZES,
+        *flags,
+    ]
+    before = orphans()
+    process = subprocess.Popen(
+        [*command, "--port=0", f"--api_key={KEY}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said = ""
+        while not (address := re.search(r"serving \S+ at (\S+),", said)):
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        yield address[1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=60)
+    assert (process.returncode, rest) == (0, "")
+    folder = re.search(r"goes to (\S+)/engine_0.log", said)[1]
+    assert not os.path.exists(folder)
+    wait_for(lambda: orphans() <= before, 5)
+
+
+@pytest.fixture(scope="module")
+def address(model):
+    with serving(model, "--max_prompt_tokens=160") as address:
+        yield address
+
+
+@pytest.fixture
+def ask(address):
+    """ask(text or messages, **settings): the answer of the served model."""
+    client = openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
+
+    def ask(told, **settings):
+        messages = [{"role": "user", "content": told}] if isinstance(told, str) else told
+        return client.chat.completions.create(**dict(model="policy", messages=messages) | settings)
+
+    return ask
+
+
+async def dialogue(client, number, stream, seed=1, turns=3):
+    """[(text, calls, tokens, log-probs)] of the turns of a dialogue with the served model."""
+    messages, out = [{"role": "user", "content": f"{20 + number % 20}+{20 + number // 20}="}], []
+    for turn in range(turns):
+        asked = dict(model="policy", messages=messages, tools=TOOLS, logprobs=True, seed=seed, temperature=1.2)
+        if stream:
+            text, calls, tokens = "", [], []
+            async for chunk in await client.chat.completions.create(**asked, stream=True):
+                (choice,) = chunk.choices
+                text += choice.delta.content or ""
+                calls += choice.delta.tool_calls or []
+                tokens += choice.logprobs.content if choice.logprobs else []
+        else:
+            (choice,) = (await client.chat.completions.create(**asked)).choices
+            text, calls = choice.message.content or "", choice.message.tool_calls or []
+            tokens = choice.logprobs.content
+        calls = [dict(id=c.id, type="function", function=c.function.model_dump()) for c in calls]
+        out.append((text, calls, [(token.token, token.logprob) for token in tokens]))
+        messages.append(dict(role="assistant", content=text or None) | (dict(tool_calls=calls) if calls else {}))
+        messages += [dict(role="tool", tool_call_id=call["id"], content="55") for call in calls]
+        if not calls:
+            messages.append(dict(role="user", content="and 1+1="))
+        if choice.finish_reason == "length":
+            break
+    return out
+
+
+def side_by_side(address, dialogues, **options):
+    """What `dialogue` gives for each (number, stream), all at once."""
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=300) as client:
+            return await asyncio.gather(*[dialogue(client, *which, **options) for which in dialogues])
+
+    return asyncio.run(run())
+
+
+def test_answers_have_the_same_bits_alone_and_among_32_dialogues(address):
+    crowd = side_by_side(address, [(i, i % 2 == 0) for i in range(32)])
+    assert sum(len(turns) for turns in crowd) > 64 and any(calls for turns in crowd for _, calls, _ in turns)
+    for number in (0, 1, 17, 30):  # each streamed if it was not, and the other way round
+        assert side_by_side(address, [(number, number % 2 == 1)]) == [crowd[number]]
+    other = side_by_side(address, [(i, False) for i in range(8)], seed=2)
+    assert all(mine[0][2] != its[0][2] for mine, its in zip(crowd, other))
+
+
+def test_greedy_answers_change_no_bit_of_others_and_follow_no_seed(address):
+    async def run(greedy, dialogues):
+        async with openai.AsyncOpenAI(base_url=address, api_key=KEY, max_retries=0) as client:
+            asked = dict(model="policy", messages=[{"role": "user", "content": "21+22="}], temperature=0, tools=TOOLS)
+            many = [client.chat.completions.create(**asked, logprobs=True, seed=i) for i in range(greedy)]
+            return await asyncio.gather(*many, *[dialogue(client, i, False) for i in range(dialogues)])
+
+    (alone,), drawn, mixed = asyncio.run(run(1, 0)), asyncio.run(run(0, 4)), asyncio.run(run(8, 4))
+    assert [answer.choices for answer in mixed[:8]] == [alone.choices] * 8
+    assert mixed[8:] == drawn
+
+
+def test_n_choices_differ_and_the_first_is_that_of_one(ask):
+    one, four = ask("25+26=", temperature=2.0), ask("25+26=", temperature=2.0, n=4)
+    texts = [choice.message.content for choice in four.choices]
+    assert [choice.index for choice in four.choices] == [0, 1, 2, 3] and len(set(texts)) > 1
+    assert texts[0] == one.choices[0].message.content and one.usage.prompt_tokens == four.usage.prompt_tokens
+    assert four.usage.completion_tokens > one.usage.completion_tokens
+
+
+def test_a_turn_ends_at_a_string_at_a_length_or_by_itself(ask):
+    def turn(seed, **settings):
+        (choice,) = ask("25+26=", temperature=2.0, seed=seed, logprobs=True, **settings).choices
+        return choice.message.content, choice.finish_reason, len(choice.logprobs.content)
+
+    for seed in range(50):  # until it ends by itself, and writes no special tokens, which are in no text
+        text, finish, n = turn(seed)
+        if finish == "stop" and n == len(text) + 1 > 4:
+            break
+    assert finish == "stop"
+    assert turn(seed, max_tokens=3) == turn(seed, max_completion_tokens=3) == (text[:3], "length", 3)
+    end = text.index(text[2])
+    assert turn(seed, stop=text[2]) == turn(seed, stop=["no such text", text[2]]) == (text[:end], "stop", end + 1)
+
+
+def test_a_completion_goes_on_from_a_text_or_from_ids(address):
+    client = openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
+    asked = dict(model="policy", max_tokens=6, n=2, logprobs=0, temperature=2.0)
+    prompts = dict(text="2+2=", ids=[BY_TEXT[c] for c in "2+2="], other="2+3=")
+    drawn = {name: client.completions.create(prompt=prompt, **asked) for name, prompt in prompts.items()}
+    again = client.completions.create(prompt="2+2=", **asked)
+    assert again == drawn["text"] and again.choices != drawn["other"].choices
+    greedy = [client.completions.create(prompt=prompts[x], **asked | dict(temperature=0)) for x in ("text", "ids")]
+    assert greedy[0].choices == greedy[1].choices and greedy[0].usage == greedy[1].usage
+    assert greedy[0].usage.prompt_tokens == 4 and len(greedy[0].choices[0].logprobs.tokens) > 0
+
+
+@pytest.mark.parametrize(
+    ["settings", "status", "why"],
+    [
+        (dict(top_p=0.9), 400, "top_p=0.9: must be 1"),
+        (dict(logit_bias={"5": 1}), 400, "logit_bias"),
+        (dict(temperature=-1), 400, "temperature=-1: not a value"),
+        (dict(max_tokens=0), 400, "max_tokens=0: not a value"),
+        (dict(stop=""), 400, 'stop="": not a value'),
+        (dict(n=True), 400, "n=true: not a value"),
+        (dict(tool_choice="required"), 400, "a model cannot be made to call"),
+        (dict(response_format={"type": "json_object"}), 400, "only text"),
+        (dict(messages=[]), 400, "must end with what the model is told"),
+        (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "messages[0]: neither a text"),
+        (dict(messages=[{"role": "tool", "tool_call_id": "x", "content": "1"}]), 400, "messages[0]: neither a text"),
+        (dict(messages=[{"role": "user", "content": "9" * 300}]), 400, "the prompt has 303 tokens, over"),
+        (dict(messages=[{"role": "user", "content": "9" * 5_000_000}]), 413, "the most are 4194304"),
+        (dict(model="gpt"), 404, "no such model as 'gpt'"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_one_line(ask, settings, status, why):
+    with pytest.raises(openai.APIStatusError) as refused:
+        ask("1+1=", **settings)
+    assert refused.value.status_code == status and why in refused.value.body["message"]
+    assert refused.value.body.keys() == {"message", "type", "code"}
+
+
+def test_keys_routes_and_bodies_are_checked(address):
+    with httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}) as http:
+
+        def status(method, path, **options):
+            answer = http.request(method, path, **options)
+            assert answer.is_success or answer.json()["error"].keys() == {"message", "type", "code"}
+            return answer.status_code
+
+        assert [model["id"] for model in http.get("/models").json()["data"]] == ["step_000100", "policy"]
+        for key in ("", "Bearer", f"Bearer {KEY}x", KEY.upper()):
+            assert status("GET", "/models", headers={"Authorization": key}) == 401
+            assert status("POST", "/chat/completions", headers={"Authorization": key}, content=b"{}") == 401
+        assert status("GET", address.replace("/v1", "/health"), headers={"Authorization": ""}) == 200
+        assert status("POST", "/no_such_route") == 404 and status("GET", "/chat/completions") == 405
+        assert status("POST", "/chat/completions", content=b"[") == status("POST", "/completions", content=b"[]") == 400
+        for prompt in ("", [], [10**6], [-1], ["a"], None):  # an id that does not exist would end the engine
+            assert status("POST", "/completions", json=dict(prompt=prompt, max_tokens=1)) == 400
+        assert status("POST", "/completions", json=dict(prompt=[1], max_tokens=1)) == 200
+        assert status("POST", "/reward", json={"reward": 1}) == 404  # of which session?
+        assert status("DELETE", address.replace("/v1", "/s/no_such_session")) == 404
+
+
+# ---- sessions
+
+
+def test_a_session_goes_on_from_its_own_tokens_and_gives_a_retry_the_recorded_answer(address):
+    with httpx.Client(base_url=address.removesuffix("/v1"), headers={"Authorization": f"Bearer {KEY}"}) as http:
+
+        def turn(session, messages, retry=0):
+            asked = dict(messages=messages, logprobs=True, temperature=1.5, seed=session)
+            where, header = f"/s/{session}/v1/chat/completions", {"x-stainless-retry-count": str(retry)}
+            answer = http.post(where, json=asked, headers=header).json()
+            return answer["choices"][0], answer["usage"]["prompt_tokens"]
+
+        told = [{"role": "user", "content": "20+20="}]
+        for session in range(50):  # until one ends its turn by itself, after a while
+            first, begin = turn(session, told)
+            written = len(first["logprobs"]["content"])
+            if first["finish_reason"] == "stop" and written > 4:
+                break
+        assert first["finish_reason"] == "stop"
+        assert turn(session, told, retry=1) == turn(session, told, retry=2) == (first, begin)
+        fork, _ = turn(session, told)  # not marked as a retry: it begins another dialogue, whose noise is another
+        assert fork["logprobs"] != first["logprobs"]
+        more = [*told, first["message"], {"role": "user", "content": "ok"}]
+        between = len(["<user>", "o", "k", "<eos>", "<assistant>"])
+        assert turn(session, more)[1] == begin + written + between
+        where = f"/s/{session}/v1/reward"
+        assert http.post(where, json={"reward": 0.5}).json() == {"reward": 0.5}
+        assert http.post(where, json={"reward": "1"}).status_code == 400
+        assert [http.delete(f"/s/{session}").status_code for _ in range(2)] == [200, 404]
+
+
+def test_a_thousand_sessions_are_open_at_once(address):
+    async def run():
+        # httpx takes 25 ms of this client's time for a request, our side 3 ms
+        pool, headers = aiohttp.TCPConnector(limit=0), {"Authorization": f"Bearer {KEY}"}
+        async with aiohttp.ClientSession(connector=pool, headers=headers) as http:
+
+            async def turn(where, messages):
+                asked = dict(messages=messages, logprobs=True, max_tokens=6, tools=TOOLS)
+                async with http.post(f"{where}/v1/chat/completions", json=asked) as answer:
+                    assert answer.status == 200, await answer.text()
+                    return (await answer.json())["choices"][0]
+
+            async def end(where):
+                async with http.delete(where) as answer:
+                    return answer.status
+
+            host = address.removesuffix("/v1")
+            told = [[{"role": "user", "content": f"{i}="}] for i in range(1000)]
+            sessions = [f"{host}/s/of_{i}" for i in range(1000)]
+            first = await asyncio.gather(*map(turn, sessions, told))
+            # Now all are open, and some go on; what they say is what they say when nobody else asks.
+            ended = [i for i in range(1000) if first[i]["finish_reason"] == "stop"][:16]
+            more = [[*told[i], first[i]["message"], {"role": "user", "content": "1+1="}] for i in ended]
+            second = await asyncio.gather(*[turn(sessions[i], messages) for i, messages in zip(ended, more)])
+            assert [await turn(host, told[i]) for i in range(0, 1000, 100)] == first[::100]
+            for i, messages, answer in zip(ended, more, second):
+                again = f"{host}/s/again_{i}"
+                assert (await turn(again, told[i]), await turn(again, messages)) == (first[i], answer)
+            assert len(ended) == 16 and len({answer["logprobs"]["content"][0]["logprob"] for answer in first}) > 500
+            assert await asyncio.gather(*map(end, sessions)) == [200] * 1000
+
+    asyncio.run(run())
+
+
+# ---- sessions whose model is a script
+
+
+@pytest.fixture(scope="module")
+def template(model):
+    return chat.Template(*sync.load_tokenizer(model), {})
+
+
+def episode_of(template, source, sample=0):
+    """An Episode with the words of `source(chat)`."""
+
+    async def draw(of, stop, most):
+        ids = template.turn(await source(of))
+        return ids, [0.0] * len(ids), "stop"
+
+    journal = types.SimpleNamespace(entries={}, write=lambda entry: None)
+    return chat.Episode(
+        DEFAULTS, template, f"sample {sample}", sample, ["rl", sample], draw, lambda _, x: (x, []), journal
+    )
+
+
+def asked_of_a_script(template, source, requests):
+    """The results of `requests(post, session)`, where post(text or messages, retry=0) asks in a session of its own."""
+
+    async def run():
+        session = endpoint.Session(chat.Chat(episode_of(template, source), ()))
+        server = endpoint.Endpoint(endpoint.listen("127.0.0.1", 0), KEY, ["policy"], template.decode)
+        server.sessions["x"] = session
+        async with httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+
+            async def post(told, retry=0, status=200):
+                messages = [{"role": "user", "content": told}] if isinstance(told, str) else told
+                headers = {"x-stainless-retry-count": str(retry)}
+                answer = await http.post("/s/x/v1/chat/completions", json=dict(messages=messages), headers=headers)
+                assert answer.status_code == status, answer.text
+                return answer.json()["choices"][0]["message"] if status == 200 else answer.json()["error"]["message"]
+
+            out = await requests(post, session)
+        await server.close()
+        return out
+
+    return asyncio.run(run())
+
+
+def test_a_retry_of_a_request_in_flight_is_not_sampled_again(template):
+    drawn = []
+
+    async def source(of):
+        drawn.append(of.path)
+        await asyncio.sleep(0.2)
+        return f"answer {len(drawn)}"
+
+    async def requests(post, session):
+        return await asyncio.gather(post("a"), *[post("a", retry=i) for i in (1, 2)])
+
+    answers = asked_of_a_script(template, source, requests)
+    assert [answer["content"] for answer in answers] == ["answer 1"] * 3 and len(drawn) == 1
+
+
+def test_the_names_of_dialogues_do_not_follow_the_order_of_arrival(template):
+    async def source(of):
+        return of.messages[-1]["content"].upper()
+
+    def paths(order):
+        async def requests(post, session):
+            for told in order:
+                await post(told)
+            return {(chat.messages[0]["content"], chat.path) for chat in session.dialogues}
+
+        return asked_of_a_script(template, source, requests)
+
+    found = [paths(order) for order in itertools.permutations(["a", "a", "b"])]
+    assert len(found[0]) == 3 and all(one == found[0] for one in found)
+    assert [n for _, (_, n) in sorted(found[0])] == [0, 1, 0] and found[0] != paths(["a", "a", "c"])
+
+
+def test_a_history_goes_on_or_forks_and_nothing_sampled_is_encoded_again(template):
+    async def source(of):
+        return "  Spaces"  # a client that tidies up changes the history
+
+    async def requests(post, session):
+        told = [{"role": "user", "content": "a"}]
+        told += [await post(told), {"role": "user", "content": "b"}]
+        await post(told)
+        (one,) = session.dialogues
+        assert len(one.turns) == 2 and one.ids[: one.turns[0].end] == [
+            *template.first(told[:1], []),
+            *template.turn("  Spaces"),
+        ]
+        assert one.ids[one.turns[0].end : one.turns[1].start] == template.next(
+            told[2:], [], one.ids[one.turns[0].end - 1]
+        )
+        assert [one.ids[i] for i, mine in enumerate(one.mask) if mine] == 2 * template.turn("  Spaces")
+        told[1] = told[1] | dict(content="Spaces")
+        await post(told)
+        one, fork = session.dialogues
+        assert len(one.turns) == 2 and fork.ids[: fork.turns[0].start] == template.first(told, [])
+        assert fork.mask.count(True) == len(template.turn("  Spaces"))
+
+    asked_of_a_script(template, source, requests)
+
+
+def test_two_ways_on_from_one_turn_at_a_time_are_an_error(template):
+    gate = []
+
+    async def source(of):
+        if len(of.turns):
+            await gate[0].wait()
+        return "x"
+
+    async def requests(post, session):
+        gate.append(asyncio.Event())
+        told = [{"role": "user", "content": "a"}]
+        told.append(await post(told))
+        first = asyncio.ensure_future(post([*told, {"role": "user", "content": "b"}]))
+        while not session.busy:
+            await asyncio.sleep(0.01)
+        error = await post([*told, {"role": "user", "content": "c"}], status=400)
+        gate[0].set()
+        await first
+        await post([*told, {"role": "user", "content": "c"}])  # one after the other they may
+        return error, str(session.failed.result()), len(session.dialogues)
+
+    error, failed, dialogues = asked_of_a_script(template, source, requests)
+    assert error == failed == "sample 0: asks for two ways on from one turn at a time, 'c' is the second"
+    assert dialogues == 2
+
+
+def test_sessions_are_bounded_where_a_model_is_served(template, monkeypatch):
+    monkeypatch.setattr(endpoint, "MOST_OPEN", 2)
+
+    async def source(of):
+        return "x"
+
+    async def run():
+        serves = lambda asked, i, of_chat: episode_of(template, source)  # noqa: E731
+        server = endpoint.Endpoint(endpoint.listen("127.0.0.1", 0), KEY, ["policy"], template.decode, serves)
+        async with httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+            asked = dict(json=dict(messages=[{"role": "user", "content": "a"}]))
+            names = ["/s/a", "/s/b", "/s/c", "/s/a"]
+            codes = [(await http.post(f"{name}/v1/chat/completions", **asked)).status_code for name in names]
+            codes.append((await http.delete("/s/b")).status_code)
+            codes.append((await http.post("/s/c/v1/chat/completions", **asked)).status_code)
+        await server.close()
+        return codes
+
+    assert asyncio.run(run()) == [200, 200, 429, 200, 200, 200]
+
+
+# ---- agents that are programs
+
+# What the programs below begin with: they ask for a turn. post is theirs.
+ASK = """
+import httpx, json, os
+headers = dict(authorization="Bearer " + os.environ["OPENAI_API_KEY"])
+post = lambda path, **body: httpx.post(os.environ["OPENAI_BASE_URL"] + path, json=body, headers=headers).json()
+ask = lambda text: post("/chat/completions", messages=[dict(role="user", content=text)])
+ask("a")
+"""
+
+
+@pytest.mark.parametrize(
+    ["code", "what"],
+    [
+        (ASK + "print('so')\nprint(0.25)", 0.25),
+        (ASK + "post('/reward', reward=2)\nprint('no number')", 2.0),
+        (ASK + "print(json.loads(os.environ['ROW'])['n'] + ('RANK' in os.environ))", 7.0),
+        (ASK + "print('half')", "its last line of output must be the reward, and is 'half'"),
+        (ASK + "print('nan')", "its last line of output must be the reward, and is 'nan'"),
+        (ASK + "raise KeyError('why')", "ended with status 1: KeyError: 'why'"),
+        (ASK + "print(ask('9' * 999))", "the prompt has"),
+        ("print(1)", "returned without a turn of the model"),
+    ],
+)
+def test_a_program_gives_a_reward_or_ends_the_run_in_one_line(template, monkeypatch, tmp_path, code, what):
+    monkeypatch.setenv("RANK", "0")
+
+    async def source(of):
+        return "x"
+
+    def play():
+        Path(tmp_path, "agent.py").write_text(code)
+        solve, _ = chat.load_agent(f"python {tmp_path}/agent.py")
+        return asyncio.run(episode_of(template, source, sample=3).play(solve, dict(n=7)))
+
+    if isinstance(what, float):
+        assert play() == what
+        return
+    with pytest.raises(chat.AgentError, match="sample 3") as ended:
+        play()
+    assert what in str(ended.value) and "\n" not in str(ended.value)
+
+
+def test_a_program_that_is_not_there_is_named(capsys):
+    for command, why in (("no_such_program x", "no program 'no_such_program'"), ("python 'x", "No closing quotation")):
+        with pytest.raises(SystemExit):
+            chat.load_agent(command)
+        assert why in capsys.readouterr().err
+
+
+def test_a_run_of_programs_learns_and_gives_one_digest(model, template, tmp_path):
+    flags = ["--agent=python agents/client.py", f"--init_from={model}", "--warmup_sft_steps=0", "--checkpoint_every=0"]
+    flags += "--prompts_per_step=2 --group_size=4 --max_steps=2 --learning_rate=1e-3".split()
+    outputs = [finish(tmp_path / name, *SIZES, *flags, launch=launch_warm) for name in "ab"]
+    assert digest(outputs[0]) == digest(outputs[1])
+    metrics = lines(tmp_path / "a", "metrics.jsonl", "rl")
+    assert any(m["reward_std"] > 0 and m["grad_norm"] > 1e-3 for m in metrics) and len(metrics) == 2
+    assert any(m["turns_mean"] > 1 and m["calls_mean"] > 0 for m in metrics)
+    assert all(m["logprob_mismatch_tokens"] == m["forks_mean"] == 0 for m in metrics)
+    for tensors, meta in read_groups(tmp_path / "a"):
+        row = tensors["prompt_tokens"].tolist()
+        lengths = tensors["lengths"].tolist()
+        rows = zip(*(tensors[name].split(lengths) for name in ("tokens", "loss_mask")))
+        for (tokens, mask), (dialogue,) in zip(rows, meta["episodes"]):
+            ids = template.first([{"role": "user", "content": meta["row"]["prompt"]}], TOOLS)
+            assert row == ids[: len(row)]
+            ids = row + tokens.tolist()
+            mine = [False] * len(row) + mask.tolist()
+            for turn in dialogue["turns"]:
+                assert all(mine[turn["start"] : turn["end"]])
+            assert sum(mine) == sum(turn["end"] - turn["start"] for turn in dialogue["turns"])
+            for before, after in zip(dialogue["turns"], dialogue["turns"][1:]):
+                told = [m for m in dialogue["messages"] if m["role"] == "tool"][: len(before["tool_calls"])]
+                assert ids[before["end"] : after["start"]] == template.next(told, TOOLS, ids[before["end"] - 1])
