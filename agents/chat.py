@@ -94,6 +94,7 @@ class Template:
     def __init__(self, tokenizer, stop_tokens, arguments):
         self.tokenizer, self.arguments, self.checked = tokenizer, arguments, set()  # checked: sets of tools
         self.stop_tokens, self.stops = stop_tokens, [tokenizer.decode([i]) for i in stop_tokens]
+        self.known = functools.lru_cache(4096)(self._ids)  # samples of a prompt are told the same
 
     def render(self, messages, tools, generate=True):
         return self.tokenizer.apply_chat_template(
@@ -136,13 +137,19 @@ class Template:
 
     def first(self, messages, tools):
         """The ids with which a dialogue begins, up to where the model's first turn does."""
-        return self.encode(self.render(messages, tools))
+        return self.known(json.dumps((messages, tools)))
+
+    def _ids(self, told):
+        messages, tools, *last = json.loads(told)
+        if not last:
+            return self.encode(self.render(messages, tools))
+        calls = tools and messages[0]["role"] == "tool" and [_call_of(m) for m in messages if m["role"] == "tool"]
+        stop, text = self.suffix(messages, tools, calls or ())
+        return self.encode(text if last[0] in self.stop_tokens else stop + text)
 
     def next(self, messages, tools, last):
         """The ids between the model's turn that ended with the token `last` and its next, where these messages come."""
-        calls = tools and messages[0]["role"] == "tool" and [_call_of(m) for m in messages if m["role"] == "tool"]
-        stop, text = self.suffix(messages, tools, calls or ())
-        return self.encode(text if last in self.stop_tokens else stop + text)
+        return self.known(json.dumps((messages, tools, last)))
 
     def check(self, name):
         """
@@ -243,26 +250,31 @@ class Journal:
     """
 
     def __init__(self, path, run):
-        self.lock, self.entries = threading.Lock(), {}
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        text = os.pread(self.file, os.fstat(self.file).st_size, 0)
+        self.path, self.run, self.lock, self.file, self.entries = path, run, threading.Lock(), None, {}
+        if not path.exists():
+            return
+        text = path.read_bytes()
         whole = text[: text.rfind(b"\n") + 1]  # a kill can leave half a line, of a result that nobody has used
-        os.ftruncate(self.file, len(whole))
-        first, *lines = whole.splitlines() or [b""]
-        if not first:
-            self.write(dict(run=run))
-        elif json.loads(first) != dict(run=run):
-            raise AgentError(f"{path}: a journal of run {json.loads(first)['run']}, expected {run}; delete it")
-        for entry in map(json.loads, lines):
+        os.truncate(path, len(whole))
+        for entry in map(json.loads, whole.splitlines()):
+            if entry["run"] != run:
+                raise AgentError(f"{path}: a journal of run {entry['run']}, expected {run}; delete it")
             self.entries[entry["sample"], entry["at"]] = entry
 
     def write(self, entry):
         with self.lock:
-            os.write(self.file, json.dumps(entry).encode() + b"\n")
-            os.fsync(self.file)
+            self.file = self.file or open(self.path, "ab", buffering=0)  # most agents have nothing to note
+            self.file.write(json.dumps(entry | dict(run=self.run)).encode() + b"\n")
+            os.fsync(self.file.fileno())
 
     def close(self):
-        os.close(self.file)
+        if self.file:
+            self.file.close()
+
+    def of(self, sample):
+        """The entries of a sample, in an order and with the fields that two runs share."""
+        mine = [entry for (g, _), entry in sorted(self.entries.items()) if g == sample]
+        return [{key: entry[key] for key in ("sample", "at", "name", "arguments", "result")} for entry in mine]
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class AgentSampler(Sampler):
         except chat.AgentError as error:
             fail(str(error))
         for index in self.made:
-            self._journal_path(folder, index).unlink()
+            self._journal_path(folder, index).unlink(missing_ok=True)
 
     def _journal_path(self, folder, index):
         return folder / f"journal_{index:04d}.jsonl"
@@ -124,7 +124,7 @@ class AgentSampler(Sampler):
             born=[job.step, index], finished=True, responses=[e.chats[0].turns[-1].text for e in episodes],
             retractions=used.pop("num_retractions"), seconds=time.time() - began, row=row, returned=returned,
             episodes=[[chat.record_of(c) for c in e.chats] for e in episodes],
-            journal=[[x for (g, _), x in sorted(journal.entries.items()) if g == e.sample] for e in episodes],
+            journal=[journal.of(e.sample) for e in episodes],
             counts=used | counts_of(episodes),
         )  # fmt: skip
         return tensors_of(episodes, returned, job.version), meta
