@@ -118,7 +118,9 @@ class AgentSampler(Sampler):
         drawn, meta = self.engine.drawn(output, job.version), output["meta_info"]
         for name in used:
             used[name] += meta[name]
-        return drawn.tokens, drawn.logprobs, meta["finish_reason"]["type"]
+        # SGLang looks at the length first: a turn whose last token may be its stop token has ended by itself.
+        ended = drawn.tokens[-1] in self.stop_tokens
+        return drawn.tokens, drawn.logprobs, "stop" if ended else meta["finish_reason"]["type"]
 
     def _calls(self, of, text):
         """(the rest of the text, [(name, arguments)]) of a turn, by SGLang's parser for the model's format of calls."""
