@@ -1,13 +1,21 @@
 """
+A game of several turns (agents/guess.py): guess a number from 1 to 15 by 'up' and 'down', in at most six guesses. A
+Qwen3 of 0.1 M parameters from scratch, which is shown play without a plan and then left to find out what is better.
+
+    python train_grpo.py config/guess.py
+    python train_grpo.py config/guess.py --seed=2 --out_dir=out/guess_2
+
+Right (pass@1) is a game of at most four guesses. Those who pick any number that is still possible, as the
+demonstrations do, get 0.60 of their games right, at 4.1 guesses in the mean; those who halve what is left get all.
 """
 
 out_dir = "out/guess"
 agent = "agents/guess.py:solve"
-credit = "turn"
+credit = "turn"  # a guess is compared with the group's guesses of the same number, not with those of shorter games
 arithmetic_size = 30
 max_prompt_tokens = 8
 max_new_tokens = 56
-pass_reward = 0.5  # found with at most four guesses
+pass_reward = 0.5  # four guesses
 threads = 1
 warmup_sft_steps = 300
 sft_learning_rate = 2e-3

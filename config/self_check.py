@@ -3,18 +3,15 @@
 
 out_dir = "out/self_check"
 agent = "agents/self_check.py:solve"
-arithmetic_min = 10
 arithmetic_size = 50
 max_prompt_tokens = 12
 max_new_tokens = 24
-credit = "turn"
-gamma = 0.0
 threads = 1
-warmup_sft_steps = 400
+warmup_sft_steps = 350
 sft_learning_rate = 2e-3
 prompts_per_step = 32
 group_size = 8
-max_steps = 80
+max_steps = 60
 leaf_tokens = 2048
 lanes = 4
 learning_rate = 5e-4
