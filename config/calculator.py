@@ -1,4 +1,12 @@
 """
+Sums of two three-digit numbers with a tool that adds (agents/calculator.py). A Qwen3 of 0.1 M parameters from scratch,
+which is shown the tool in half of the demonstrations and an answer from the head in the others.
+
+    python train_grpo.py config/calculator.py
+    python train_grpo.py config/calculator.py --seed=2 --out_dir=out/calculator_2
+    python train_grpo.py config/calculator.py --agent= --tool_call_parser= --out_dir=out/no_calculator    # no tool
+
+The last one is the comparison: the same data and numbers of steps, one turn and no tool.
 """
 
 out_dir = "out/calculator"

@@ -1,4 +1,8 @@
 """
+A sum that is answered twice (agents/self_check.py). A Qwen3 of 0.1 M parameters from scratch.
+
+    python train_grpo.py config/self_check.py
+    python train_grpo.py config/self_check.py --seed=2 --out_dir=out/self_check_2
 """
 
 out_dir = "out/self_check"
