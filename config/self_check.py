@@ -1,8 +1,18 @@
 """
-A sum that is answered twice (agents/self_check.py). A Qwen3 of 0.1 M parameters from scratch.
+A sum that is answered twice (agents/self_check.py), the second time on being asked to check. A Qwen3 of 0.1 M parameters
+from scratch, sums of two numbers below 50.
 
     python train_grpo.py config/self_check.py
     python train_grpo.py config/self_check.py --seed=2 --out_dir=out/self_check_2
+
+Right (pass@1) is a second answer that is right; the first one's share is twice what the mean reward is above that.
+
+| seed | after the warm-up: first, second right, mean reward | after 60 RL steps | digest |
+|---|---|---|---|
+| 1 | SEED1 |
+| 2 | 0.242, 0.262, 0.383 | 0.402, 0.434, 0.635 | 9fec59e5 |
+
+256 held-out sums, sampled at temperature 1.0: +- 0.06. No log-prob differed in any step. NOTE TIME
 """
 
 out_dir = "out/self_check"
