@@ -12,11 +12,11 @@ Right (pass@1) is a second answer that is right; the first one's share is twice 
 | 1 | 0.441, 0.809, 1.029 | 0.922, 0.957, 1.418 | 240f842a |
 | 2 | 0.242, 0.262, 0.383 | 0.402, 0.434, 0.635 | 9fec59e5 |
 
-256 held-out sums, sampled at temperature 1.0: +- 0.06. No log-prob differed in any step. A model
-of this size learns sums all of a sudden, and the warm-up ends after that with seed 1 and in the midst of it with seed 2;
-a warm-up of 350 steps ends before it with seed 2 (0.07 right). With seed 1 and 350 steps the first answer overtook the
-second (0.258, 0.473, then 0.699, 0.652): shown that every other first answer is wrong, the model went on changing right
-ones. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 3.4 min.
+256 held-out sums, sampled at temperature 1.0: +- 0.06. No log-prob differed in any step. A model of this size learns
+sums all of a sudden: the warm-up ends after that with seed 1, in the midst of it with seed 2; one of 350 steps ends
+before it with seed 2 (0.07 right). With seed 1 and 350 steps the first answer overtook the second (0.258 and 0.473,
+then 0.699 and 0.652), as the model went on changing right ones: perhaps since every other first answer that it was
+shown is wrong. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 3.4 min.
 """
 
 out_dir = "out/self_check"
