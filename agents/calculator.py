@@ -1,6 +1,9 @@
 """
-A sum that is too hard for the head, and a tool for it.
+A sum that is too hard for the head, and a tool for it. The demonstrations use the tool in every other case only: that
+it pays is for RL to find out.
 """
+
+import random
 
 from rewards import numeric
 
@@ -27,4 +30,6 @@ async def solve(chat, row):
 def replies(row):
     """What the model could say, for the supervised steps."""
     a, b = row["prompt"].rstrip("=").split("+")
-    return [[("add", dict(a=int(a), b=int(b)))], row["answer"]]
+    call = [("add", dict(a=int(a), b=int(b)))]
+    # A coin that falls the same way whenever this row comes, and that the model cannot foresee.
+    return [call, row["answer"]] if random.Random(row["prompt"]).random() < 0.5 else [row["answer"]]

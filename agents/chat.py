@@ -506,6 +506,7 @@ class Chat:
         except (Exception, SystemExit) as error:
             value = f"Error: {type(error).__name__}: {error}"
         text = ADDRESS.sub("0x0", value if isinstance(value, str) else self._json(value, at))
+        text = text.encode(errors="replace").decode()  # half of a character, JSON's "\ud83d", has no tokens
         most = self.episode.config["max_result_chars"]
         return text if len(text) <= most else f"{text[:most]} .. ({len(text)} characters, cut)"
 

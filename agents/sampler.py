@@ -138,20 +138,29 @@ class AgentSampler(Sampler):
         drawn, meta = self.engine.drawn(output, job.version), output["meta_info"]
         for name in used:
             used[name] += meta[name]
-        return drawn.tokens, drawn.logprobs, meta["finish_reason"]["type"]
+        # SGLang looks at the length first: a turn whose last token may be its stop token has ended by itself.
+        ended = drawn.tokens[-1] in self.stop_tokens
+        return drawn.tokens, drawn.logprobs, "stop" if ended else meta["finish_reason"]["type"]
 
     def _calls(self, of, text):
-        """(the rest of the text, [(name, arguments)]) of a turn, by SGLang's parser for the model's format of calls."""
+        """
+        (the rest of the text, [(name, arguments)]) of a turn, by SGLang's parser for the model's format of calls; the
+        whole text and no calls where one is nothing that a function can be called with.
+        """
         from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.environ import envs
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a model may write anything
+        envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)  # they get an error to read; else nothing is left of such a call
         try:
             rest, calls = FunctionCallParser([Tool(**s) for s in of.schemas], self.parser).parse_non_stream(text)
             calls = [(call.name, json.loads(call.parameters)) for call in calls]
-        except ValueError:  # no JSON after all
-            calls = []
-        return (rest, calls) if calls else (text, [])
+            json.dumps(calls, allow_nan=False)  # the journal compares arguments, and no nan is equal to itself
+        except Exception:  # <tool_call>1</tool_call> is an AttributeError to SGLang, other calls are other errors
+            return text, []
+        named = all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in calls)
+        return (rest, calls) if calls and named else (text, [])
 
 
 def counts_of(episodes):
