@@ -560,7 +560,6 @@ class RolloutEngine:
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
         self.lends, self.asleep, self.model_type = lends, False, hf.model_type
         self.asked, self.since = 0, 0.0  # requests that SGLang is to answer, and since when there are any
-        self.together = []  # (ids, parameters, future) of samples asked for at this moment
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         try:
@@ -631,26 +630,8 @@ class RolloutEngine:
             self.asked -= 1
 
     async def generate(self, ids, params):
-        """SGLang's output for these token ids. What is asked for at one moment goes to SGLang in one message."""
-        if not self.together:
-            self.loop.call_soon(lambda: asyncio.ensure_future(self._send()))
-        self.together.append((ids, params, self.loop.create_future()))
-        return await self.ask(self.together[-1][-1])
-
-    async def _send(self):
-        (*request, answers), self.together = zip(*self.together), []
-        ids, params = map(list, request)
-        try:  # streamed: as parts of the samples, and so that no answer waits for another
-            parts = await self.sglang.async_generate(
-                input_ids=ids, sampling_params=params, return_logprob=True, stream=True
-            )
-            async for output in parts:
-                if output["meta_info"]["finish_reason"]:
-                    answers[output["index"]].set_result(output)
-        except Exception as e:
-            for answer in answers:
-                if not answer.done():
-                    answer.set_exception(e)
+        """SGLang's output for these token ids, or for each list of them."""
+        return await self.ask(self.sglang.async_generate(input_ids=ids, sampling_params=params, return_logprob=True))
 
     def drawn(self, output, version):
         """What `generate` drew: a Drawn. Raises RunError if other weights did."""
@@ -859,8 +840,7 @@ class Sampler:
             dict(self.params, temperature=job.temperature, sampling_seed=seeds[g], max_new_tokens=most[g])
             for g in goes_on
         ]
-        asked = [self.engine.generate(prompt + samples[g].tokens, p) for g, p in zip(goes_on, params)]
-        outputs = await asyncio.gather(*asked)
+        outputs = await self.engine.generate([prompt + samples[g].tokens for g in goes_on], params)
         for g, output in zip(goes_on, outputs):
             for mine, drawn in zip(samples[g], self.engine.drawn(output, job.version)):
                 mine.extend(drawn)

@@ -75,7 +75,7 @@ class Turn(NamedTuple):
 
     start: int
     end: int
-    finish: str  # 'stop' or 'length'
+    truncated: bool  # cut by length
     text: str
     tool_calls: list
     rewards: list  # given by chat.reward
@@ -286,15 +286,16 @@ class Episode:
     A sample: the dialogues of an agent with the model, one as a rule.
 
     where: 'rl step 3, prompt 2, sample 5', for errors. sample: its number in the group. key: what its noise follows
-    from. source(chat, stop, most): draws the next tokens of a dialogue, at most so many: (tokens, log-probs, 'stop' or
-    'length'). parse(chat, text): (text, [(name, arguments)]). journal: a Journal. again: tools are called although the
+    from. source(chat, stop, most): draws the next tokens of a dialogue, at most so many: (tokens, log-probs).
+    parse(chat, text): (text, [(name, arguments)]). journal: a Journal. again: tools are called although the
     journal has their results, which must recur.
     """
 
-    def __init__(self, config, template, where, sample, key, source, parse, journal, again=False):
+    def __init__(self, config, template, where, sample, key, source, parse, journal, again=False, most_tokens=2**62):
         self.config, self.template, self.where, self.sample, self.key = config, template, where, sample, key
         self.source, self.parse, self.journal, self.again = source, parse, journal, again
         self.chats, self.errors = [], 0
+        self.most_tokens = most_tokens  # of a dialogue, its prompt among them
         self.in_order = asyncio.Lock()  # of the methods of an object, which may change it
         self.moved, self.doing, self.asking = time.monotonic(), "its start", 0  # for the watchdog
 
@@ -415,7 +416,9 @@ class Chat:
         ids = () if self.ended else self._encode(fresh)
         if not self.turns and len(ids) > longest:
             raise self._error(f"the prompt has {len(ids)} tokens, over max_prompt_tokens={longest}")
-        room = longest + episode.config["max_new_tokens"] - len(self.ids) - len(ids)
+        prompt = self.turns[0].start if self.turns else len(ids)
+        most = min(prompt + episode.config["max_new_tokens"], episode.most_tokens)
+        room = most - len(self.ids) - len(ids)
         if self.ended or room <= 0 or len(self.turns) == episode.config["max_turns"]:
             self.ended, self.asked_after = True, self.asked_after + 1
             if self.asked_after > AFTER_THE_END:
@@ -423,12 +426,10 @@ class Chat:
             return Reply("", [], [], True)
         self._append(ids, [False] * len(ids), [0.0] * len(ids))
         episode.asking += 1
-        tokens, logprobs, finish = await episode.source(self, stop, min(room, max_new_tokens or room))
+        tokens, logprobs = await episode.source(self, stop, min(room, max_new_tokens or room))
         episode.asking, episode.moved = episode.asking - 1, time.monotonic()
-        start = len(self.ids)
         self._append(tokens, [True] * len(tokens), logprobs)
-        self.ended = finish == "length"
-        return self._reply(start, finish, stop)
+        return self._reply(tokens, stop)
 
     def _append(self, *columns):
         for mine, more in zip((self.ids, self.mask, self.logprobs), columns):
@@ -459,19 +460,21 @@ class Chat:
         except Exception as error:  # a template may raise anything
             raise self._error(f"the chat template cannot be used for this: {describe(error)}") from error
 
-    def _reply(self, start, finish, stop):
-        tokens, k, template = self.ids[start:], len(self.turns), self.episode.template
+    def _reply(self, tokens, stop):
+        k, template = len(self.turns), self.episode.template
+        ended = tokens[-1] in template.stop_tokens
         # The marks of a tool call may be special tokens.
-        text = template.decode(tokens[: -1 if tokens[-1] in template.stop_tokens else None], bool(self.tools))
-        text = text[: min((i for i in map(text.find, stop) if i >= 0), default=len(text))]
-        text, calls = self.episode.parse(self, text) if self.tools and finish != "length" else (text, [])
+        text = template.decode(tokens[:-1] if ended else tokens, bool(self.tools))
+        stops = [i for i in map(text.find, stop) if i >= 0]
+        text, self.ended = text[: min(stops, default=len(text))], not (ended or stops)
+        text, calls = self.episode.parse(self, text) if self.tools and not self.ended else (text, [])
         calls = [ToolCall(f"call_{k}_{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
-        self.turns.append(Turn(start, len(self.ids), finish, text, calls, []))
+        self.turns.append(Turn(len(self.ids) - len(tokens), len(self.ids), self.ended, text, calls, []))
         self.messages.append(
             {"role": "assistant", "content": text} | ({"tool_calls": told_calls(calls)} if calls else {})
         )
         self.said = len(self.messages)
-        return Reply(text, calls, tokens, finish == "length")
+        return Reply(text, calls, tokens, self.ended)
 
     async def call(self, tool_calls):
         """
@@ -580,7 +583,7 @@ def recorded(rows, ids, template):
             why = "not a function of what it is told: a clock, random numbers, a global, the order of a set?"
             raise AgentError(f"{where}, {chat.now()}: run again, the agent says {now!r} and not {was!r}; {why}")
         await asyncio.sleep(0)
-        return tokens[turn["start"] : turn["end"]], [0.0] * (turn["end"] - turn["start"]), turn["finish"]
+        return tokens[turn["start"] : turn["end"]], [0.0] * (turn["end"] - turn["start"])
 
     def parse(chat, text):
         turn = known[chat.path][0][len(chat.turns)]
@@ -603,7 +606,7 @@ def scripted(replies, template):
         if len(chat.turns) == len(replies):
             raise AgentError(f"{chat.episode.where}: {len(replies)} replies, and the agent asks for one more")
         ids = template.turn(replies[len(chat.turns)])
-        return (ids[:most], [0.0] * min(most, len(ids)), "length" if most < len(ids) else "stop")
+        return ids[:most], [0.0] * min(most, len(ids))
 
     return source, parse
 

@@ -553,7 +553,8 @@ def serve(config, device):
         kind(tokenizer, stop_tokens, template_arguments(config["chat_template_args"])) for kind in (Prompt, Template)
     ]
     total = config["max_prompt_tokens"] + config["max_new_tokens"]
-    limits = config | dict(max_prompt_tokens=total - 1, max_new_tokens=1, max_forks=MOST_OPEN)
+    # A request has its whole history in it.
+    limits = config | dict(max_prompt_tokens=total - 1, max_new_tokens=total, max_forks=MOST_OPEN)
     journal = types.SimpleNamespace(entries={})
 
     async def run():
@@ -568,7 +569,7 @@ def serve(config, device):
             job, used = Job("serve", 0, 0, {}, 1, max(asked.temperature, COLDEST)), dict(cached_tokens=0)
             source = functools.partial(sampler._turn, job, used)
             key = ["serve", config["seed"] if asked.seed is None else asked.seed, i]
-            return Episode(limits, templates[chat], "serve", i, key, source, sampler._calls, journal)
+            return Episode(limits, templates[chat], "serve", i, key, source, sampler._calls, journal, most_tokens=total)
 
         names = [str(model.resolve().name), POLICY]
         endpoint = Endpoint(sock, key, names, functools.partial(templates[1].decode, special=True), serves)

@@ -138,9 +138,7 @@ class AgentSampler(Sampler):
         drawn, meta = self.engine.drawn(output, job.version), output["meta_info"]
         for name in used:
             used[name] += meta[name]
-        # SGLang looks at the length first: a turn whose last token may be its stop token has ended by itself.
-        ended = drawn.tokens[-1] in self.stop_tokens
-        return drawn.tokens, drawn.logprobs, "stop" if ended else meta["finish_reason"]["type"]
+        return drawn.tokens, drawn.logprobs
 
     def _calls(self, of, text):
         """
@@ -200,7 +198,7 @@ def tensors_of(episodes, returned, version):
         turn=flat(number),  # (T,) in its row; -1: told
         turns=torch.tensor([len(c.turns) for c in chats]),  # (rows,)
         turn_rewards=torch.tensor(gained, dtype=torch.float32),  # of each row's turns; what is returned is the last's
-        truncated=torch.tensor([c.turns[-1].finish == "length" for c in chats]),  # (rows,)
+        truncated=torch.tensor([c.turns[-1].truncated for c in chats]),  # (rows,)
         sample=torch.tensor([e.sample for e in episodes for _ in e.chats]),  # (rows,)
         rewards=torch.tensor(totals, dtype=torch.float32),  # (G,) of the sample and its turns
     )

@@ -205,7 +205,7 @@ def test_a_turn_that_is_cut_ends_the_dialogue_and_an_agent_that_goes_on_asking_e
     episode, reward = play(solve, ["0123456", "never"], template)
     (c,) = episode.chats
     assert reward == 0.5 and [r.truncated for r in seen] == [True] * 3 and [r.text for r in seen] == ["0123", "", ""]
-    assert len(c.turns) == 1 and template.decode(c.ids).endswith("0123") and c.turns[0].finish == "length"
+    assert len(c.turns) == 1 and template.decode(c.ids).endswith("0123") and c.turns[0].truncated
     assert counts_of([episode])["truncated"] == 1
     line = error_of(lambda chat, row: solve(chat, row, 200), ["0123456"], template)
     assert line.startswith("rl step 3, prompt 2, sample 0, turn 0: asked 100 times")
@@ -220,7 +220,7 @@ def test_limits_are_counts_of_turns_of_calls_of_tokens_and_of_forks(template):
                 return float(n)
 
     assert play(ask, ["x"] * 20, template)[1] == CONFIG["max_turns"]
-    assert play(ask, ["x"] * 20, template, config=CONFIG | dict(max_prompt_tokens=10, max_new_tokens=3))[1] == 2
+    assert play(ask, ["x"] * 20, template, config=CONFIG | dict(max_prompt_tokens=10, max_new_tokens=9))[1] == 2
     many = [[("add", dict(a=i, b=1)) for i in range(3)], [("add", dict(a=i, b=1)) for i in range(3)], "7"]
     (c,) = play(calculate, many, template)[0].chats
     results = [m["content"] for m in c.messages if m["role"] == "tool"]

@@ -160,11 +160,11 @@ def spans(intervals):
 
 
 def agents(args):
-    """In turn, twice each: plain samples and the same through a Chat; and what naps of tools cost."""
+    """In turn, three times each: plain samples and the same through a Chat; then, twice, what naps of tools cost."""
     folder = Path(tempfile.mkdtemp(prefix="bench"))
     (folder / "agents.py").write_text(AGENTS)
     path, rates = folder / "agents.py", {"a plain sample": [], "through a Chat": []}
-    for name in (*rates, *rates):
+    for name in (*rates, *rates, *rates):
         chat = (f"--agent={path}:one_turn",) if name == "through a Chat" else ("--prompt_template={prompt}   ",)
         steps = measure(args, *chat)  # the blanks: as many tokens as the roles of the dialogue have
         rates[name].append([statistics.median(x[key] for x in steps) for key in ("rollout_seconds", "step_seconds")])
