@@ -91,6 +91,23 @@ def test_where_a_group_was_drawn_with_other_weights_step_and_versions_are_named(
     assert "prompt 1, sample 1, token 2:\n    1  0x0000000000000001\n    2  0x0000000000000002\n" in output
 
 
+def test_what_a_tool_gave_is_named_with_both_results(diff, tmp_path):
+    runs = [make_run(tmp_path / name) for name in "ab"]
+    for folder, result in zip(runs, ("4", "5")):
+        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new", "start")
+        for entry in map(json.loads, entries):
+            journal = result if entry["step"] == 1 else "0"
+            ledger.append(**{k: v for k, v in entry.items() if k != "chain"}, journal=journal)
+            for i in range(2):
+                tensors, _ = sync.read_group(queue := folder / "queue" / f"rl_{entry['step']:06d}", i, {})
+                call = dict(sample=1, at="turn 0, call 2", name="add", arguments=dict(a=2, b=2), result=journal)
+                sync.write_group(queue, i, tensors, dict(journal=[[], [dict(call, result="0")] * 2 + [call] * i]))
+        ledger.path.rename(folder / "ledger.jsonl")
+    status, output = diff(*runs)
+    assert status == 1 and "first difference: rl step 1, journal\n  drawn in step 1:\n  prompt 1, sample 1" in output
+    assert "turn 0, call 2:\n    ('add', {'a': 2, 'b': 2}, '4')\n    ('add', {'a': 2, 'b': 2}, '5')\n" in output
+
+
 def test_a_parameter_is_named(diff, tmp_path):
     status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", weight="12"))
     assert status == 1 and "first difference: rl step 1, weights of b\n    11\n    12\n" in output

@@ -8,19 +8,25 @@ where checkpoints of that step are, to the element of the parameter; with both v
 0: identical, 1: different, 2: not two runs.
 """
 
+import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 STAGES = (
     "prompts",
     "weight_version",
     "tokens",
+    "loss_mask",
+    "journal",
     "logprobs",
     "rewards",
+    "turn_rewards",
     "advantages",
     "gradients",
     "weights",
@@ -71,13 +77,28 @@ def describe_rollouts(folder_a, folder_b, stage):
             for t, (p, q) in enumerate(zip(u, v)):
                 if hexadecimal(p) != hexadecimal(q):
                     token = f", token {t}" if per_token else ""
-                    yield f"  prompt {int(name[6:10])}, sample {g}{token}:"
+                    # An agent's file has a row for each dialogue.
+                    of = f"{int(a['sample'][g])}, row {g}" if per_token and "sample" in a else g
+                    yield f"  prompt {int(name[6:10])}, sample {of}{token}:"
                     yield f"    {p.item():.9g}  {hexadecimal(p)}"
                     yield f"    {q.item():.9g}  {hexadecimal(q)}"
                     return
             if len(u) != len(v):
                 yield f"  prompt {int(name[6:10])}, sample {g}: {len(u)} and {len(v)} tokens, equal as far as they go"
                 return
+
+
+def describe_journals(folder_a, folder_b):
+    """Lines about the first entry in which the journals of two folders of group files differ."""
+    for path in sorted(folder_a.glob("group_*.safetensors")):
+        if (folder_b / path.name).exists():
+            files = (safe_open(folder / path.name, "pt").metadata()["meta"] for folder in (folder_a, folder_b))
+            entries = (itertools.chain(*json.loads(meta)["journal"]) for meta in files)
+            for x, y in itertools.zip_longest(*entries):
+                if x != y:
+                    yield f"  prompt {int(path.stem[6:])}, sample {(x or y)['sample']}, {(x or y)['at']}:"
+                    yield from (f"    {e and (e['name'], e['arguments'], e['result'])}" for e in (x, y))
+                    return
 
 
 def describe_parameter(folder_a, folder_b, stage, name):
@@ -119,11 +140,12 @@ def main(folder_a, folder_b):
             kept = (Path(f) / "ckpt" / f"step_{a[i]['step'] + 1:06d}" for f in (folder_a, folder_b))
             if a[i]["phase"] == "rl" and stage in ("weights", "optimizer"):
                 print(*describe_parameter(*kept, stage, item), sep="\n")
-        elif stage in ("weight_version", "tokens", "logprobs", "rewards") and a[i]["phase"] == "rl":
+        elif stage in ("weight_version", "tokens", "logprobs", "rewards", "journal") and a[i]["phase"] == "rl":
             # A group may have been drawn, a segment at a time, in steps before that which trains on it.
             for step in range(a[i]["step"] + 1) if "weight_version" in a[i] else [a[i]["step"]]:
                 queues = (Path(f) / "queue" / f"rl_{step:06d}" for f in (folder_a, folder_b))
-                if found := list(describe_rollouts(*queues, stage)):
+                describe = describe_journals if stage == "journal" else partial(describe_rollouts, stage=stage)
+                if found := list(describe(*queues)):
                     print(f"  drawn in step {step}:", *found, sep="\n")
                     break
             else:

@@ -392,7 +392,7 @@ class Proof:
             options = dict(ranks=1 + engines, broken=slow_engines)
             more = (*flags, f"--rollout_ranks={engines}", "--checkpoint_every=2")
             runs.append(self.run(f"side by side, {engines} slow engines", *more, **options))
-            folder = self.folder / f"killed_{flags[0]}_{engines}"
+            folder = self.folder / f"killed_{self.count}"
             self.survive(folder, kills, random.Random(time.time_ns()), *more, **options)
             runs.append(folder)
         return in_turn, [*runs, self.run("a replay", *flags, *replay_of(in_turn))]
@@ -402,6 +402,15 @@ class Proof:
         late = self.run("weights as they come", *LAG, "--max_steps=6", ranks=0, fails=True, broken=weights_as_they_come)
         varied = "lag=2: overlapped or in turn, 1 and 2 slow engines, kills, replay"
         yield self.row(varied, runs, "weights as they come", late and "log-probs differ" in late, base)
+
+    def L10(self):
+        base, runs = self.apart(AGENT)
+        arrival = self.run("seeds by arrival", *AGENT, "--max_steps=2", ranks=0, broken=seeds_by_arrival)
+        clock = (*AGENT, "--agent=tests/slow_agent.py:ask_the_clock")
+        named = self.run("a tool with a clock", *clock, ranks=0, fails=True)
+        caught = self.differs(base, arrival) and named and "add gave" in named
+        varied = "an agent with a slow tool: 1 and 2 engines, kills, replay"
+        yield self.row(varied, runs, "seeds by arrival; a tool with a clock", caught, base)
 
     def L11(self):
         base, runs = self.apart(SEGMENTS)
