@@ -570,6 +570,7 @@ class RolloutEngine:
         from sglang.srt.managers import io_struct
 
         self.loop, self.manager, self.requests = self.sglang.loop, self.sglang.tokenizer_manager, io_struct
+        self.loop.run_until_complete(self._take_signals_back())
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
@@ -601,6 +602,16 @@ class RolloutEngine:
             params = dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True)
             sglang.generate(input_ids=[0], sampling_params=params, return_logprob=True)
         return sglang
+
+    async def _take_signals_back(self):
+        """
+        SGLang would drain its requests first: a SIGTERM, torchrun's too, is to end us (the kernel then ends the
+        scheduler), and a dead scheduler gets our one line.
+        """
+        self.manager.auto_create_handle_loop()  # takes them, if no request has done so yet
+        for s in (signal.SIGTERM, signal.SIGQUIT):
+            self.loop.remove_signal_handler(s)  # outside of the loop uvloop would not
+        signal.signal(signal.SIGQUIT, self._died)
 
     def _died(self, *_):
         """SGLang's watchdog and its failing children send SIGQUIT."""
@@ -672,11 +683,6 @@ class RolloutEngine:
         ok, message = self._call(self.manager.init_weights_update_group(request), "joining the weight group")
         if not ok:
             raise RunError(f"{self.name}: could not join the weight group: {message}")
-        # with its first call SGLang has taken the signals over, to drain requests: torchrun's SIGTERM is to end us
-        # (the kernel then ends the scheduler), and a dead scheduler gets our one line
-        for s in (signal.SIGTERM, signal.SIGQUIT):
-            self.loop.remove_signal_handler(s)
-        signal.signal(signal.SIGQUIT, self._died)
 
     def flush(self):
         """Empties the prefix cache. Asks until it is done: just after its last token the scheduler is still busy."""

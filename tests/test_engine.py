@@ -12,6 +12,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,13 @@ def differing(model, groups, temperature):
         logprobs, *_ = model.token_logprobs(leaf, temperature)
     model.reshard()  # FSDP2 would after a backward pass, which does not come
     return int((logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)).sum()), len(logprobs)
+
+
+def test_signals_end_the_run_and_do_not_wait_for_requests(pair, tmp_path):
+    """SGLang takes SIGTERM to drain its requests first: a run went on for seconds, and was then ended by SIGKILL."""
+    roll_out(pair[0], tmp_path, prompts(1, seed=1), 1.0)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGQUIT) == pair[0]._died
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
