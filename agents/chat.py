@@ -222,12 +222,17 @@ def tools_of(tools):
     return {f["function"]["name"] if isinstance(f, dict) else f.__name__: f for f in tools}
 
 
-@functools.cache
+schemas = {}  # {function: schema}
+
+
 def schema_of(function):
     """A tool's JSON schema, from its types and its docstring."""
     from transformers.utils import get_json_schema
 
-    return get_json_schema(function)
+    key = getattr(function, "__func__", function)  # not the method of one episode's object, which would be kept
+    if key not in schemas:
+        schemas[key] = get_json_schema(function)
+    return schemas[key]
 
 
 def environment(kind):
@@ -288,14 +293,14 @@ class Episode:
     where: 'rl step 3, prompt 2, sample 5', for errors. sample: its number in the group. key: what its noise follows
     from. source(chat, stop, most): draws the next tokens of a dialogue, at most so many: (tokens, log-probs).
     parse(chat, text): (text, [(name, arguments)]). journal: a Journal. again: tools are called although the
-    journal has their results, which must recur.
+    journal has their results, which must recur. most_tokens: of a dialogue with its prompt.
     """
 
     def __init__(self, config, template, where, sample, key, source, parse, journal, again=False, most_tokens=2**62):
         self.config, self.template, self.where, self.sample, self.key = config, template, where, sample, key
         self.source, self.parse, self.journal, self.again = source, parse, journal, again
         self.chats, self.errors = [], 0
-        self.most_tokens = most_tokens  # of a dialogue, its prompt among them
+        self.most_tokens = most_tokens
         self.in_order = asyncio.Lock()  # of the methods of an object, which may change it
         self.moved, self.doing, self.asking = time.monotonic(), "its start", 0  # for the watchdog
 

@@ -287,6 +287,7 @@ def test_an_environment_class_is_an_agent_whose_methods_are_tools_called_one_aft
     episode, reward = play(chat.environment(Counter), replies, template)
     (c,) = episode.chats
     assert reward == 7 and [m["content"] for m in c.messages][0] == "3+4=\ncount to 7"
+    assert chat.schema_of(Counter().up) is chat.schema_of(Counter().up)  # and so no episode's object is kept
     assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["0 -> 1", "1 -> 3", "3 -> 7"]
 
 
