@@ -36,8 +36,10 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 import types
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +59,7 @@ MOST_BYTES = 4 * 2**20  # of a request
 MOST_OPEN = 4096  # sessions, and requests outside of one
 MOST_CHOICES = 128
 TAIL = 2**16  # bytes of a program's output that are kept: its end
+MOST_PROGRAMS = 32  # at a time, of an engine: each is a process with its libraries
 # What temperature 0 is drawn at: the likeliest token, but for logits that are nearly equal. In one batch with a
 # request that SGLang calls greedy it draws the others in another way, so they would not get the same bits.
 COLDEST = 1e-5
@@ -66,6 +69,19 @@ EXACT = dict(
     top_p=1, top_k=-1, min_p=0, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_logprobs=0,
     logit_bias={}, best_of=1, echo=False, suffix="",
 )  # fmt: skip
+
+# Ends the programs (process groups, a line "+id" when one begins, "-id" when it has ended) of a rank that is no more.
+GUARD = """
+import os, signal, sys
+left = set()
+for line in sys.stdin:
+    (left.add if line[0] == "+" else left.discard)(int(line[1:]))
+for group in left:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 
 
 class Refusal(Exception):
@@ -461,18 +477,29 @@ def program(command):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     require(shutil.which(words[0], path=path), f"agent={command!r}: no program {words[0]!r} in the PATH")
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ} | dict(PATH=path)
-    endpoints = {}  # of each event loop
+    endpoints = {}  # (the Endpoint, a place for each program, their guard) of each event loop
 
     async def solve(chat, row):
         loop, episode = asyncio.get_running_loop(), chat.episode
         if loop not in endpoints:
             decode = functools.partial(episode.template.decode, special=True)
-            endpoints[loop] = Endpoint(listen("127.0.0.1", 0), secrets.token_urlsafe(), [POLICY], decode)
-        endpoint, name = endpoints[loop], "-".join(map(str, episode.key))
+            endpoint = Endpoint(listen("127.0.0.1", 0), secrets.token_urlsafe(), [POLICY], decode)
+            options = dict(stdin=subprocess.PIPE, text=True, start_new_session=True)
+            guard = subprocess.Popen([sys.executable, "-S", "-c", GUARD], **options)
+            endpoints[loop] = endpoint, asyncio.Semaphore(MOST_PROGRAMS), guard
+        endpoint, places, guard = endpoints[loop]
+        episode.asking += 1  # it waits for a place, which is not its fault
+        async with places:
+            episode.asking, episode.moved = episode.asking - 1, time.monotonic()
+            return await ask_for(chat, row, endpoint, guard)
+
+    async def ask_for(chat, row, endpoint, guard):
+        episode = chat.episode
+        name = "-".join(map(str, episode.key))
         session = endpoint.sessions[name] = Session(chat)
         episode.doing = "its program"
         env = dict(OPENAI_BASE_URL=f"{endpoint.url}/s/{name}/v1", OPENAI_API_KEY=endpoint.key, ROW=json.dumps(row))
-        running = asyncio.ensure_future(run_program(words, inherited | env))
+        running = asyncio.ensure_future(run_program(words, inherited | env, guard))
         try:
             await asyncio.wait([running, session.failed], return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
@@ -497,11 +524,13 @@ def program(command):
     return solve
 
 
-async def run_program(words, env):
-    """(exit status, end of its output, end of its errors) of a program, whose children end with it."""
+async def run_program(words, env, guard):
+    """(exit status, end of its output, end of its errors) of a program, whose children end with it, and it with us."""
     pipe = asyncio.subprocess.PIPE
     options = dict(stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
     process = await asyncio.create_subprocess_exec(*words, env=env, **options)
+    guard.stdin.write(f"+{process.pid}\n")
+    guard.stdin.flush()
 
     async def end_of(stream):
         kept = b""
@@ -516,6 +545,7 @@ async def run_program(words, env):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has left behind
         await process.wait()
+        guard.stdin.write(f"-{process.pid}\n")
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ The last one is the comparison: the same data and numbers of steps, one turn and
 | run | held-out pass@1 after the warm-up | after 60 RL steps | digest |
 |---|---|---|---|
 | with the tool, seed 1 | 0.305 | 0.840 | 8e35f08e |
-| with the tool, seed 2 | 0.074 | 0.477 | 9ff39c90 |
+| with the tool, seed 2 | 0.074 | 0.430 | 4996ee34 |
 | no tool, seed 1 | 0.004 | 0.012 | d44a0eb3 |
 
 256 held-out sums, sampled at temperature 1.0: +- 0.06. No log-prob differed in any step. RL first finds out that the
