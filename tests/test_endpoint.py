@@ -316,7 +316,7 @@ def episode_of(template, source, sample=0):
 
     async def draw(of, stop, most):
         ids = template.turn(await source(of))
-        return ids, [0.0] * len(ids), "stop"
+        return ids, [0.0] * len(ids)
 
     journal = types.SimpleNamespace(entries={}, write=lambda entry: None)
     return chat.Episode(
