@@ -690,7 +690,8 @@ class Record:
         c = self.c
         self.line("metrics.jsonl", phase="eval", step=step, **scores)
         rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)
-        what = f"{prompts} prompts, {c.eval_samples} samples each, reward {c.reward!r}"
+        scored = f"agent {c.agent!r}" if c.agent else f"reward {c.reward!r}"
+        what = f"{prompts} prompts, {c.eval_samples} samples each, {scored}"
         tqdm.write(f"held out after {step} RL steps: {', '.join(rates)} ({what}, temperature {c.eval_temperature})")
 
     def step(self, step, groups, made, metrics, hashes, times, sent):
