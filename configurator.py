@@ -321,9 +321,10 @@ def check_config(config, world, defaults):
     check("chat_template_args", renders, "is for an agent, or for --chat_template")
     discounts = c.advantage == "gae" or c.credit == "turn"
     check("gamma", c.gamma == 1 or discounts, "is for --advantage=gae or --credit=turn")
-    for key, wrong in dict(chat_template=True, segment_tokens=True, mode="reject").items():
-        fits = config[key] != wrong if isinstance(wrong, str) else not config[key]
-        check(key, fits or not c.agent, "is for samples of one turn, which an agent's are not")
+    for key, used in dict(
+        chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=c.mode == "reject"
+    ).items():
+        check(key, not (used and c.agent), "is for samples of one turn, which an agent's are not")
     by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")
     check("credit", c.agent or not by_turn, "is for an agent")
     check("credit", not by_turn or c.advantage in known, f"is for advantage {', '.join(known)}")

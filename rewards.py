@@ -280,10 +280,10 @@ def load_rows(config):
 
 def encode_prompts(rows, what, tokenizer, config):
     """Adds prompt_tokens to each row and drops those with too many, in one line that counts them as `what`."""
+    arguments = template_arguments(config["chat_template_args"])
     for row in rows:
         if config["chat_template"]:
             messages = [{"role": "user", "content": row["prompt"]}]
-            arguments = template_arguments(config["chat_template_args"])
             row["prompt"] = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **arguments
             )

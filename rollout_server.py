@@ -404,10 +404,12 @@ def run_scheduler(device, threads, inv_freq, tokenizer, *args, **kwargs):
     if tokenizer:
         from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
-        # its own switch would have it send texts, to a process that we do not start
-        Scheduler.init_tokenizer = lambda self, own=Scheduler.init_tokenizer: (
-            own(self),
-            setattr(self, "tokenizer", get_tokenizer(tokenizer)),
+        def init_tokenizer(self, own=Scheduler.init_tokenizer):
+            own(self)
+            self.tokenizer = get_tokenizer(tokenizer)
+
+        Scheduler.init_tokenizer = (
+            init_tokenizer  # its own switch would have it send texts, to a process we do not start
         )
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     run_scheduler_process(*args, **kwargs)

@@ -380,9 +380,12 @@ def samples_of(groups, step=None, overlong_filter=False):
         age = torch.zeros_like(t["weight_version"]) if step is None else step - t["weight_version"]
         lengths = t["lengths"].tolist()
         fields = (x.split(lengths) for x in (t["tokens"], t["loss_mask"], t["logprobs"], age))
-        of = t["sample"].tolist() if "sample" in t else range(len(lengths))  # of each row
-        turns = [None] * len(lengths)  # one each
-        if "turn" in t:
+        of, turns = (
+            range(len(lengths)),
+            [None] * len(lengths),
+        )  # of each row; without an agent it is a sample of one turn
+        if "sample" in t:
+            of = t["sample"].tolist()
             turns = zip(t["turn"].split(lengths), t["turn_rewards"].split(t["turns"].tolist()))
         # A file of an earlier step is one whose other groups were finished later.
         where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step not in (None, meta["step"]))

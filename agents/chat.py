@@ -40,7 +40,7 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -339,7 +339,7 @@ class Episode:
         if not entry:
             entry = dict(sample=self.sample, at=at, name=name, arguments=asked, result=result)
             self.journal.entries[self.sample, at] = entry
-            await _in_thread(self.journal.write, entry | dict(seconds=self.moved - started))
+            await beside(self.journal.write, entry | dict(seconds=self.moved - started))
         return result
 
 
@@ -363,8 +363,12 @@ def watched(episodes, seconds, end):
         thread.join()
 
 
-def _in_thread(function, *args, **kwargs):
-    return asyncio.get_running_loop().run_in_executor(WORKERS, functools.partial(function, *args, **kwargs))
+async def beside(function, *args, **kwargs):
+    """function(*args, **kwargs), beside all else: awaited, or in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    call = functools.partial(function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(WORKERS, call)
 
 
 class Chat:
@@ -502,15 +506,13 @@ class Chat:
         # An object gets to its state by its calls, so a resume makes them again.
         known = not method and (not episode.again or getattr(f, "impure", False))
         act = functools.partial(self._run, f, call.arguments, at)
-        if not method:
-            return await episode.once(self, at, call.name, call.arguments, act, known)
-        async with episode.in_order:
+        async with episode.in_order if method else nullcontext():
             return await episode.once(self, at, call.name, call.arguments, act, known)
 
     async def _run(self, f, arguments, at):
         """The text that a tool returns, or that says what it raised."""
         try:
-            value = await (f if inspect.iscoroutinefunction(f) else functools.partial(_in_thread, f))(**arguments)
+            value = await beside(f, **arguments)
         except (Exception, SystemExit) as error:
             value = f"Error: {type(error).__name__}: {error}"
         text = ADDRESS.sub("0x0", value if isinstance(value, str) else self._json(value, at))
@@ -534,11 +536,10 @@ class Chat:
 
         async def act():
             try:
-                run = function if inspect.iscoroutinefunction(function) else functools.partial(_in_thread, function)
-                return json.loads(self._json(await run(*arguments), at))
+                return json.loads(self._json(await beside(function, *arguments), at))
+            except AgentError:
+                raise
             except (Exception, SystemExit) as error:
-                if isinstance(error, AgentError):
-                    raise
                 raise AgentError(f"{self.episode.where}, {at}: {name}: {describe(error)}") from error
 
         return await self.episode.once(self, at, name, [*arguments], act)

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import time
 import types
 
@@ -176,7 +177,7 @@ def tensors_of(episodes, returned, version):
     """A group file's tensors, as of Sampler._tensors, with rows for samples; T tokens of all rows after the prompt."""
     chats = [*itertools.chain(*(e.chats for e in episodes))]
     first = chats[0].ids[: min(c.turns[0].start for c in chats)]
-    begins = next((n for n in range(len(first), 0, -1) if all(c.ids[:n] == first[:n] for c in chats)), 0)
+    begins = len(os.path.commonprefix([first, *(c.ids for c in chats)]))
     number = [[-1] * len(c.ids) for c in chats]  # of the turn that wrote a token
     for numbers, c in zip(number, chats):
         for k, turn in enumerate(c.turns):

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 import sync
 import train_grpo as train
 from agents import chat
+from agents.calculator import add
 from agents.sampler import counts_of, tensors_of
 from configurator import template_arguments
 
@@ -66,16 +67,6 @@ def thinking(tokenizer):
     tokenizer.add_special_tokens({"additional_special_tokens": ends})
     tokenizer.chat_template = THINKING
     return chat.Template(tokenizer, [tokenizer.convert_tokens_to_ids(ends[1])], {})
-
-
-def add(a: int, b: int) -> int:
-    """Adds two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
 
 
 def in_memory(entries=None):
