@@ -101,8 +101,9 @@ class AgentSampler(Sampler):
                 chat.check_again(dict(config=self.config, model=str(self.model), paths=paths))
         except chat.AgentError as error:
             fail(str(error))
-        for index in self.made:
-            self._journal_path(folder, index).unlink(missing_ok=True)
+        for index in range(len(job.rows)):  # a process that was killed may have left one beside its group file
+            if group_path(folder, index).exists():
+                self._journal_path(folder, index).unlink(missing_ok=True)
 
     def _journal_path(self, folder, index):
         return folder / f"journal_{index:04d}.jsonl"

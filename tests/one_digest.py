@@ -105,7 +105,7 @@ def updates(folder, ranks):
         tokens = torch.tensor([rng.randrange(98) for _ in range(rng.randrange(6, 40))])
         old = torch.tensor([-rng.randrange(2**20) / 2**18 for _ in range(len(tokens) - 3)])
         args = tokens[:3], tokens[3:], torch.ones(len(old), dtype=torch.bool), old, f"prompt {i}, sample 0", i % 3 == 0
-        samples.append(train.make_sample(*args))
+        samples.append(train.make_sample(*args, of=i))
     scores = torch.tensor([0.0, 1, 0.3, 0.1, 1, 1, 0, 0.7]).view(2, 4)
     for name, change in ALGORITHMS.items():
         c = types.SimpleNamespace(**CONFIG | change)
