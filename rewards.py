@@ -1,7 +1,7 @@
 """
 Tasks: scores, and the rows of a data set with their prompts. A reward is a pure function
 
-    reward(prompt: str, response: str, answer: str) -> float
+    reward(prompt: str, response: str, answer: str) -> float, or (float, a dict of what to note with it)
 
 of its arguments alone: a clock, a random number or the order of a set of strings (it changes with PYTHONHASHSEED) would
 end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
@@ -16,6 +16,8 @@ import math
 import os
 import re
 import sys
+import threading
+from contextlib import nullcontext
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
@@ -102,17 +104,22 @@ def format(prompt, response, answer):  # hides Python's format(), which nothing 
 
 
 BUILT_IN = {"exact": exact, "format": format, "numeric": numeric}
+NEEDS = {}  # {built-in name: function that raises ValueError, with a cure, if what it needs is not there}
+SETTINGS = {}  # the run's config, for what is built in
+ONE_AT_A_TIME = threading.Lock()
 
 # ------------------------------------------------------------------------------------------------------------------
 # from a config's string to a function, and its call
 
 
-def load_reward(spec):
+def load_reward(spec, config=None):
     """
     The reward function for `spec`: terms joined by +, each a built-in name or path/to/file.py:function, each optionally
-    weighted (0.2*format). A path is looked up in the working directory, then beside this file; it cannot contain + or
-    *. Ends the run with one line if there is no such function.
+    weighted (0.2*format; 0*format is only noted). A path is looked up in the working directory, then beside this file;
+    it cannot contain + or *. What it returns is noted, too: (the sum, {term: {"reward": number, ..}}). config: the
+    run's. Ends the run with one line if there is no such function, or if what it needs is not there.
     """
+    SETTINGS.update(config or {})
     terms = []
     for term in spec.split("+"):
         weight, star, name = (part.strip() for part in term.rpartition("*"))
@@ -120,23 +127,54 @@ def load_reward(spec):
             if star and not re.fullmatch(r"-?\d*\.?\d+(e-?\d\d?)?", weight):
                 raise ValueError(f"weight {weight!r} is not a number, as in 0.2*format (and a path cannot contain *)")
             terms.append((float(weight or 1), name, find_function(name, BUILT_IN, "reward")))
+            if name in NEEDS:
+                NEEDS[name]()
         except ValueError as error:
             require(False, f"reward={spec!r}: {error}")
 
     def weighted_sum(prompt, response, answer):
-        # fsum rounds once, at the end; sum() gives other bits in Python 3.12 than in 3.11
-        return math.fsum(weight * finite(f(prompt, response, answer), name) for weight, name, f in terms)
+        noted, summands = {}, []
+        for weight, name, f in terms:
+            # User code is not asked to be thread-safe; what is built in may wait for another process or machine.
+            with nullcontext() if name in BUILT_IN else ONE_AT_A_TIME:
+                value, notes = verdict(f(prompt, response, answer), name)
+            summands.append(weight * value)
+            noted[name] = {"reward": value, **notes}
+        return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
     return weighted_sum
 
 
 def score(reward, prompt, response, answer, where):
-    """reward(prompt, response, answer) as a finite float, or RewardError, with `where` to say which sample it was."""
+    """
+    What reward(prompt, response, answer) returns as a finite float and a dict of what to note with it; or RewardError,
+    with `where` to say which sample it was.
+    """
     try:
-        return finite(reward(prompt, response, answer), "it")
+        return verdict(reward(prompt, response, answer), "it")
     except (Exception, SystemExit) as error:  # an exit() in a reward would end the run as if it had succeeded
         start = f"{response[:80]!r}{'...' if len(response) > 80 else ''}"
         raise RewardError(f"reward failed on {where}: {describe(error)}; response {start}") from error
+
+
+def verdict(returned, name):
+    """(finite float, notes) of what the function `name` returned: a number, or a number and a dict of notes."""
+    value, notes = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    return finite(value, name), notes
+
+
+def reward_metrics(groups):
+    """
+    {metric: value} of what was noted with the rewards of groups [(tensors, meta)]: the mean of each of several terms,
+    how many verdicts were a limit of time or space, and how many so near to one that another run may differ there.
+    """
+    noted = [terms for _, meta in groups for terms in meta.get("noted", ()) if terms]
+    names = list(noted[0]) if noted else []
+    means = {f"reward_{name}": math.fsum(terms[name]["reward"] for terms in noted) / len(noted) for name in names}
+    limited = [notes for terms in noted for notes in terms.values() if "verdict" in notes]
+    counts = dict(limits=sum(notes["verdict"] == "limit" for notes in limited))
+    counts["near_limit"] = sum(notes["near_limit"] for notes in limited)
+    return (means if len(means) > 1 else {}) | (counts if limited else {})
 
 
 def finite(value, name):

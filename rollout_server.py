@@ -39,6 +39,7 @@ import signal
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -408,9 +409,8 @@ def run_scheduler(device, threads, inv_freq, tokenizer, *args, **kwargs):
             own(self)
             self.tokenizer = get_tokenizer(tokenizer)
 
-        Scheduler.init_tokenizer = (
-            init_tokenizer  # its own switch would have it send texts, to a process we do not start
-        )
+        # SGLang's own switch would have it send texts, to a process that we do not start.
+        Scheduler.init_tokenizer = init_tokenizer
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     run_scheduler_process(*args, **kwargs)
 
@@ -763,6 +763,9 @@ class RolloutEngine:
 # samples
 
 
+SCORERS = ThreadPoolExecutor(64, "reward")  # rewards are worked out beside the engine, which does not wait for them
+
+
 def sampling_seed(*key):
     """64 bits, signed, of (run seed, stream, step, prompt, sample, turn): each sample its own, whoever draws it."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
@@ -793,7 +796,6 @@ class Sampler:
         self.engine, self.config, self.run, self.engines = engine, config, run, engines
         self.reward, self.decode, self.stop_tokens = reward, decode, stop_tokens
         self.params = dict(ignore_eos=config["ignore_eos"], stop_token_ids=stop_tokens)
-        self.scoring = asyncio.Lock()  # user code is not asked to be thread-safe, nor to be quick
 
     def sample(self, folder, job):
         """
@@ -828,11 +830,15 @@ class Sampler:
         samples = self._drawn(group) if group else [Drawn([], [], []) for _ in seeds]
         retractions = await self._draw(samples, row["prompt_tokens"], seeds, job)
         seconds, texts = time.time() - began, [self.decode(sample.tokens) for sample in samples]
-        finished, rewards = all(map(self._is_finished, samples)), [0.0] * len(samples)
+        finished, scored = all(map(self._is_finished, samples)), [(0.0, {})] * len(samples)
         if finished:
-            async with self.scoring:
-                rewards = await asyncio.to_thread(self._score, index, texts, job)
-        meta = dict(born=list(born), finished=finished, responses=texts, seconds=seconds, retractions=retractions)
+            where, loop = f"{job.stream} step {job.step}, prompt {index}, sample ", asyncio.get_running_loop()
+            calls = ((self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts))
+            scored = await asyncio.gather(*[loop.run_in_executor(SCORERS, score, *call) for call in calls])
+        rewards, noted = zip(*scored)
+        meta = dict(
+            born=list(born), finished=finished, responses=texts, noted=noted, seconds=seconds, retractions=retractions
+        )
         return self._tensors(row, samples, seeds, rewards), meta
 
     def _is_finished(self, sample):
@@ -853,10 +859,6 @@ class Sampler:
             for mine, drawn in zip(samples[g], self.engine.drawn(output, job.version)):
                 mine.extend(drawn)
         return sum(output["meta_info"]["num_retractions"] for output in outputs)
-
-    def _score(self, index, texts, job):
-        row, where = job.rows[index], f"{job.stream} step {job.step}, prompt {index}, sample "
-        return [score(self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
 
     def _drawn(self, group):
         """The samples of a group file."""

@@ -172,8 +172,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import kernels
+import rewards
 import sync
-from rewards import encode_answers, encode_prompts, load_reward, load_rows, pass_rates, rows_of_step
 from rollout_server import Batch, Flight, Job, RolloutEngine, Sampler, build_model, check_model, sample_step
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
@@ -380,10 +380,7 @@ def samples_of(groups, step=None, overlong_filter=False):
         age = torch.zeros_like(t["weight_version"]) if step is None else step - t["weight_version"]
         lengths = t["lengths"].tolist()
         fields = (x.split(lengths) for x in (t["tokens"], t["loss_mask"], t["logprobs"], age))
-        of, turns = (
-            range(len(lengths)),
-            [None] * len(lengths),
-        )  # of each row; without an agent it is a sample of one turn
+        of, turns = range(len(lengths)), [None] * len(lengths)  # without an agent a row is a sample of one turn
         if "sample" in t:
             of = t["sample"].tolist()
             turns = zip(t["turn"].split(lengths), t["turn_rewards"].split(t["turns"].tolist()))
@@ -838,7 +835,8 @@ def evaluate(queue, step, rows, c, version, record):
     """pass@k and the mean reward on the held-out rows, under the weights the engines hold, for the record."""
     groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, c.eval_temperature))
     if record:
-        record.evaluation(step, pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward), len(rows))
+        scores = rewards.pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward)
+        record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
 
 
 def supervised_samples(rows, step, c, demonstrate=None):
@@ -846,7 +844,7 @@ def supervised_samples(rows, step, c, demonstrate=None):
     The rows of supervised step `step`, whose answers are known, as samples without log-probs. demonstrate(rows): an
     agent's dialogues for them, (prompt, tokens after it, loss mask) each.
     """
-    chosen = [rows[i] for i in rows_of_step(len(rows), c.sft_batch, step, c.seed, "sft")]
+    chosen = [rows[i] for i in rewards.rows_of_step(len(rows), c.sft_batch, step, c.seed, "sft")]
     if demonstrate:
         known = demonstrate(chosen)
     else:
@@ -869,7 +867,7 @@ if __name__ == "__main__":
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
     sys.excepthook = sync.report_disk_error
-    reward_function = load_reward(reward)
+    reward_function = rewards.load_reward(reward, config)
     # What the mode means, said once: below nobody asks for it. Who trains and who samples is in `ranks`.
     only_sft, only_eval, publishes = mode == "sft", mode == "eval", mode == "grpo"
     rl_steps = 0 if only_sft or only_eval else max_steps
@@ -910,8 +908,8 @@ if __name__ == "__main__":
         from agents.sampler import Agent
 
         its = Agent(config, model_path, tokenizer, stop_tokens)
-    encode = partial(encode_prompts, tokenizer=tokenizer, config=config)
-    train_rows, eval_rows = map(encode, load_rows(config), ("training", "held-out"))
+    encode = partial(rewards.encode_prompts, tokenizer=tokenizer, config=config)
+    train_rows, eval_rows = map(encode, rewards.load_rows(config), ("training", "held-out"))
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads())
 
@@ -949,7 +947,7 @@ if __name__ == "__main__":
     if saves and only_sft and not saved:
         save(step, flight)
     if trainer and sft_steps and (only_sft or not saved):
-        answered = train_rows if its else encode_answers(train_rows, tokenizer, stop_tokens, config)
+        answered = train_rows if its else rewards.encode_answers(train_rows, tokenizer, stop_tokens, config)
         for i in range(step, sft_steps):
             samples = supervised_samples(answered, i, c, its and its.demonstrate)
             metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), "sft")
@@ -1024,10 +1022,10 @@ if __name__ == "__main__":
             trainer.check_older(samples, step)
             metrics["check_seconds"] = time.monotonic() - times[-1]
             samples = trainer.forward_only(samples)
-            rewards = torch.stack([t["rewards"] for t, _ in groups])
+            scores = torch.stack([t["rewards"] for t, _ in groups])
             lengths = torch.stack([sync.response_lengths(t) for t, _ in groups])
             penalty = overlong_penalty(lengths, max_new_tokens, overlong_cache)
-            samples = with_advantages(samples, rewards + penalty, c)
+            samples = with_advantages(samples, scores + penalty, c)
             rate = learning_rate_at(step, *rl_schedule)
             for i in range(updates_per_batch):
                 figures, hashes = trainer.update(samples, step, rate, check=i == 0)
@@ -1041,6 +1039,7 @@ if __name__ == "__main__":
         times.append(time.monotonic())
         # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
         if record:
+            metrics |= rewards.reward_metrics(made)
             line = record.step(step - 1, groups, made, metrics, hashes, times, transport.bytes if transport else 0)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +29,7 @@ from rewards import (
     load_rows,
     numeric,
     pass_rates,
+    reward_metrics,
     rows_of_step,
     score,
 )
@@ -220,56 +222,78 @@ def test_format_counts_the_tag_that_a_chat_template_has_opened():
 
 def test_built_in_rewards_load_by_name():
     for name, value in (("numeric", 1.0), ("exact", 0.0), ("format", 0.0)):
-        assert load_reward(name)("6 * 7?", "It is 42", "42") == value
+        assert load_reward(name)("6 * 7?", "It is 42", "42")[0] == value
 
 
 def test_a_spec_is_a_weighted_sum():
     response = "<think>6 * 7</think>42"
-    assert load_reward("numeric+0.2*format")("", response, "42") == 1.2
-    assert load_reward(" numeric + 0.2 * format ")("", response, "41") == 0.2
-    assert load_reward("2*numeric + -.5*format+exact")("", response, "42") == 1.5
-    assert load_reward("1e-2*numeric")("", response, "42") == 0.01
+    assert load_reward("numeric+0.2*format")("", response, "42")[0] == 1.2
+    assert load_reward(" numeric + 0.2 * format ")("", response, "41")[0] == 0.2
+    assert load_reward("2*numeric + -.5*format+exact")("", response, "42")[0] == 1.5
+    assert load_reward("1e-2*numeric")("", response, "42")[0] == 0.01
 
 
 def test_a_sum_is_rounded_once(write):
     """The sum() of Python 3.12 compensates and that of 3.11 does not: the same run would have other rewards."""
     assert 0.1 + 0.1 + 0.1 != 0.3
     file = write("def one(prompt, response, answer): return 1")
-    assert load_reward("+".join([f"0.1*{file}:one"] * 10))("", "", "") == 1.0
+    assert load_reward("+".join([f"0.1*{file}:one"] * 10))("", "", "")[0] == 1.0
 
 
 def test_a_function_of_the_users_file_gets_all_three_texts(write):
     file = write("def joined(prompt, response, answer): return prompt + response + answer == 'pra'\n")
     reward = load_reward(f"numeric + 0.5*{file}:joined")
-    assert reward("p", "r", "1") == 0.0
-    assert load_reward(f"{file}:joined")("p", "r", "a") == 1.0
+    assert reward("p", "r", "1") == (0.0, {"numeric": {"reward": 0.0}, f"{file}:joined": {"reward": 0.0}})
+    assert load_reward(f"{file}:joined")("p", "r", "a")[0] == 1.0
+
+
+def test_what_a_function_says_beside_its_number_is_noted_and_counted(write):
+    file = write("def f(p, r, g): return len(r), dict(verdict=r, near_limit=r != 'pass')\n")
+    reward = load_reward(f"exact + 0*{file}:f")
+    noted = [score(reward, "", response, "pass", "here") for response in ("pass", "limit", "limit", "failed")]
+    assert [number for number, _ in noted] == [1, 0, 0, 0]
+    group = ({}, {"noted": [terms for _, terms in noted]})
+    metrics = reward_metrics([group, ({}, {"noted": [{}, {}]}), ({}, {})])  # unfinished samples; an agent's
+    assert metrics.pop("reward_exact") == 0.25 and metrics.pop("limits") == 2 and metrics.pop("near_limit") == 3
+    assert list(metrics.values()) == [5.0] and next(iter(metrics)).endswith(":f")
+    alone = ({}, {"noted": [score(load_reward("exact"), "", "a", "b", "here")[1]]})
+    assert reward_metrics([alone]) == reward_metrics([]) == {}
+
+
+def test_functions_of_the_user_run_one_at_a_time(write):
+    """They are asked from several threads, and are not asked to be safe there."""
+    lines = "inside.append(1)", "time.sleep(0.01)", "return inside.pop() + len(inside)"
+    file = write("import time\ninside = []\ndef f(p, r, g):\n    " + "\n    ".join(lines))
+    reward = load_reward(f"{file}:f")
+    with ThreadPoolExecutor(8) as pool:
+        assert {number for number, _ in pool.map(lambda _: reward("", "", ""), range(16))} == {1}
 
 
 def test_a_file_is_run_once(write):
     file = write("runs = []\nruns.append(1)\ndef a(p, r, g): return len(runs)\ndef b(p, r, g): return len(runs)\n")
-    assert load_reward(f"{file}:a+{file}:b")("", "", "") == load_reward(f"{file}:a + {file}:b")("", "", "") == 2.0
+    assert load_reward(f"{file}:a+{file}:b")("", "", "")[0] == load_reward(f"{file}:a + {file}:b")("", "", "")[0] == 2.0
 
 
 def test_two_files_of_one_name_are_two_modules(write, tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         write(f"def f(p, r, g): return {ord(folder)}", f"{folder}/same.py")
-    assert load_reward(f"{tmp_path}/a/same.py:f")("", "", "") == ord("a")
-    assert load_reward(f"{tmp_path}/b/same.py:f")("", "", "") == ord("b")
+    assert load_reward(f"{tmp_path}/a/same.py:f")("", "", "")[0] == ord("a")
+    assert load_reward(f"{tmp_path}/b/same.py:f")("", "", "")[0] == ord("b")
 
 
 def test_a_file_is_found_from_the_working_directory_and_else_beside_rewards_py(write, tmp_path, monkeypatch):
     write("def f(p, r, g): return 1", "near.py")
     monkeypatch.chdir(tmp_path)
-    assert load_reward("near.py:f")("", "", "") == 1.0
-    assert load_reward("rewards.py:exact")("", "a", "a") == 1.0
+    assert load_reward("near.py:f")("", "", "")[0] == 1.0
+    assert load_reward("rewards.py:exact")("", "a", "a")[0] == 1.0
 
 
 def test_a_file_may_hold_dataclasses(write):
     """Those look up their module in sys.modules, where a module loaded by hand is not unless one puts it there."""
     imports = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     file = write(imports + "@dataclass\nclass A:\n    x: int = 3\ndef f(p, r, g): return A().x\n")
-    assert load_reward(f"{file}:f")("", "", "") == 3.0
+    assert load_reward(f"{file}:f")("", "", "")[0] == 3.0
 
 
 @pytest.mark.parametrize(
@@ -308,7 +332,7 @@ def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write):
     assert refuse(f"{file}:f") == f"{file} does not load: ZeroDivisionError: division by zero (broken.py:2)"
     assert file not in sys.modules
     write("def f(p, r, g): return 12345678", "broken.py")  # a longer file, so that no cached bytecode is taken for it
-    assert load_reward(f"{file}:f")("", "", "") == 12345678.0
+    assert load_reward(f"{file}:f")("", "", "")[0] == 12345678.0
     assert "SyntaxError: invalid syntax (typo.py, line 2)" in refuse(write("x = 1\ny = = 2\n", "typo.py") + ":f")
     assert "does not load: SystemExit: bye (exits.py:1)" in refuse(write("raise SystemExit('bye')", "exits.py") + ":f")
     assert "does not load: ValueError: two lines" in refuse(write("raise ValueError('two\\nlines')", "lines.py") + ":f")
@@ -320,14 +344,14 @@ def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write):
 
 @pytest.mark.parametrize("value", [1, 0.5, True, False, -3, Fraction(1, 2), Decimal("0.5")])
 def test_any_finite_real_number_is_a_score(value):
-    result = score(lambda p, r, g: value, "", "", "", "here")
-    assert result == float(value) and type(result) is float
+    result, notes = score(lambda p, r, g: value, "", "", "", "here")
+    assert result == float(value) and type(result) is float and notes == {}
 
 
 def test_scalars_of_numpy_and_torch_are_scores():
     numpy = pytest.importorskip("numpy")
     for value in (numpy.float32(0.5), numpy.bool_(True), numpy.array(0.5), torch.tensor(0.5), torch.tensor([0.5])):
-        assert score(lambda p, r, g: value, "", "", "", "here") == float(value)
+        assert score(lambda p, r, g: value, "", "", "", "here") == (float(value), {})
     for value in (numpy.zeros(2), torch.zeros(2), torch.tensor(float("nan"))):
         assert "not a finite number" in failure(lambda p, r, g: value)
 
