@@ -57,14 +57,17 @@ class RunError(SystemExit):
         super().__init__(f"error: {message}")
 
 
-def report_disk_error(kind, error, trace):
-    """A sys.excepthook: what a file system refuses is one line, all else is a traceback as ever."""
+def report_error(kind, error, trace):
+    """A sys.excepthook: Ctrl-C and what a file system refuses are one line, all else is a traceback as ever."""
     refused = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
-    if getattr(error, "errno", None) not in refused:
+    if kind is KeyboardInterrupt:
+        line, when = "interrupted", ""
+    elif getattr(error, "errno", None) in refused:
+        line, when = f"{error.filename or 'writing to out_dir'}: {error.strerror}", "when that is mended, "
+    else:
         return sys.__excepthook__(kind, error, trace)
     close_bars()
-    cure = "nothing written is lost; when that is mended, go on with --init_from=resume"
-    print(f"error: {error.filename or 'writing to out_dir'}: {error.strerror}; {cure}", file=sys.stderr, flush=True)
+    print(f"error: {line}; nothing written is lost; {when}go on with --init_from=resume", file=sys.stderr, flush=True)
 
 
 def reason(error):

@@ -866,7 +866,7 @@ if __name__ == "__main__":
     # would remove them. So neither may make one.
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
-    sys.excepthook = sync.report_disk_error
+    sys.excepthook = sync.report_error
     reward_function = rewards.load_reward(reward, config)
     # What the mode means, said once: below nobody asks for it. Who trains and who samples is in `ranks`.
     only_sft, only_eval, publishes = mode == "sft", mode == "eval", mode == "grpo"

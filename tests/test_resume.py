@@ -6,6 +6,7 @@ Checkpoints, and what a resume refuses or survives. That it ends in the same led
 
 import fcntl
 import shutil
+import signal
 
 import torch
 from conftest import error_line, launch_warm
@@ -79,15 +80,16 @@ def test_a_full_disk_ends_in_one_line_and_the_checkpoint_before_stays_whole(two_
     assert len(lines(folder, "ledger.jsonl", "rl")) == 24  # all that was done is on record
 
 
-def test_what_the_disk_refuses_is_one_line_and_all_else_a_traceback(capsys):
-    """As Python's last word on an exception, which sync.report_disk_error is in a run."""
+def test_what_the_disk_refuses_and_ctrl_c_are_one_line_and_all_else_a_traceback(capsys):
+    """As Python's last word on an exception, which sync.report_error is in a run."""
 
     def last_word(action):
         try:
             action()
-        except Exception as error:
-            sync.report_disk_error(type(error), error, error.__traceback__)
+        except BaseException as error:
+            sync.report_error(type(error), error, error.__traceback__)
         return capsys.readouterr().err
 
     assert "No space left on device" in error_line(last_word(lambda: print(1, file=open("/dev/full", "w"), flush=True)))
+    assert error_line(last_word(lambda: signal.raise_signal(signal.SIGINT))).startswith("error: interrupted; nothing")
     assert "ZeroDivisionError" in (text := last_word(lambda: 1 / 0)) and "Traceback" in text
