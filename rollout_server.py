@@ -47,7 +47,7 @@ from typing import NamedTuple
 import torch
 
 import kernels
-from configurator import fail, require
+from configurator import close_bars, require
 from rewards import RewardError, rows_of_step, score
 from sync import RunError, Shard, TreeReduceScatter, claim, group_path, hidden_torchrun, tensor_hashes, write_group
 
@@ -619,12 +619,21 @@ class RolloutEngine:
         """SGLang's watchdog and its failing children send SIGQUIT."""
         self.end(f"{self.name}: the SGLang process died; see {self.log}")
 
-    def end(self, line):
+    def fail(self, line):
+        """
+        Ends the run, with status 2, at a mistake of the user's code: at once, while Python would first wait for the
+        rewards and tools that are still at work, and one may wait for a judge.
+        """
+        close_bars()
+        sys.stdout.flush()
+        self.end(line, 2)
+
+    def end(self, line, status=1):
         """Ends the process, whatever its threads wait for."""
         os.write(self.stderr, f"error: {line}\n".encode())
         for process in multiprocessing.active_children():
             process.kill()
-        os._exit(1)
+        os._exit(status)
 
     def close(self):
         with output_to(self.log):
@@ -806,7 +815,7 @@ class Sampler:
         try:
             self.engine.run([self._work(unclaimed, folder, job) for _ in range(share)], f"in step {job.step}")
         except RewardError as e:
-            fail(str(e))
+            self.engine.fail(str(e))
 
     async def _work(self, unclaimed, folder, job):
         """Prompts one after the other, from the claim to the file."""

@@ -19,7 +19,7 @@ import types
 import torch
 
 from agents import chat
-from configurator import fail, require, template_arguments
+from configurator import require, template_arguments
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
 
@@ -100,7 +100,7 @@ class AgentSampler(Sampler):
                 paths = [str(group_path(folder, index)) for index in self.made]
                 chat.check_again(dict(config=self.config, model=str(self.model), paths=paths))
         except chat.AgentError as error:
-            fail(str(error))
+            self.engine.fail(str(error))
         for index in range(len(job.rows)):  # a process that was killed may have left one beside its group file
             if group_path(folder, index).exists():
                 self._journal_path(folder, index).unlink(missing_ok=True)

@@ -119,7 +119,7 @@ def test_a_reward_that_raises_ends_the_run_and_names_the_sample(tmp_path):
     status, output = launch_warm(tmp_path / "run", reward, "--warmup_sft_steps=0", "--eval_size=0")
     assert status == 2, output[-3000:]
     assert re.search(r"rl step 0, prompt \d, sample 0: ZeroDivisionError.*mine.py:2", error_line(output))
-    assert not processes_of(tmp_path / "run")
+    wait_for(lambda: not processes_of(tmp_path / "run"), 10)
 
 
 @pytest.mark.parametrize("how,ranks", [("dies", 2), ("goes silent", 0)])
