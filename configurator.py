@@ -190,7 +190,7 @@ FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
     cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict weight_sync
     checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward reject_best host port
-    api_key""".split()
+    api_key judge judge_tries""".split()
 CHOICES = {
     "device": ("", "cpu", "cuda"),
     "mode": ("grpo", "replay", "sft", "rollout", "reject", "eval", "serve"),
@@ -204,7 +204,8 @@ CHOICES = {
 }
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout
-    keep_checkpoints updates_per_batch leaf_tokens lanes max_turns max_result_chars agent_timeout""".split()
+    keep_checkpoints updates_per_batch leaf_tokens lanes max_turns max_result_chars agent_timeout
+    judge_tries""".split()
 # keys that say nothing without another
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay")}

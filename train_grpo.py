@@ -71,7 +71,12 @@ group_size = 8  # G
 max_new_tokens = 256
 temperature = 1.0
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
-reward = "numeric"  # numeric, exact, format, 'my_file.py:my_function', or a weighted sum: 'numeric+0.2*format'
+# numeric, exact, format, math, judge, 'my_file.py:my_function', or a weighted sum: 'numeric+0.2*format'
+reward = "numeric"
+judge = ""  # an OpenAI-compatible endpoint such as 'http://127.0.0.1:8000/v1'; its key is in JUDGE_API_KEY
+judge_model = ""  # '': the first that it lists
+judge_prompt = ""  # a text file with {response}, {prompt}, {answer} as wanted, that asks for a line 'score: <0 to 1>'
+judge_tries = 3  # after which a failure ends the run
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: none
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards count in the group all the same
 dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept

@@ -296,16 +296,19 @@ def test_a_file_may_hold_dataclasses(write):
     assert load_reward(f"{file}:f")("", "", "")[0] == 3.0
 
 
+KNOWN = f"Built in: {', '.join(rewards.BUILT_IN)}; or"
+
+
 @pytest.mark.parametrize(
     "spec, complaint",
     [
-        ("numerc", "no such reward as 'numerc'; did you mean 'numeric'? Built in: exact, format, numeric; or 'my_fi"),
+        ("numerc", f"no such reward as 'numerc'; did you mean 'numeric'? {KNOWN} 'my_fi"),
         ("exact+fromat", "no such reward as 'fromat'; did you mean 'format'?"),
         ("zzz", "no such reward as 'zzz'. Built in: exact"),
         ("", "no such reward as ''. Built in"),
         ("numeric+", "no such reward as ''. Built in"),
-        ("my_file.py", "no such reward as 'my_file.py'. Built in: exact, format, numeric; or 'my_file.py:my_function'"),
-        ("a+b/my.py:f", "no such reward as 'a'. Built in: exact, format, numeric; or 'my_file.py:my_function' (no + "),
+        ("my_file.py", f"no such reward as 'my_file.py'. {KNOWN} 'my_file.py:my_function'"),
+        ("a+b/my.py:f", f"no such reward as 'a'. {KNOWN} 'my_file.py:my_function' (no + "),
         ("a*b/my_file.py:f", "weight 'a' is not a number, as in 0.2*format (and a path cannot contain *)"),
         ("*numeric", "weight '' is not a number"),
         ("nan*numeric", "weight 'nan' is not a number"),
