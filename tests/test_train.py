@@ -337,7 +337,8 @@ class Rollouts:
 
 def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_prompts():
     c, rows = config_of(dynamic_sampling=2, prompts_per_step=4, group_size=2, temperature=0.7), list(range(24))
-    order = [train.rewards.rows_of_step(24, 4, k, c.seed, "rl") for k in range(6)]  # an epoch: three rounds for each step
+    # an epoch: three rounds for each step
+    order = [train.rewards.rows_of_step(24, 4, k, c.seed, "rl") for k in range(6)]
     equal = {order[3][0], order[3][2], order[4][1], order[4][2], *order[5]}
     queue = Rollouts(equal)
     flight = train.Flight(3)
@@ -386,7 +387,8 @@ class Segments:
 def test_partial_rollouts_carry_groups_on_in_their_order_and_train_on_the_first_that_are_finished():
     c = config_of(segment_tokens=2, groups_in_flight=5, prompts_per_step=3, group_size=2, max_new_tokens=8)
     rows = [f"row {i}" for i in range(30)]
-    order = [rows[i] for s in range(10) for i in train.rewards.rows_of_step(30, 3, s, c.seed, "rl")]  # as whole samples are
+    # as whole samples are
+    order = [rows[i] for s in range(10) for i in train.rewards.rows_of_step(30, 3, s, c.seed, "rl")]
     queue, flight, trained = Segments(lambda n: [1, 4, 1, 2, 3, 1, 1][n % 7], 3), train.Flight(), []
     for step in range(6):
         first = len(queue.jobs)
