@@ -193,7 +193,7 @@ FREE_KEYS = """
     api_key judge judge_tries""".split()
 CHOICES = {
     "device": ("", "cpu", "cuda"),
-    "mode": ("grpo", "replay", "sft", "rollout", "reject", "eval", "serve"),
+    "mode": ("grpo", "replay", "sft", "rm", "rollout", "reject", "eval", "serve"),
     "weight_sync": ("", "broadcast", "ipc", "disk"),
     "credit": ("sample", "turn"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
@@ -210,6 +210,7 @@ POSITIVE = """
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay")}
 ONLY_WITH |= dict.fromkeys(("host", "port", "api_key"), ("mode", "serve"))
+ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm"))
 
 
 def template_arguments(text):
@@ -237,6 +238,8 @@ def resolve(namespace, defaults):
         if by_user:
             del ORIGINS["init_from"]  # it is this command's; the run has its own
         saved, config = resume_config(config, path, FREE_KEYS)
+        why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
+        require((config["mode"] == "rm") == (saved["mode"] == "rm"), f"mode={config['mode']!r}: {why}")
         namespace.update(config)
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
     check_versions()
@@ -254,7 +257,7 @@ def check_versions():
 
 def roles(config, world):
     """(trainers, engines) of `world` ranks; the engines' are the last ones, both may be one rank."""
-    if config["mode"] in ("replay", "sft"):
+    if config["mode"] in ("replay", "sft", "rm"):
         return world, 0
     if config["mode"] in ("rollout", "reject", "eval", "serve"):
         return 0, world
@@ -323,7 +326,7 @@ def check_config(config, world, defaults):
     discounts = c.advantage == "gae" or c.credit == "turn"
     check("gamma", c.gamma == 1 or discounts, "is for --advantage=gae or --credit=turn")
     for key, used in dict(
-        chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=c.mode == "reject"
+        chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=c.mode in ("reject", "rm")
     ).items():
         check(key, not (used and c.agent), "is for samples of one turn, which an agent's are not")
     by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")

@@ -6,6 +6,7 @@ Tasks: scores, and the rows of a data set with their prompts. A reward is a pure
 of its arguments alone: a clock, a random number or the order of a set of strings (it changes with PYTHONHASHSEED) would
 end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
 gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
+'model:folder' is what a reward model gives (rollout_server.RewardModel).
 
 Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), \\boxed{42} from MATH, Hendrycks et al.
 2021 (arXiv:2103.03874), the <think> format from DeepSeek-R1 (arXiv:2501.12948).
@@ -264,15 +265,16 @@ NEEDS = {
     "math": needs_math,
 }
 SETTINGS = {}  # the run's config, for what is built in
+MODELS = {}  # {term such as 'model:folder': RewardModel}
 ONE_AT_A_TIME = threading.Lock()
 
 
 def load_reward(spec, config=None):
     """
-    The reward function for `spec`: terms joined by +, each a built-in name or path/to/file.py:function, each optionally
-    weighted (0.2*format; 0*format is only noted). A path is looked up in the working directory, then beside this file;
-    it cannot contain + or *. What it returns is noted, too: (the sum, {term: {"reward": number, ..}}). config: the
-    run's. Ends the run with one line if there is no such function, or if what it needs is not there.
+    The reward function for `spec`: terms joined by +, each a built-in name, path/to/file.py:function or model:folder,
+    each optionally weighted (0.2*format; 0*format is only noted). A file is looked up in the working directory, then
+    beside this file; a path cannot contain + or *. What it returns is noted, too: (the sum, {term: {"reward": number,
+    ..}}). config: the run's. Ends the run with one line if there is no such function, or if what it needs is not there.
     """
     SETTINGS.update(config or {})
     terms = []
@@ -281,7 +283,11 @@ def load_reward(spec, config=None):
         try:
             if star and not re.fullmatch(r"-?\d*\.?\d+(e-?\d\d?)?", weight):
                 raise ValueError(f"weight {weight!r} is not a number, as in 0.2*format (and a path cannot contain *)")
-            terms.append((float(weight or 1), name, find_function(name, BUILT_IN, "reward")))
+            if name.startswith("model:"):
+                from rollout_server import RewardModel
+
+                MODELS[name] = RewardModel(name.removeprefix("model:"), SETTINGS)
+            terms.append((float(weight or 1), name, find_function(name, BUILT_IN | MODELS, "reward")))
             if name in NEEDS:
                 NEEDS[name]()
         except ValueError as error:
@@ -291,13 +297,20 @@ def load_reward(spec, config=None):
         noted, summands = {}, []
         for weight, name, f in terms:
             # User code is not asked to be thread-safe; what is built in may wait for another process or machine.
-            with nullcontext() if name in BUILT_IN else ONE_AT_A_TIME:
+            with nullcontext() if name in BUILT_IN or name in MODELS else ONE_AT_A_TIME:
                 value, notes = verdict(f(prompt, response, answer), name)
             summands.append(weight * value)
             noted[name] = {"reward": value, **notes}
         return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
     return weighted_sum
+
+
+def check_vocabulary(tokenizer):
+    """Ends the run with one line where a reward model reads texts by another vocabulary than the policy writes them."""
+    for name, model in MODELS.items():
+        why = "of another vocabulary than the policy; use one that --mode=rm made of the same model"
+        require(model.tokenizer.get_vocab() == tokenizer.get_vocab(), f"reward={name!r}: {why}")
 
 
 def score(reward, prompt, response, answer, where):
@@ -404,6 +417,13 @@ def pass_rates(rewards, pass_reward):
     return scores
 
 
+def pair_rates(figures, n):
+    """{metric: value} of the figures of n held-out pairs, with a 95 % interval of the share in the right order."""
+    share = figures["accuracy"]
+    ci95 = 1.96 * math.sqrt(share * (1 - share) / max(1, n - 1))
+    return {f"eval_{name}": x for name, x in figures.items()} | {"eval_accuracy_ci95": ci95}
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # data
 
@@ -412,6 +432,19 @@ def arithmetic(size_max=100, size_min=0):
     """Rows {"prompt": "17+25=", "answer": "42"} of all sums of two numbers in [size_min, size_max), in their order."""
     numbers = range(size_min, size_max)
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
+
+
+def sides(mode):
+    """The names of the texts that a row of the data has for a prompt."""
+    return ("chosen", "rejected") if mode == "rm" else ("answer",)
+
+
+def with_wrong_sum(row):
+    """A sum's row as a pair: its answer is chosen, and the same with one digit changed is rejected; a hash says how."""
+    right, h = row["answer"], int(content_hash(row["prompt"]), 16)
+    place, by = h % len(right), 1 + h // len(right) % 9
+    wrong = right[:place] + str((int(right[place]) + by) % 10) + right[place + 1 :]
+    return {"prompt": row["prompt"], "chosen": right, "rejected": wrong}
 
 
 @lru_cache(maxsize=2)
@@ -431,10 +464,11 @@ def rows_of_step(n, per_step, step, *key):
 
 
 def load_rows(config):
-    """(training rows, held-out rows), dicts with prompt and answer (str)."""
-    name, size = config["dataset"], config["eval_size"]
+    """(training rows, held-out rows), dicts with prompt and answer (str), or with mode='rm' chosen and rejected."""
+    name, size, texts = config["dataset"], config["eval_size"], sides(config["mode"])
     if name == "arithmetic":
         data, held_out = arithmetic(config["arithmetic_size"], config["arithmetic_min"]), None
+        data = [with_wrong_sum(row) for row in data] if config["mode"] == "rm" else data
     else:
         import datasets
 
@@ -452,7 +486,7 @@ def load_rows(config):
         data = load(config["split"])
         held_out = load(config["eval_split"]) if config["eval_split"] else None
     columns = sorted(data[0]) if len(data) else []
-    for key in ("prompt_column", "answer_column"):
+    for key in ("prompt_column", *(f"{side}_column" for side in texts)):
         require(config[key] in columns, f"{key}={config[key]!r}: the data set has the columns {', '.join(columns)}")
 
     def row(example):
@@ -462,13 +496,27 @@ def load_rows(config):
             problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(columns)}"
             require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
         others = example if config["agent"] else {}  # an agent gets all columns
-        return {**others, "prompt": prompt, "answer": str(example[config["answer_column"]])}
+        known = {side: example[config[f"{side}_column"]] for side in texts}
+        for side in texts if config["mode"] == "rm" else ():
+            why = f"for prompt {prompt!r:.60} it is no text but {known[side]!r:.60}; use a column of responses"
+            require(isinstance(known[side], str), f"{side}_column={config[f'{side}_column']!r}: {why}")
+        return {**others, "prompt": prompt, **{side: str(text) for side, text in known.items()}}
 
     if held_out is None:
         require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all")
         order = permutation(len(data), "held out")  # the same for every seed
         data, held_out = [data[i] for i in order[size:]], [data[i] for i in order[:size]]
     return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
+
+
+def prompt_ids(prompt, tokenizer, config):
+    """The tokens of a prompt's text, which a chat template has begun in its own way."""
+    return tokenizer(prompt, add_special_tokens=not config["chat_template"])["input_ids"]
+
+
+def answer_ids(text, tokenizer, stop_tokens):
+    """The tokens of a whole response, with an EOS."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"] + stop_tokens[:1]
 
 
 def encode_prompts(rows, what, tokenizer, config):
@@ -480,15 +528,24 @@ def encode_prompts(rows, what, tokenizer, config):
             row["prompt"] = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **arguments
             )
-        row["prompt_tokens"] = tokenizer(row["prompt"], add_special_tokens=not config["chat_template"])["input_ids"]
+        row["prompt_tokens"] = prompt_ids(row["prompt"], tokenizer, config)
     return _short_enough(rows, "prompt_tokens", "max_prompt_tokens", f"{what} prompts", config)
 
 
 def encode_answers(rows, tokenizer, stop_tokens, config):
-    """The rows with answer_tokens, which end with an EOS; without those of more tokens than a sample may have."""
+    """
+    The rows with answer_tokens, or chosen_tokens and rejected_tokens, which end with an EOS; without those of more
+    tokens than a sample may have. Ends the run with one line at a pair whose sides are the same tokens.
+    """
+    texts = sides(config["mode"])
     for row in rows:
-        row["answer_tokens"] = tokenizer(row["answer"], add_special_tokens=False)["input_ids"] + stop_tokens[:1]
-    return _short_enough(rows, "answer_tokens", "max_new_tokens", "answers", config)
+        row |= {f"{side}_tokens": answer_ids(row[side], tokenizer, stop_tokens) for side in texts}
+        same = len(texts) == 2 and row["chosen_tokens"] == row["rejected_tokens"]
+        where = f"a pair of prompt {row['prompt']!r:.60} has equal sides"
+        require(not same, f"mode='rm': {where}, {row[texts[-1]]!r:.60}; drop what nobody prefers")
+    for side in texts:
+        rows = _short_enough(rows, f"{side}_tokens", "max_new_tokens", f"{side} texts", config)
+    return rows
 
 
 def _short_enough(rows, field, key, what, config):

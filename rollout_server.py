@@ -2,6 +2,7 @@
 The rollout side: a real SGLang engine started inside a torchrun rank; prompts in, scored groups of samples out.
 
     models          all that is known here of Hugging Face's and SGLang's model classes: our operators in both of them
+    RewardModel     what reward='model:folder' scores with
     the scheduler   SGLang's child process, in which a model runs
     RolloutEngine   starts that process, notices its death, lends its memory, supplies it with the trainers' weights
     Sampler         makes samples with it
@@ -37,21 +38,36 @@ import pkgutil
 import re
 import signal
 import sys
+import threading
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
 
 import kernels
 from configurator import close_bars, require
-from rewards import RewardError, rows_of_step, score
-from sync import RunError, Shard, TreeReduceScatter, claim, group_path, hidden_torchrun, tensor_hashes, write_group
+from rewards import RewardError, answer_ids, prompt_ids, rows_of_step, score
+from sync import (
+    RunError,
+    Shard,
+    TreeReduceScatter,
+    claim,
+    fetch_model,
+    group_path,
+    hidden_torchrun,
+    load_tokenizer,
+    load_weights,
+    tensor_hashes,
+    write_group,
+)
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
+SCORES = "ForSequenceClassification"  # how Hugging Face calls the class of a reward model
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
 SIGN_OF_LIFE = 50  # tokens of a sample after which SGLang sends what it has of it; SGLang's own number
 LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
@@ -61,7 +77,10 @@ LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 
 def check_model(folder, config, key="init_from"):
-    """The Hugging Face config of a model we can train and serve alike."""
+    """
+    The Hugging Face config of a model we can train and serve alike: of a language model, or with key='reward' of a
+    reward model. With mode='rm' it is changed into that of the reward model which is to become of the language model.
+    """
     from transformers import AutoConfig
 
     try:
@@ -75,7 +94,20 @@ def check_model(folder, config, key="init_from"):
     tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
     fits = f"max_new_tokens={config['max_new_tokens']}: {tokens} tokens with the prompt, and 8 to spare"
     require(tokens + 8 <= most, f"{fits}; the model has {most} positions")
+    if key == "reward":
+        require(gives_scores(hf), f"{name}: a language model; a reward model is wanted, such as --mode=rm trains")
+        require(hf.num_labels == 1, f"{name}: it gives {hf.num_labels} numbers; a reward model gives one")
+    else:
+        require(not gives_scores(hf), f"{name}: a reward model, which writes nothing; use the model that it began with")
+    if key == "init_from" and config["mode"] == "rm":
+        hf.architectures, hf.num_labels = [hf.model_type.capitalize() + SCORES], 1
+        if hf.pad_token_id == hf.eos_token_id:  # Hugging Face's class would read the score before the EOS
+            hf.pad_token_id = None
     return hf
+
+
+def gives_scores(hf):
+    return (hf.architectures or [""])[0].endswith(SCORES)
 
 
 def rope_frequencies(hf, device):
@@ -103,46 +135,54 @@ def rope_frequencies(hf, device):
 def build_model(hf, mesh, device, batch_invariant, critic=False):
     """
     The Hugging Face model, sharded by FSDP2, its weights still unset. fp32 master weights; on CUDA computed with in
-    bfloat16. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,).
+    bfloat16. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,). mesh
+    None: for forward passes only, whole, and its weights of the type that is computed in.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # `install_in_trainer` replaces the layers that would call it; under this name no attention mask is made
     ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.attention)
     attention = "batch_invariant" if batch_invariant else "sdpa"
+    kind = AutoModelForSequenceClassification if gives_scores(hf) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation=attention)
+        model = kind.from_config(hf, dtype=torch.float32, attn_implementation=attention)
         model.value_head = torch.nn.Parameter(torch.empty(hf.hidden_size)) if critic else None
     # cast_forward_inputs would round RoPE's float32 cos and sin to bfloat16, which the engine does not do
     bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options = dict(mesh=mesh, mp_policy=bf16 if device == "cuda" else MixedPrecisionPolicy())
-    for part in (*model.model.layers, model):
+    for part in (*model.model.layers, model) if mesh else ():
         fully_shard(part, **options)
         part.set_custom_reduce_scatter(TreeReduceScatter())
     model.to_empty(device=device)
+    if mesh is None and device == "cuda":
+        model.to(torch.bfloat16)
     model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
     if batch_invariant:
         install_in_trainer(model, rope_frequencies(hf, device).to(device))
     model.token_logprobs = functools.partial(token_logprobs, model)
-    register_fsdp_forward_method(model, "token_logprobs")
+    if mesh:
+        register_fsdp_forward_method(model, "token_logprobs")
     return model
 
 
 def token_logprobs(model, leaf, temperature):
     """
     Log-probs of the leaf's targets and the entropies there, (M,) each; with a critic also its values there (M,) and
-    after each sample's last token (samples,), else None.
+    after each sample's last token (samples,), else None. Of a reward model the last are the scores, and all there is.
     """
     plan = kernels.packed_plan(leaf.lengths)
     ids, positions = leaf.ids[None], leaf.positions[None]
     hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).last_hidden_state[0]
+    last = leaf.lengths.cumsum(0) - 1
+    if gives_scores(model.config):  # in float32: the difference of two scores counts
+        return None, None, None, (hidden[last].float() @ model.score.weight.float().t())[:, 0]
     logprobs, entropy = kernels.token_logprobs(hidden[leaf.predictors], model.lm_head.weight, leaf.targets, temperature)
     if model.value_head is None:
         return logprobs, entropy, None, None
     values = (hidden @ model.value_head[:, None])[:, 0].float()
-    return logprobs, entropy, values[leaf.predictors], values[leaf.lengths.cumsum(0) - 1]
+    return logprobs, entropy, values[leaf.predictors], values[last]
 
 
 def head_norms(attention):
@@ -169,6 +209,66 @@ def install_in_trainer(model, inv_freq):
             module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
         elif name.endswith(".mlp"):
             module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x), m.up_proj(x)))
+
+
+class RewardModel:
+    """
+    The reward 'model:name': what a reward model, in a folder or on the hub, says at the end of a response. By our
+    operators, and so the same bits whatever is scored beside it. Ends the run with one line if it is no such model.
+    config: the keys of train_grpo.py's block.
+
+    A reward knows texts: they are tokenized again, as in training with mode='rm', and an EOS comes after a response,
+    also where it was cut off.
+    """
+
+    def __init__(self, name, config):
+        self.folder, self.config = fetch_model(name, "reward"), config
+        self.hf = check_model(self.folder, config, "reward")
+        self.tokenizer, stop_tokens = load_tokenizer(self.folder)
+        # A model whose EOS is its padding, too, was trained to be read before it, as Hugging Face's class does.
+        self.stop_tokens = [] if self.hf.pad_token_id == stop_tokens[0] else stop_tokens
+        self.model, self.waiting, self.lock = None, SimpleQueue(), threading.Lock()
+
+    def __call__(self, prompt, response, answer):
+        """From any thread. Whoever has the lock scores all that wait for it, in one forward pass."""
+        score = Future()
+        self.waiting.put((prompt, response, score))
+        with self.lock:
+            if not score.done():
+                self._score([self.waiting.get() for _ in range(self.waiting.qsize())])
+        return score.result()
+
+    def _score(self, batch):
+        """Gives each (prompt, response, Future) its score, or the error that there was."""
+        try:
+            # A new thread of CUDA's would use GPU 0.
+            with torch.cuda.device(int(os.environ.get("LOCAL_RANK", 0))) if self._device() == "cuda" else nullcontext():
+                scores = self._scores([texts for *texts, _ in batch])
+            for (*_, score), x in zip(batch, scores, strict=True):
+                score.set_result(x)
+        except BaseException as error:  # whoever waits is to see it, and not to wait
+            for *_, score in batch:
+                score.set_exception(error)
+
+    def _device(self):
+        return self.config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @torch.no_grad()
+    def _scores(self, texts):
+        """The scores of (prompt, response)s, a list of floats."""
+        device = self._device()
+        if self.model is None:  # loaded where it is used: in a rank with an engine
+            self.model = build_model(self.hf, None, device, self.config["batch_invariant"])
+            weights = [Shard(name, tuple(p.shape), 0, p.data) for name, p in self.model.named_parameters()]
+            load_weights(weights, self.folder, False, "reward")
+        ids = [
+            torch.tensor(prompt_ids(x, self.tokenizer, self.config) + answer_ids(y, self.tokenizer, self.stop_tokens))
+            for x, y in texts
+        ]
+        packed = dict(ids=torch.cat(ids), positions=torch.cat([torch.arange(len(x)) for x in ids]))
+        packed["lengths"] = torch.tensor([len(x) for x in ids])
+        leaf = types.SimpleNamespace(**{name: x.to(device) for name, x in packed.items()})
+        return self.model.token_logprobs(leaf, 1.0)[-1].tolist()
 
 
 def paged_attention(inv_freq):

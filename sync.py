@@ -305,21 +305,21 @@ def fetch_model(name, key="init_from"):
         require(False, f"{key}={name!r}: neither a model folder nor to be had from the hub: {reason(e)}")
 
 
-def load_weights(shards, folder, tied):
-    """Each rank reads its own rows of each parameter from the folder's safetensors files."""
+def load_weights(shards, folder, tied, key="init_from"):
+    """Each rank reads its own rows of each parameter from the folder's safetensors files; `key` is what names it."""
     files = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
             file = safe_open(path, "pt")
         except (SafetensorError, OSError) as e:
-            require(False, f"init_from={str(folder)!r}: {path.name}: {e}")
+            require(False, f"{key}={str(folder)!r}: {path.name}: {e}")
         files |= dict.fromkeys(file.keys(), file)
     for s in shards:
         name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
-        require(name in files, f"init_from={str(folder)!r}: no {name} in its safetensors files")
+        require(name in files, f"{key}={str(folder)!r}: no {name} in its safetensors files")
         rows = files[name].get_slice(name)
         shape = tuple(rows.get_shape())
-        require(shape == s.shape, f"init_from={str(folder)!r}: {name} is {shape}, config.json says {s.shape}")
+        require(shape == s.shape, f"{key}={str(folder)!r}: {name} is {shape}, config.json says {s.shape}")
         s.data.copy_(rows[s.first : s.first + len(s.data)])
 
 
@@ -681,21 +681,24 @@ class Record:
         with open(self.folder / file, "a") as f:
             f.write(json.dumps(line) + "\n")
 
-    def supervised(self, step, samples, metrics, hashes):
-        """A step on known answers."""
-        self.line("metrics.jsonl", phase="sft", step=step, **metrics)
-        self.ledger.append(phase="sft", step=step, tokens=content_hash(*(s.tokens for s in samples)), **hashes)
+    def supervised(self, phase, step, samples, metrics, hashes):
+        """A step on known answers ('sft') or pairs ('rm')."""
+        self.line("metrics.jsonl", phase=phase, step=step, **metrics)
+        self.ledger.append(phase=phase, step=step, tokens=content_hash(*(s.tokens for s in samples)), **hashes)
         if (step + 1) % 50 == 0:
             tqdm.write(f"supervised step {step + 1}: loss {metrics['loss']:.4f}")
 
     def evaluation(self, step, scores, prompts):
-        """{metric: value} on the held-out prompts, and how many they were."""
+        """{metric: value} on the held-out prompts or pairs, and how many they were."""
         c = self.c
         self.line("metrics.jsonl", phase="eval", step=step, **scores)
         rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)
         scored = f"agent {c.agent!r}" if c.agent else f"reward {c.reward!r}"
-        what = f"{prompts} prompts, {c.eval_samples} samples each, {scored}"
-        tqdm.write(f"held out after {step} RL steps: {', '.join(rates)} ({what}, temperature {c.eval_temperature})")
+        kind = "RL steps"
+        what = f"{prompts} prompts, {c.eval_samples} samples each, {scored}, temperature {c.eval_temperature}"
+        if c.mode == "rm":
+            kind, what = "steps", f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
+        tqdm.write(f"held out after {step} {kind}: {', '.join(rates)} ({what})")
 
     def step(self, step, groups, made, metrics, hashes, times, sent):
         """

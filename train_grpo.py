@@ -35,13 +35,13 @@ from configurator import FREE_KEYS, block, require, resolve, roles, versions
 # ------------------------------------------------------------------------------------------------------------------
 # the run
 out_dir = "out/run"  # everything the run writes
-# grpo: sample and train. Without an engine: replay trains again from queue_dir, sft on the data's answers. Without a
-# trainer: rollout generates and scores, reject also writes the best samples as data, eval does the held-out prompts,
-# serve answers OpenAI's requests with the model in init_from
+# grpo: sample and train. Without an engine: replay trains again from queue_dir, sft on the data's answers, rm a reward
+# model on its pairs. Without a trainer: rollout generates and scores, reject also writes the best samples as data, eval
+# does the held-out prompts, serve answers OpenAI's requests with the model in init_from
 mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
-max_steps = 100  # RL steps; with mode='sft' supervised ones
+max_steps = 100  # RL steps; with mode='sft' or 'rm' supervised ones
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly. Changes no bit
 # who does what
@@ -55,6 +55,8 @@ dataset_config = ""  # only of a hub data set: its configuration, such as 'main'
 split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
+chosen_column = "chosen"  # with mode='rm': of the response that was preferred
+rejected_column = "rejected"  # .. to this one
 prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
 chat_template = False  # put the prompt through the tokenizer's chat template as a user's message
 max_prompt_tokens = 256  # longer prompts are dropped
@@ -71,7 +73,8 @@ group_size = 8  # G
 max_new_tokens = 256
 temperature = 1.0
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
-# numeric, exact, format, math, judge, 'my_file.py:my_function', or a weighted sum: 'numeric+0.2*format'
+# numeric, exact, format, math, judge, 'my_file.py:my_function', 'model:' and a reward model's folder, or a weighted sum:
+# 'numeric+0.2*format'
 reward = "numeric"
 judge = ""  # an OpenAI-compatible endpoint such as 'http://127.0.0.1:8000/v1'; its key is in JUDGE_API_KEY
 judge_model = ""  # '': the first that it lists
@@ -134,7 +137,7 @@ reference = ""  # model folder or hub name; '': that of init_from
 # supervised warm-up on the reference answers, before RL
 warmup_sft_steps = 0
 sft_learning_rate = 1e-3  # constant, after 20 steps of warm-up
-sft_batch = 64  # samples per step
+sft_batch = 64  # samples per step; with mode='rm' pairs
 # determinism
 strict = True  # stop at the first log-prob that differs between engine and trainer
 batch_invariant = True  # False: the libraries' own kernels, to see what they do
@@ -182,6 +185,7 @@ import sync
 from rollout_server import Batch, Flight, Job, RolloutEngine, Sampler, build_model, check_model, sample_step
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+HEADS = ("value_head", "score.weight")  # a critic's and a reward model's: what a language model does not have
 
 
 # ---- the algorithm: pure functions --------------------------------------------------------------------------------
@@ -294,6 +298,16 @@ def kl(logprobs, reference_logprobs, kind):
     """
     d = logprobs - reference_logprobs
     return d if kind == "k1" else d * d / 2 if kind == "k2" else torch.exp(-d) - 1 + d
+
+
+def preference_loss(scores):
+    """
+    -log sigmoid(chosen's score - rejected's) per pair (pairs,), and that difference, of scores (2 * pairs,), the chosen
+    one's first: Bradley and Terry 1952; Ouyang et al. 2022 (arXiv:2203.02155), equation 1.
+    """
+    margin = scores[:-1:2] - scores[1::2]  # none of a FILLER
+    largest = (-margin).clamp(min=0).detach()  # a shift of exponents that adds nothing, to the gradient neither
+    return largest + torch.log(torch.exp(-largest) + torch.exp(-margin - largest)), margin
 
 
 def aggregate(losses, counts, kind, samples, tokens, longest):
@@ -532,9 +546,13 @@ def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
     """
     A leaf's part of the loss of a step (whose numbers of samples and loss tokens are `samples` and `tokens`), to be
     added over leaves; and the figures of its tokens, {metric: (M,)}. output: of the model's `token_logprobs`; phase:
-    'rl', or 'sft' for the negative log-likelihood. Pure: a forward pass goes in, numbers come out.
+    'rl', 'sft' for the negative log-likelihood, or 'rm', where pairs stand for tokens. Pure: a forward pass goes in,
+    numbers come out.
     """
-    logprobs, entropy, values, _ = output
+    logprobs, entropy, values, scores = output
+    if phase == "rm":
+        losses, margin = preference_loss(scores)
+        return losses.sum() / tokens, dict(accuracy=margin > 0, margin=margin)
     counts, figures = leaf.counts.tolist(), {"entropy": entropy}
     if phase == "sft":
         return aggregate(-logprobs, counts, "token", samples, tokens, 0), figures
@@ -600,7 +618,11 @@ class Trainer:
         self.model.train()
         self.shards = sync.shards(self.model, self.mesh)
         self.policy = [s for s in self.shards if s.name != "value_head"]  # what engines and Hugging Face's folders know
-        sync.load_weights(self.policy, folder, hf.tie_word_embeddings)
+        # Heads begin with 0 everywhere: that leaves the first advantages as the rewards make them, and pairs undecided.
+        for s in (s for s in self.shards if s.name in HEADS):
+            s.data.zero_()
+        known = [s for s in self.policy if optimizer_steps or s.name not in HEADS]
+        sync.load_weights(known, folder, hf.tie_word_embeddings)
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
@@ -611,9 +633,6 @@ class Trainer:
         for w in self.weights:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
             self.optimizer.state[w] = dict(step=torch.tensor(float(optimizer_steps)), **zeros)
-        # A critic that begins with 0 everywhere leaves the first advantages as the rewards make them.
-        if self.model.value_head is not None:
-            self.model.value_head.to_local().detach().zero_()
         # {version: shards of the policy as the engines got it}; tokens sampled with it are checked against it.
         self.versions, self.mismatches = {version: self.rounded() for version in versions}, []
         if optimizer_steps:
@@ -691,10 +710,13 @@ class Trainer:
         """
         Yields this rank's leaves of a step: (the indices of its samples, the Leaf). Leaf i is rank i % ranks', so the
         ranks work on a row of leaves side by side, where FSDP2's gathers and scatters meet: that is why an empty leaf
-        is computed with like any other.
+        is computed with like any other. The two samples of a pair are in one leaf.
         """
-        planned = plan_leaves([len(s.tokens) for s in samples], self.c.leaf_tokens, self.c.lanes)
-        for chosen in planned[self.rank :: self.mesh.size()]:
+        n = 2 if self.c.mode == "rm" else 1
+        lengths = [sum(len(s.tokens) for s in samples[i : i + n]) for i in range(0, len(samples), n)]
+        planned = plan_leaves(lengths, self.c.leaf_tokens, self.c.lanes)
+        for units in planned[self.rank :: self.mesh.size()]:
+            chosen = [i * n + k for i in units for k in range(n)]
             yield chosen, pack([samples[i] for i in chosen], self.device)
 
     @torch.no_grad()
@@ -754,20 +776,24 @@ class Trainer:
         """
         The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and what
         `check_logprobs` found in this rank's leaves. Whatever is added up is a row per leaf first and then one tree
-        over the leaves, so that no sum sees the number of ranks.
+        over the leaves, so that no sum sees the number of ranks. Under torch.no_grad the metrics alone.
         check: compare every log-prob with the engine's, which had these very weights when it made the samples.
         """
         ranks, tokens = self.mesh.size(), max(1, sum(int(s.loss_mask.sum()) for s in samples))
+        tokens = len(samples) // 2 if phase == "rm" else tokens
         total, rows, mismatches = sync.LeafSum(self.c.lanes // ranks), [], []
         for chosen, leaf in self.leaves(samples):
             output = self.model.token_logprobs(leaf, self.c.temperature if phase == "rl" else 1.0)
             # The denominators are the whole step's, so that leaves of any size add up to one mean.
             loss, figures = leaf_loss(output, leaf, self.c, len(samples), tokens, phase)
-            loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
-            # FSDP2 gives no gradient to what took no part, as the critic in supervised steps.
-            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters())
-            total.add([g.detach().to_local() for g in grads])
-            self.model.zero_grad()  # they are the sum's now: the next leaf's must not be added to them
+            if torch.is_grad_enabled():
+                loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
+                # FSDP2 gives no gradient to what took no part, as the critic in supervised steps.
+                grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters())
+                total.add([g.detach().to_local() for g in grads])
+                self.model.zero_grad()  # they are the sum's now: the next leaf's must not be added to them
+            else:
+                self.model.reshard()
             figures = {"loss": loss, **figures}
             if check:
                 mismatches += check_logprobs(leaf, output[0].detach(), 0, chosen, samples)
@@ -844,16 +870,24 @@ def evaluate(queue, step, rows, c, version, record):
         record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
 
 
-def supervised_samples(rows, step, c, demonstrate=None):
+@torch.no_grad()
+def evaluate_pairs(trainer, step, pairs, record):
+    """How often and by how much the chosen one of held-out pairs (samples) scores more. Collective over trainers."""
+    _, figures, _ = trainer.gradients(pairs, "rm")
+    if record:
+        record.evaluation(step, rewards.pair_rates(figures, len(pairs) // 2), len(pairs) // 2)
+
+
+def supervised_samples(rows, c, demonstrate=None):
     """
-    The rows of supervised step `step`, whose answers are known, as samples without log-probs. demonstrate(rows): an
-    agent's dialogues for them, (prompt, tokens after it, loss mask) each.
+    Rows whose answers are known as samples without log-probs, two for a pair. demonstrate(rows): an agent's dialogues
+    for them, (prompt, tokens after it, loss mask) each.
     """
-    chosen = [rows[i] for i in rewards.rows_of_step(len(rows), c.sft_batch, step, c.seed, "sft")]
     if demonstrate:
-        known = demonstrate(chosen)
+        known = demonstrate(rows)
     else:
-        known = [(row["prompt_tokens"], row["answer_tokens"], [True] * len(row["answer_tokens"])) for row in chosen]
+        known = [(row["prompt_tokens"], row[f"{side}_tokens"]) for row in rows for side in rewards.sides(c.mode)]
+        known = [(prompt, tokens, [True] * len(tokens)) for prompt, tokens in known]
     known = (map(torch.tensor, parts) for parts in known)
     return [make_sample(prompt, tokens, mask, torch.zeros(len(tokens))) for prompt, tokens, mask in known]
 
@@ -874,11 +908,11 @@ if __name__ == "__main__":
     sys.excepthook = sync.report_error
     reward_function = rewards.load_reward(reward, config)
     # What the mode means, said once: below nobody asks for it. Who trains and who samples is in `ranks`.
-    only_sft, only_eval, publishes = mode == "sft", mode == "eval", mode == "grpo"
-    rl_steps = 0 if only_sft or only_eval else max_steps
-    sft_steps = max_steps if only_sft else warmup_sft_steps
+    supervised, only_eval, publishes = mode in ("sft", "rm"), mode == "eval", mode == "grpo"
+    rl_steps = 0 if supervised or only_eval else max_steps
+    sft_steps = max_steps if supervised else warmup_sft_steps
     rl_schedule = (learning_rate, warmup_steps, lr_decay_steps, min_lr)  # peak, warm-up, decay, minimum
-    sft_schedule = rl_schedule if only_sft else (sft_learning_rate, 20, 0, 0.0)
+    sft_schedule = rl_schedule if supervised else (sft_learning_rate, 20, 0, 0.0)
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
     # then the folder is nobody's, and a corrected command may have it.
@@ -908,6 +942,7 @@ if __name__ == "__main__":
     model_path = sync.fetch_model(model)
     hf = check_model(model_path, config)
     tokenizer, stop_tokens = sync.load_tokenizer(model_path)
+    rewards.check_vocabulary(tokenizer)
     its = None
     if agent:
         from agents.sampler import Agent
@@ -920,7 +955,7 @@ if __name__ == "__main__":
 
     # ---- the state of the loop, and where an interrupted run takes it up again. All that a step needs beside it is a
     # function of the config and the step's number: that is why so little has to be saved.
-    step = 0  # RL steps done (supervised ones with mode='sft')
+    step = 0  # RL steps done (supervised ones with mode='sft' or 'rm')
     saved, flight = {}, Flight()  # what the latest checkpoint says of itself, and the groups that it has in flight
     # The keys that say what is computed: a rollout file or a checkpoint made under other values is not this run's.
     run_id = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
@@ -941,25 +976,35 @@ if __name__ == "__main__":
     # ---- what this rank has: a trainer, an engine, or both. `save` and `transport.publish` are collective: the
     # trainers, or all ranks, call them after the same steps, so what decides when is the config and the step alone.
     trainer = engine = sampler = transport = None
+    answered, pairs = train_rows, []
     if ranks.mesh is not None:
+        answers = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
+        if sft_steps and not its:
+            answered = answers(train_rows)
+        if mode == "rm":
+            pairs = supervised_samples(answers(eval_rows), c)
         done = saved.get("optimizer_steps", 0), saved.get("earlier", ())
         trainer = Trainer(c, ranks, hf, model_path, place, *done)
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
     saves = bool(trainer and checkpoint_every)
 
-    # ---- supervised steps: the warm-up before RL, or all that mode='sft' does. Ranks with an engine only go on to
-    # start it meanwhile.
-    if saves and only_sft and not saved:
+    # ---- supervised steps: the warm-up before RL, or all that mode='sft' or 'rm' does. Ranks with an engine only go on
+    # to start it meanwhile.
+    if pairs and not saved:
+        evaluate_pairs(trainer, step, pairs, record)
+    if saves and supervised and not saved:
         save(step, flight)
-    if trainer and sft_steps and (only_sft or not saved):
-        answered = train_rows if its else rewards.encode_answers(train_rows, tokenizer, stop_tokens, config)
-        for i in range(step, sft_steps):
-            samples = supervised_samples(answered, i, c, its and its.demonstrate)
-            metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), "sft")
-            if record:
-                record.supervised(i, samples, metrics, hashes)
-            if saves and only_sft and due(i + 1, checkpoint_every, sft_steps):
-                save(i + 1, flight)
+    phase = "rm" if mode == "rm" else "sft"
+    for i in range(step, sft_steps) if trainer and (supervised or not saved) else ():
+        chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
+        samples = supervised_samples([answered[k] for k in chosen], c, its and its.demonstrate)
+        metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), phase)
+        if record:
+            record.supervised(phase, i, samples, metrics, hashes)
+        if pairs and due(i + 1, eval_every, sft_steps):
+            evaluate_pairs(trainer, i + 1, pairs, record)
+        if saves and supervised and due(i + 1, checkpoint_every, sft_steps):
+            save(i + 1, flight)
     if trainer:
         trainer.keep(step)
 
@@ -989,7 +1034,7 @@ if __name__ == "__main__":
     evaluates = bool(eval_rows) and (publishes or only_eval)
     if evaluates and (only_eval or not saved):
         evaluate(queue, step, eval_rows, c, sampled_with(step), record)
-    if saves and not only_sft and not saved:
+    if saves and not supervised and not saved:
         save(step, flight)
     # What engines sample before others train on it. A resume does it again, with the weights of then; what is there
     # already is only read.
