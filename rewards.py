@@ -474,7 +474,8 @@ def load_rows(config):
 
         datasets.disable_progress_bars()
         kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
-        require(not kind or Path(name).is_file(), f"dataset={name!r}: no such file")
+        there = not kind or Path(name).is_file() and Path(name).stat().st_size
+        require(there, f"dataset={name!r}: no such file, or an empty one")
 
         def load(split):
             try:

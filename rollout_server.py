@@ -38,7 +38,6 @@ import pkgutil
 import re
 import signal
 import sys
-import threading
 import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -227,36 +226,33 @@ class RewardModel:
         self.tokenizer, stop_tokens = load_tokenizer(self.folder)
         # A model whose EOS is its padding, too, was trained to be read before it, as Hugging Face's class does.
         self.stop_tokens = [] if self.hf.pad_token_id == stop_tokens[0] else stop_tokens
-        self.model, self.waiting, self.lock = None, SimpleQueue(), threading.Lock()
+        self.model, self.waiting, self.thread = None, SimpleQueue(), ThreadPoolExecutor(1, "reward model")
 
     def __call__(self, prompt, response, answer):
-        """From any thread. Whoever has the lock scores all that wait for it, in one forward pass."""
+        """From any number of threads: all that wait while one forward pass is made are in the next one."""
         score = Future()
-        self.waiting.put((prompt, response, score))
-        with self.lock:
-            if not score.done():
-                self._score([self.waiting.get() for _ in range(self.waiting.qsize())])
+        self.waiting.put(((prompt, response), score))
+        self.thread.submit(self._score)
         return score.result()
 
-    def _score(self, batch):
-        """Gives each (prompt, response, Future) its score, or the error that there was."""
+    def _score(self):
+        """Gives all that wait their scores, or the error that there was; equal texts are one."""
+        batch = [self.waiting.get() for _ in range(self.waiting.qsize())]
         try:
-            # A new thread of CUDA's would use GPU 0.
-            with torch.cuda.device(int(os.environ.get("LOCAL_RANK", 0))) if self._device() == "cuda" else nullcontext():
-                scores = self._scores([texts for *texts, _ in batch])
-            for (*_, score), x in zip(batch, scores, strict=True):
-                score.set_result(x)
+            texts = list(dict.fromkeys(texts for texts, _ in batch))
+            scores = dict(zip(texts, self._scores(texts) if texts else (), strict=True))
+            for texts, score in batch:
+                score.set_result(scores[texts])
         except BaseException as error:  # whoever waits is to see it, and not to wait
-            for *_, score in batch:
+            for _, score in batch:
                 score.set_exception(error)
-
-    def _device(self):
-        return self.config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
 
     @torch.no_grad()
     def _scores(self, texts):
         """The scores of (prompt, response)s, a list of floats."""
-        device = self._device()
+        device = self.config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cuda":  # a new thread would use the first GPU
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if self.model is None:  # loaded where it is used: in a rank with an engine
             self.model = build_model(self.hf, None, device, self.config["batch_invariant"])
             weights = [Shard(name, tuple(p.shape), 0, p.data) for name, p in self.model.named_parameters()]

@@ -779,8 +779,8 @@ class Trainer:
         over the leaves, so that no sum sees the number of ranks. Under torch.no_grad the metrics alone.
         check: compare every log-prob with the engine's, which had these very weights when it made the samples.
         """
-        ranks, tokens = self.mesh.size(), max(1, sum(int(s.loss_mask.sum()) for s in samples))
-        tokens = len(samples) // 2 if phase == "rm" else tokens
+        tokens = len(samples) // 2 if phase == "rm" else max(1, sum(int(s.loss_mask.sum()) for s in samples))
+        ranks = self.mesh.size()
         total, rows, mismatches = sync.LeafSum(self.c.lanes // ranks), [], []
         for chosen, leaf in self.leaves(samples):
             output = self.model.token_logprobs(leaf, self.c.temperature if phase == "rl" else 1.0)
@@ -976,13 +976,7 @@ if __name__ == "__main__":
     # ---- what this rank has: a trainer, an engine, or both. `save` and `transport.publish` are collective: the
     # trainers, or all ranks, call them after the same steps, so what decides when is the config and the step alone.
     trainer = engine = sampler = transport = None
-    answered, pairs = train_rows, []
     if ranks.mesh is not None:
-        answers = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
-        if sft_steps and not its:
-            answered = answers(train_rows)
-        if mode == "rm":
-            pairs = supervised_samples(answers(eval_rows), c)
         done = saved.get("optimizer_steps", 0), saved.get("earlier", ())
         trainer = Trainer(c, ranks, hf, model_path, place, *done)
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
@@ -990,21 +984,24 @@ if __name__ == "__main__":
 
     # ---- supervised steps: the warm-up before RL, or all that mode='sft' or 'rm' does. Ranks with an engine only go on
     # to start it meanwhile.
-    if pairs and not saved:
-        evaluate_pairs(trainer, step, pairs, record)
-    if saves and supervised and not saved:
-        save(step, flight)
-    phase = "rm" if mode == "rm" else "sft"
-    for i in range(step, sft_steps) if trainer and (supervised or not saved) else ():
-        chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
-        samples = supervised_samples([answered[k] for k in chosen], c, its and its.demonstrate)
-        metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), phase)
-        if record:
-            record.supervised(phase, i, samples, metrics, hashes)
-        if pairs and due(i + 1, eval_every, sft_steps):
-            evaluate_pairs(trainer, i + 1, pairs, record)
-        if saves and supervised and due(i + 1, checkpoint_every, sft_steps):
-            save(i + 1, flight)
+    if trainer and (supervised or sft_steps and not saved):
+        encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
+        answered, phase = train_rows if its else encode(train_rows), "rm" if mode == "rm" else "sft"
+        pairs = supervised_samples(encode(eval_rows), c) if mode == "rm" else []
+        if pairs and not saved:
+            evaluate_pairs(trainer, step, pairs, record)
+        if saves and supervised and not saved:
+            save(step, flight)
+        for i in range(step, sft_steps):
+            chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
+            samples = supervised_samples([answered[k] for k in chosen], c, its and its.demonstrate)
+            metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), phase)
+            if record:
+                record.supervised(phase, i, samples, metrics, hashes)
+            if pairs and due(i + 1, eval_every, sft_steps):
+                evaluate_pairs(trainer, i + 1, pairs, record)
+            if saves and supervised and due(i + 1, checkpoint_every, sft_steps):
+                save(i + 1, flight)
     if trainer:
         trainer.keep(step)
 

@@ -467,8 +467,9 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
 
 def test_supervised_samples_learn_the_whole_answer_and_nothing_of_the_prompt():
     c, rows = config_of(sft_batch=4), [dict(prompt_tokens=[i, i], answer_tokens=[50, i, 1]) for i in range(20)]
-    samples = train.supervised_samples(rows, 2, c)
-    assert [int(s.tokens[0]) for s in samples] == train.rewards.rows_of_step(20, 4, 2, c.seed, "sft")
+    chosen = train.rewards.rows_of_step(20, 4, 2, c.seed, "sft")
+    samples = train.supervised_samples([rows[i] for i in chosen], c)
+    assert [int(s.tokens[0]) for s in samples] == chosen
     for s in samples:
         i = int(s.tokens[0])
         assert s.tokens.tolist() == [i, i, 50, i, 1] and s.prompt_tokens == 2 and s.loss_mask.tolist() == [True] * 3

@@ -94,6 +94,19 @@ def seeds_by_arrival():
     agents.sampler.sampling_seed = lambda *key: seed(next(count))
 
 
+def killed_in_step_13():
+    """The first rank dies in its 13th supervised step; once, as a file beside the logs says."""
+    record = sync.Record.supervised
+
+    def dies(self, phase, step, *others):
+        record(self, phase, step, *others)
+        if step == 12 and not (died := self.folder / "died").exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sync.Record.supervised = dies
+
+
 def slow_engines():
     """Breaks nothing: an engine waits up to a tenth of a second before it draws a prompt's samples."""
     from rollout_server import Sampler

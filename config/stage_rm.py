@@ -1,0 +1,19 @@
+"""
+rm
+"""
+
+out_dir = "out/stage_rm"
+mode = "rm"
+init_from = "out/stage_sft/ckpt/step_000257"
+arithmetic_min = 10
+arithmetic_size = 50
+max_prompt_tokens = 8
+max_new_tokens = 4
+max_steps = 200
+eval_every = 50
+leaf_tokens = 2048
+lanes = 4
+learning_rate = 1e-3
+warmup_steps = 20
+lr_decay_steps = 200
+checkpoint_every = 200
