@@ -440,10 +440,13 @@ def sides(mode):
 
 
 def with_wrong_sum(row):
-    """A sum's row as a pair: its answer is chosen, and the same with one digit changed is rejected; a hash says how."""
+    """A sum's row as a pair: its answer is chosen, and the same with digits changed is rejected; a hash says which."""
     right, h = row["answer"], int(content_hash(row["prompt"]), 16)
-    place, by = h % len(right), 1 + h // len(right) % 9
-    wrong = right[:place] + str((int(right[place]) + by) % 10) + right[place + 1 :]
+    h, changed = divmod(h, 2 ** len(right) - 1)  # a bit for each digit; 0 stands for all of them
+    wrong = ""
+    for i, digit in enumerate(right):
+        h, by = divmod(h, 9)
+        wrong += str((int(digit) + (1 + by) * (changed == 0 or changed >> i & 1)) % 10)
     return {"prompt": row["prompt"], "chosen": right, "rejected": wrong}
 
 

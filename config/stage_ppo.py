@@ -1,14 +1,18 @@
 """
-ppo
+The third stage: PPO of the first one's model on the second one's scores, with a critic and a KL to where it began. The
+sums' true accuracy is noted beside the scores: reward_numeric in metrics.jsonl.
+
+    python train_grpo.py config/stage_ppo.py
 """
 
 out_dir = "out/stage_ppo"
 init_from = "out/stage_sft/ckpt/step_000257"
-reward = "model:out/stage_rm/ckpt/step_000200 + 0*numeric"
+reward = "model:out/stage_rm/ckpt/step_000300 + 0*numeric"
 arithmetic_min = 10
 arithmetic_size = 50
 max_prompt_tokens = 8
 max_new_tokens = 4
+pass_reward = 0.0  # of pass@1 and of easy and hard groups: a score that leans to right
 advantage = "gae"
 kl_coef = 0.1
 kl_in_reward = True

@@ -1,5 +1,8 @@
 """
-rm
+The second stage: a reward model of the first one's model, on pairs of a right sum and one with a wrong digit. The rows
+held out are the first stage's and the third's, too.
+
+    python train_grpo.py config/stage_rm.py
 """
 
 out_dir = "out/stage_rm"
@@ -9,11 +12,11 @@ arithmetic_min = 10
 arithmetic_size = 50
 max_prompt_tokens = 8
 max_new_tokens = 4
-max_steps = 200
-eval_every = 50
+max_steps = 300
+eval_every = 100
 leaf_tokens = 2048
 lanes = 4
 learning_rate = 1e-3
 warmup_steps = 20
-lr_decay_steps = 200
-checkpoint_every = 200
+lr_decay_steps = 300
+checkpoint_every = 300

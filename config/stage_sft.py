@@ -1,5 +1,6 @@
 """
-The first of the classical three stages (Ouyang et al. 2022): supervised steps on sums, a Qwen3 of 0.8 M parameters.
+The first of three stages (Ouyang et al. 2022): supervised steps on sums of two numbers from 10 to 49, with a Qwen3 of
+0.8 M parameters from scratch, until about half of the sums are right.
 
     python train_grpo.py config/stage_sft.py
 """

@@ -9,6 +9,7 @@ import math
 import random
 import shutil
 import types
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -161,24 +162,16 @@ def test_the_gradient_of_pairs_does_not_see_empty_lanes_but_the_cut_into_leaves(
     assert not all(torch.equal(a, b) for a, b in zip(close, found[2]))
 
 
-def test_sums_are_paired_with_a_sum_that_is_wrong_in_one_digit_the_same_in_every_run():
+def test_sums_are_paired_with_others_of_as_many_digits_the_same_in_every_run_and_the_rows_of_other_modes():
     rows, held_out = rewards.load_rows(PAIRS | dict(arithmetic_size=50))
-    again, _ = rewards.load_rows(PAIRS | dict(arithmetic_size=50, seed=2))
-    assert (
-        rows == again
-        and len(rows) + len(held_out) == 2500
-        and not {r["prompt"] for r in rows} & {r["prompt"] for r in held_out}
-    )
-    places = set()
-    for row in rows + held_out:
-        assert row["chosen"] == str(eval(row["prompt"][:-1].replace("+0", "+ 0")))  # noqa: S307
-        wrong = [i for i, (a, b) in enumerate(zip(row["chosen"], row["rejected"], strict=True)) if a != b]
-        assert len(wrong) == 1
-        places.add((len(row["chosen"]), wrong[0]))
-    assert places == {(1, 0), (2, 0), (2, 1)}
-    assert [r["prompt"] for r in rows] == [
-        r["prompt"] for r in rewards.load_rows(DEFAULTS | dict(arithmetic_size=50))[0]
-    ]
+    assert (rows, held_out) == rewards.load_rows(PAIRS | dict(arithmetic_size=50, seed=2))
+    assert rows[0].keys() == {"prompt", "chosen", "rejected"}
+    for ours, others in zip((rows, held_out), rewards.load_rows(DEFAULTS | dict(arithmetic_size=50))):
+        assert [(r["prompt"], r["chosen"]) for r in ours] == [(r["prompt"], r["answer"]) for r in others]
+    sides = [zip(row["chosen"], row["rejected"], strict=True) for row in rows + held_out]
+    changed = Counter(tuple(a != b for a, b in pair) for pair in sides)
+    assert set(changed) == {(True,), (True, False), (False, True), (True, True)}
+    assert min(changed[k] for k in changed if len(k) == 2) > 700
 
 
 # ---- scores
@@ -349,7 +342,7 @@ def test_a_run_learns_what_is_preferred_and_says_so_of_held_out_pairs(trained):
     assert (before["step"], after["step"]) == (0, 80) and before["eval_loss"] == pytest.approx(math.log(2))
     assert after["eval_accuracy"] > 0.85 and after["eval_margin"] > 1, after
     steps = lines(folder, "metrics.jsonl", "rm")
-    assert len(steps) == 80 and steps[-1]["loss"] < 0.5 < steps[0]["loss"] and steps[-1]["accuracy"] > 0.8
+    assert len(steps) == 80 and sum(m["accuracy"] for m in steps[-10:]) > 8 > sum(m["accuracy"] for m in steps[:10])
     line = f"held out after 80 steps: eval_accuracy {after['eval_accuracy']:.4f} +- "
     assert line in output and "(100 pairs, loss " in output and "SGLang" not in output
 
