@@ -49,21 +49,10 @@ from typing import NamedTuple
 import torch
 
 import kernels
+import sync
 from configurator import close_bars, require
 from rewards import RewardError, answer_ids, prompt_ids, rows_of_step, score
-from sync import (
-    RunError,
-    Shard,
-    TreeReduceScatter,
-    claim,
-    fetch_model,
-    group_path,
-    hidden_torchrun,
-    load_tokenizer,
-    load_weights,
-    tensor_hashes,
-    write_group,
-)
+from sync import RunError, Shard, TreeReduceScatter, claim, group_path, hidden_torchrun, tensor_hashes, write_group
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 SCORES = "ForSequenceClassification"  # how Hugging Face calls the class of a reward model
@@ -221,9 +210,9 @@ class RewardModel:
     """
 
     def __init__(self, name, config):
-        self.folder, self.config = fetch_model(name, "reward"), config
+        self.folder, self.config = sync.fetch_model(name, "reward"), config
         self.hf = check_model(self.folder, config, "reward")
-        self.tokenizer, stop_tokens = load_tokenizer(self.folder)
+        self.tokenizer, stop_tokens = sync.load_tokenizer(self.folder)
         # A model whose EOS is its padding, too, was trained to be read before it, as Hugging Face's class does.
         self.stop_tokens = [] if self.hf.pad_token_id == stop_tokens[0] else stop_tokens
         self.model, self.waiting, self.thread = None, SimpleQueue(), ThreadPoolExecutor(1, "reward model")
@@ -256,7 +245,7 @@ class RewardModel:
         if self.model is None:  # loaded where it is used: in a rank with an engine
             self.model = build_model(self.hf, None, device, self.config["batch_invariant"])
             weights = [Shard(name, tuple(p.shape), 0, p.data) for name, p in self.model.named_parameters()]
-            load_weights(weights, self.folder, False, "reward")
+            sync.load_weights(weights, self.folder, False, "reward")
         ids = [
             torch.tensor(prompt_ids(x, self.tokenizer, self.config) + answer_ids(y, self.tokenizer, self.stop_tokens))
             for x, y in texts

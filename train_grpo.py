@@ -73,7 +73,7 @@ group_size = 8  # G
 max_new_tokens = 256
 temperature = 1.0
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
-# numeric, exact, format, math, judge, 'my_file.py:my_function', 'model:' and a reward model's folder, or a weighted sum:
+# numeric, exact, format, math, judge, 'my_file.py:my_function', 'model:my_folder' (a reward model), or a weighted sum:
 # 'numeric+0.2*format'
 reward = "numeric"
 judge = ""  # an OpenAI-compatible endpoint such as 'http://127.0.0.1:8000/v1'; its key is in JUDGE_API_KEY

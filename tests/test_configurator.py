@@ -514,6 +514,8 @@ BAD = [
     (dict(mode="serve", init_from="model"), 2, "mode='serve': one process serves a model, and these are 2"),
     (dict(mode="serve", init_from="model", port=70000), 1, "port=70000: use 1 .. 65535"),
     (dict(port=9000), 1, "port=9000: is for --mode=serve"),
+    (dict(chosen_column="best"), 1, "chosen_column='best': is for --mode=rm"),
+    (dict(mode="rm", agent="agents/guess.py:solve"), 1, "mode='rm': is for samples of one turn"),
     (dict(loss="gspo"), 1, "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation"),
     (dict(loss="pg", updates_per_batch=2), 1, "updates_per_batch=2: loss='pg' has no ratio"),
     (dict(updates_per_batch=0), 1, "updates_per_batch=0: must be more than 0"),

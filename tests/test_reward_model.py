@@ -240,7 +240,7 @@ def test_a_model_whose_padding_is_its_eos_is_read_before_it_as_hugging_face_does
     ours = RewardModel(tmp_path, DEFAULTS)("1+2=", "3", "")
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     ids = torch.tensor([RewardModel(judge, DEFAULTS).tokenizer("1+2=3<eos>")["input_ids"]])
-    assert float(plain(ids).logits) == pytest.approx(ours, abs=1e-5) != RewardModel(judge, DEFAULTS)("1+2=", "3", "")
+    assert plain(ids).logits.item() == pytest.approx(ours, abs=1e-5) != RewardModel(judge, DEFAULTS)("1+2=", "3", "")
     hf = train.check_model(tmp_path, DEFAULTS, "reward")
     assert hf.pad_token_id == hf.eos_token_id == 1
 
