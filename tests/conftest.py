@@ -12,6 +12,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -65,13 +66,19 @@ def warm():
     return process
 
 
-def launch_warm(folder, *flags, broken=None, file_size=0, timeout=600):
+def launch_warm(folder, *flags, ranks=0, broken=None, file_size=0, timeout=600):
     """
-    `launch` of a run in one process, by a fork of a process that has imported the libraries: (status, output).
-    file_size: bytes that a file may have, as on a full disk; 0: any number.
+    `launch` of a run by forks of a process that has imported the libraries: (status, output). file_size: bytes that a
+    file may have, as on a full disk; 0: any number.
     """
     command, output = command_of(folder, *flags, broken=broken)[1:], folder.parent / f"{folder.name}.output"
-    job = dict(command=command, output=str(output), file_size=file_size)
+    envs = [{}]
+    if ranks:  # as torchrun says it
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+        world = address | dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        envs = [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
+    job = dict(command=command, output=str(output), file_size=file_size, ranks=envs)
     warm().stdin.write(json.dumps(job) + "\n")
     process = int(warm().stdout.readline())
     timer = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
@@ -192,7 +199,7 @@ def two_engines(once):
 @pytest.fixture(scope="session")
 def replayed(once, two_ranks):
     """The run of two_ranks again, from its rollout files, on four trainers."""
-    return once("replayed", lambda folder: finish(folder, *replay_of(two_ranks[0]), ranks=4))
+    return once("replayed", lambda folder: finish(folder, *replay_of(two_ranks[0]), ranks=4, launch=launch_warm))
 
 
 @pytest.fixture(scope="session")
@@ -204,7 +211,7 @@ def resumed(once, two_ranks):
         torn = sync.group_path(queue / "rl_000020", 3)
         torn.write_bytes(torn.read_bytes()[:-7])
         sync.claim(queue / "rl_000023", 0)  # by an engine that is no more
-        return finish(folder, "--init_from=resume", ranks=3)
+        return finish(folder, "--init_from=resume", ranks=3, launch=launch_warm)
 
     return once("resumed", resume)
 

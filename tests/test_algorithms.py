@@ -12,7 +12,7 @@ import json
 import pytest
 import torch
 from conftest import digest, launch_warm, read_groups
-from prove import launch, lines, replay_of
+from prove import lines, replay_of
 from safetensors.torch import load_file
 
 from rewards import numeric
@@ -20,7 +20,7 @@ from rewards import numeric
 
 def run(folder, *flags, ranks=0):
     """A run that has to succeed: (folder, output)."""
-    status, output = launch(folder, *flags, ranks=ranks) if ranks else launch_warm(folder, *flags)
+    status, output = launch_warm(folder, *flags, ranks=ranks)
     assert status == 0, output[-4000:]
     return folder, output
 

@@ -326,7 +326,7 @@ def test_L9_control_weights_as_they_come_are_caught(tmp_path):
 
 def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, tmp_path):
     flags = (*LAG, *replay_of(lagged[0]), "--checkpoint_every=0")
-    finish(tmp_path / "run", *flags, ranks=2)
+    finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
     assert_it_learned(tmp_path / "run", steps=24)
     assert ledger(tmp_path / "run") == ledger(lagged[0])
 

@@ -384,7 +384,10 @@ def test_runs_rewarded_by_a_model_have_one_ledger_and_so_has_their_replay(traine
     reward = f"--reward=model:{trained[0]}/ckpt/step_000080 + 0*numeric"
     flags = (reward, "--max_steps=3", "--warmup_sft_steps=0", "--checkpoint_every=0", "--pass_reward=0")
     flags += ("--advantage=gae", "--kl_coef=0.05", "--kl_in_reward", f"--init_from={trained[0]}/model")
-    outputs = [finish(tmp_path / "a", *flags, launch=launch_warm), finish(tmp_path / "b", *flags, ranks=2)]
+    outputs = [
+        finish(tmp_path / "a", *flags, launch=launch_warm),
+        finish(tmp_path / "b", *flags, ranks=2, launch=launch_warm),
+    ]
     outputs.append(finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"), launch=launch_warm))
     ledgers = [(tmp_path / name / "ledger.jsonl").read_bytes() for name in "abc"]
     assert ledgers[0] == ledgers[1] == ledgers[2] and len({*map(digest, outputs)}) == 1
