@@ -196,6 +196,7 @@ CHOICES = {
     "mode": ("grpo", "replay", "sft", "rm", "rollout", "reject", "eval", "serve"),
     "weight_sync": ("", "broadcast", "ipc", "disk"),
     "credit": ("sample", "turn"),
+    "sandbox": ("bwrap", "none"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
     "loss": ("ppo", "gspo", "cispo", "decoupled", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
@@ -205,7 +206,7 @@ CHOICES = {
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes max_turns max_result_chars agent_timeout
-    judge_tries""".split()
+    judge_tries sandbox_seconds sandbox_memory""".split()
 # keys that say nothing without another
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay")}

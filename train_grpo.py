@@ -48,13 +48,14 @@ threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly
 rollout_ranks = 1  # number of ranks, taken from the end, that host an engine each; the others train
 colocate = False  # every rank does both, one after the other (a single process always does)
 # the data
-dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file, or 'arithmetic': sums made here
+dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file; made here: 'arithmetic' (sums) or 'programs'
 arithmetic_min = 0  # the least operand of those sums
 arithmetic_size = 100  # their operands are below this
 dataset_config = ""  # only of a hub data set: its configuration, such as 'main'
 split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
+sft_column = ""  # what supervised steps learn to say; '': answer_column
 chosen_column = "chosen"  # with mode='rm': of the response that was preferred
 rejected_column = "rejected"  # .. to this one
 prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
@@ -73,13 +74,16 @@ group_size = 8  # G
 max_new_tokens = 256
 temperature = 1.0
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
-# numeric, exact, format, math, judge, 'my_file.py:my_function', 'model:my_folder' (a reward model), or a weighted sum:
-# 'numeric+0.2*format'
+# numeric, exact, format, math, judge, code (programs and tests), 'my_file.py:my_function', 'model:my_folder' (a reward
+# model), or a weighted sum: 'numeric+0.2*format'
 reward = "numeric"
 judge = ""  # an OpenAI-compatible endpoint such as 'http://127.0.0.1:8000/v1'; its key is in JUDGE_API_KEY
 judge_model = ""  # '': the first that it lists
 judge_prompt = ""  # a text file with {response}, {prompt}, {answer} as wanted, that asks for a line 'score: <0 to 1>'
 judge_tries = 3  # after which a failure ends the run
+sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
+sandbox_seconds = 2.0  # of CPU time that a program may take
+sandbox_memory = 256  # MiB, of each of its processes
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: none
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards count in the group all the same
 dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept

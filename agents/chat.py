@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configurator import fail, require, template_arguments
-from rewards import describe, find_function, finite
+from rewards import SandboxError, describe, find_function, finite
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 AFTER_THE_END = 100  # questions to a dialogue that has ended after which its agent counts as one that never ends
@@ -513,6 +513,8 @@ class Chat:
         """The text that a tool returns, or that says what it raised."""
         try:
             value = await beside(f, **arguments)
+        except SandboxError as error:  # it says nothing of what ran there
+            raise AgentError(f"{self.episode.where}, {at}: {f.__name__}: {error}") from error
         except (Exception, SystemExit) as error:
             value = f"Error: {type(error).__name__}: {error}"
         text = ADDRESS.sub("0x0", value if isinstance(value, str) else self._json(value, at))

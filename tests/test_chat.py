@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+import rewards
 import sync
 import train_grpo as train
 from agents import chat
@@ -530,6 +531,22 @@ def test_what_fails_outside_is_no_result_and_is_tried_again(template, tmp_path):
         "rl step 3, prompt 2, sample 0, turn 0, do 0: judge: ConnectionError: no route (test_chat.py:"
     )
     assert play(solve, ["x"], template, journal)[1] == 1 and tries == ["x", "x"]
+
+
+def test_a_tool_whose_sandbox_was_killed_is_no_result_either(template, monkeypatch):
+    def killed(source):
+        raise rewards.SandboxError("the sandbox itself ended with status -9: killed")
+
+    async def solve(chat, row):
+        chat.user("go")
+        await chat.call((await chat.generate(tools=[rewards.python])).tool_calls)
+        return 0.0
+
+    monkeypatch.setattr(rewards, "run_program", killed)
+    line = error_of(solve, [[("python", dict(code="1"))]], template)
+    assert (
+        line == "rl step 3, prompt 2, sample 0, turn 0, call 0: python: the sandbox itself ended with status -9: killed"
+    )
 
 
 # ---- rule 7: the second run

@@ -10,6 +10,7 @@ Sampled tokens per second in steady state, of rollout and training together.
     python tools/bench.py --peer --ranks=2 --lag=1 --lanes=1 # training and sampling side by side
     python tools/bench.py --agent                            # a turn through agents/chat.py beside a plain sample; and
                                                              # 64 dialogues whose tools sleep
+    python tools/bench.py --sandbox                          # 1,000 programs, beside bare Python
 
 Runs train_grpo.py for some steps with samples of a fixed length and takes the median over the steps after the first
 four, which warm up. `--operators` times one operator after the other at the shapes of Qwen3 instead: random numbers,
@@ -39,6 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,6 +189,35 @@ def agents(args):
 
 
 # ---- beside TRL, on a CPU
+
+
+def sandbox():
+    """1,000 programs in the sandbox and with bare Python, 64 threads, as many programs at a time as there are cores."""
+    sys.path.insert(0, str(ROOT))
+    from gpu_bits import machine
+
+    import rewards
+    from train_grpo import DEFAULTS
+
+    rewards.load_reward("code", DEFAULTS)
+    bare = [rewards.interpreter("bwrap"), "-I", "-S", "-c"]
+
+    def plain(program):
+        with rewards.RUNNING:
+            assert subprocess.run([*bare, program], capture_output=True, env={}).stdout == b"1\n"
+
+    def boxed(program):
+        assert rewards.run_program(program).output == "1\n"
+
+    for work, program in dict(nothing="print(1)", loop="for i in range(300000): pass\nprint(1)").items():
+        seconds = {plain: [], boxed: []}
+        for run in [plain, boxed] * 5:  # in turn, as the machine's speed drifts
+            with ThreadPoolExecutor(64) as pool:
+                began = time.perf_counter()
+                list(pool.map(run, [program] * 200))
+                seconds[run].append(time.perf_counter() - began)
+        one, other = (1000 * sum(seconds[run]) / 1000 for run in (plain, boxed))
+        print(f"{work}: {one:.1f} ms a program bare, {other:.1f} ms in the sandbox: {other / one:.2f}; {machine()}")
 
 
 def trl_side(folder):
@@ -708,6 +739,7 @@ def main():
     parser.add_argument("--onoff", action="store_true", help="with and without the batch-invariant operators")
     parser.add_argument("--peer", nargs="?", const="default", choices=PEER_SETTINGS, help="beside TRL, on a CPU")
     parser.add_argument("--agent", action="store_true", help="dialogues through agents/chat.py, on a CPU")
+    parser.add_argument("--sandbox", action="store_true", help="programs in the sandbox beside bare Python")
     parser.add_argument("--trl_side", type=Path, help=argparse.SUPPRESS)  # --peer's own: the other side's run
     args, args.flags = parser.parse_known_args()
     args.steps = args.steps or (12 if args.peer else 24)
@@ -715,6 +747,8 @@ def main():
         operators()
     elif args.onoff:
         onoff(args)
+    elif args.sandbox:
+        sandbox()
     elif args.trl_side:
         trl_side(args.trl_side)
     elif args.agent:

@@ -1,0 +1,34 @@
+"""
+Programs to write: two steps of arithmetic in words, such as "plus 13, times 4:", and a function that does them, judged
+by tests in a sandbox (README says how to install bubblewrap). A Qwen3 of 0.1 M parameters from scratch. Half of the
+programs that it is shown lack the parentheses that they need; the tests do not forgive that.
+
+    python train_grpo.py config/programs.py
+
+| seed | held-out pass@1 after the warm-up | after 80 RL steps | digest |
+|---|---|---|---|
+| 1 | 0.562 | 0.848 | f98fbc8b |
+
+256 held-out descriptions, sampled at temperature 1.0: +- 0.06. No log-prob differed in any step, no program came to a
+limit or near one. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores, 1 thread, a busy machine: 8 min, most of them in
+running 128 programs a step.
+"""
+
+out_dir = "out/programs"
+dataset = "programs"
+reward = "code"
+sft_column = "program"
+max_prompt_tokens = 24
+max_new_tokens = 32
+threads = 1
+warmup_sft_steps = 220
+sft_learning_rate = 2e-3
+prompts_per_step = 16
+group_size = 8
+max_steps = 80
+leaf_tokens = 2048
+lanes = 4
+learning_rate = 5e-4
+scratch_layers = 2
+scratch_hidden = 64
+scratch_mlp = 128

@@ -1,0 +1,440 @@
+"""
+Programs in the sandbox: attacks, each beside a control in which it succeeds, so that it is the sandbox that holds it;
+verdicts and limits; and what a judge that keeps its answers to itself makes of programs that tamper with it.
+
+    pytest tests/test_sandbox.py
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import rewards
+from rewards import RewardError, SandboxError, canonical, code, load_reward, programs, run_program, score
+from train_grpo import DEFAULTS
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    """A sandbox with limits that a test need not wait for long; what a test sets is gone after it."""
+    monkeypatch.setattr(rewards, "SETTINGS", DEFAULTS | dict(sandbox_seconds=1.0))
+    return partial(monkeypatch.setitem, rewards.SETTINGS)
+
+
+def finds(condition, seconds=10.0):
+    """What `condition` returns as soon as it is true, or in the end."""
+    until = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
+
+
+def processes(marker):
+    """Ids of this machine's processes with `marker` in their command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [int(path.parent.name)] * (marker.encode() in path.read_bytes())
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# out of the sandbox: each program prints 'out' if it gets there
+
+ATTACKS = {
+    "read a file of the system": "open('/etc/passwd').read(); print('out')",
+    "read the run's folder": "open({secret!r}).read(); print('out')",
+    "list the run's folder": "import os; os.listdir({folder!r}); print('out')",
+    "a link out of its folder": """
+import os
+try:
+    os.symlink({secret!r}, {name!r}); open({name!r}).read(); print('out')
+finally:
+    os.remove({name!r})""",
+    "the environment of the trainer": "print('out' if b'PATH=' in open('/proc/{pid}/environ', 'rb').read() else '')",
+    "signal the trainer": "import os; os.kill({pid}, 0); print('out')",
+    "connect to the machine": "import socket; socket.create_connection(('127.0.0.1', {port}), 5); print('out')",
+    "connect to a socket without a file": r"""
+import socket; socket.socket(socket.AF_UNIX).connect('\0' '{name}'); print('out')""",
+    "a fork bomb": """
+import os, time
+for child in range(64):
+    if os.fork() == 0:
+        time.sleep(60)
+print('out')""",
+    "a bomb of threads": """
+import threading, time
+for child in range(64):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print('out')""",
+    "fill the disk": """
+import os
+names = [{name!r} + str(i) for i in range(200)]
+try:
+    for name in names:
+        with open(name, 'wb') as file: file.write(bytes(60000))
+    print('out')
+finally:
+    for name in filter(os.path.exists, names): os.remove(name)""",
+    "another user namespace": """
+import ctypes, os
+if os.getuid() and open('/proc/sys/user/max_user_namespaces').read() == '0': raise OSError
+print('out' if ctypes.CDLL(None).unshare(0x10000000) == 0 else '')""",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, settings, tmp_path):
+    secret, name = tmp_path / "secret", uuid.uuid4().hex
+    secret.write_text("weights")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind("\0" + name)
+        abstract.listen()
+        facts = dict(secret=str(secret), folder=str(tmp_path), pid=os.getpid(), name=name)
+        program = ATTACKS[attack].format(port=server.getsockname()[1], **facts)
+        held = run_program(program)
+        settings("sandbox", "none")
+        settings("sandbox_memory", 4096)  # 64 threads have 8 MiB of stack each
+        succeeds = run_program(program)
+    assert succeeds.output.split() == ["out"], succeeds.errors
+    assert held.output.split() == [], held
+
+
+def test_the_fork_bomb_is_held_when_root_starts_it_too():
+    if os.geteuid() != 0:
+        pytest.skip("for root")
+    forks = (
+        "import os\nn = 0\ntry:\n while n < 64:\n  if os.fork() == 0: os.read(0, 1) or __import__('time').sleep(9)\n"
+    )
+    run = run_program(forks + "  n += 1\nexcept OSError: print(os.getuid(), n)")
+    assert run.output.split() == ["65534", str(rewards.PROCESSES - 2)]  # beside the shell and the first one
+
+
+def test_the_environment_is_empty_and_sets_have_one_order():
+    see = "import os; print(sorted(os.environ)); print(hash('a'), list(map(str, {'a', 'b', 'c', 'd'})))"
+    first, second = (run_program(see).output.splitlines() for _ in range(2))
+    assert first[0] == "['LC_CTYPE', 'PWD', 'PYTHONHASHSEED']" and first == second
+
+
+def test_the_root_cannot_be_written_and_the_own_folder_can():
+    run = run_program("open('mine', 'w').write('x'); print(open('mine').read()); open('/theirs', 'w')")
+    assert run.output == "x\n" and run.verdict == "fail" and "Read-only file system" in run.errors
+
+
+def test_a_file_is_gone_with_its_sandbox(settings):
+    name = Path("/tmp") / uuid.uuid4().hex
+    write = f"open({str(name)!r}, 'w').write('x')"
+    assert run_program(write).verdict == "pass" and not name.exists()
+    settings("sandbox", "none")
+    assert run_program(write).verdict == "pass" and name.exists()
+    name.unlink()
+
+
+def test_a_program_cannot_raise_its_limits():
+    lower = "from resource import *\nsetrlimit(RLIMIT_CPU, (1, 1)); print('lower')\n"
+    for limit in ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE"):
+        run = run_program(f"{lower}setrlimit({limit}, (2**40, 2**40)); print('higher')")
+        assert run.output == "lower\n" and "not allowed to raise" in run.errors
+
+
+@pytest.mark.parametrize("ends", ["", "import time; time.sleep(60)"])
+def test_no_process_is_left(ends, settings, monkeypatch):
+    """Neither behind a program that ends nor behind one that the guard ends; without the sandbox one is."""
+    monkeypatch.setattr(rewards, "PATIENCE", 0.4)
+    marker = uuid.uuid4().hex
+    stay = f"[sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}]"
+    program = f"import os, sys\nif os.fork() == 0:\n os.setsid(); os.execv(sys.executable, {stay})\n"
+    program += f"import time; time.sleep(0.2)\n{ends}"
+    assert run_program(program).verdict == ("limit" if ends else "pass")
+    assert finds(lambda: not processes(marker))
+    settings("sandbox", "none")
+    run_program(program)
+    assert (left := processes(marker))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# limits, and who is killed by whom
+
+TWO = "import atexit, os, time\nif os.fork(): atexit.register(os.wait)\n"  # processes, whose times are added
+
+
+@pytest.mark.parametrize(
+    "beyond, within, verdict, near",
+    [
+        ("while True: pass", "for i in range(10**5): pass", "limit", True),
+        ("x = bytearray(300 * 2**20)", "x = bytearray(100 * 2**20)", "limit", True),
+        (f"{TWO}while time.process_time() < 0.7: pass", f"{TWO}while time.process_time() < 0.1: pass", "limit", True),
+        ("while True: print('x' * 99)", "for i in range(99): print('x' * 99)", "limit", False),
+        ("import os\nwhile True: os.write(2, b'x' * 9999)", "import os; os.write(2, b'x' * 9999)", "limit", False),
+        ("open('x', 'wb').write(bytes(99999))", "open('x', 'wb').write(bytes(9999))", "fail", False),
+        ("import os; os.kill(os.getpid(), 9)", "import os; os.kill(os.getpid(), 0)", "limit", True),
+        ("import ctypes; ctypes.string_at(0)", "import ctypes", "fail", False),
+        ("raise SystemExit(3)", "raise SystemExit(0)", "fail", False),
+        ("x = [", "x = []", "fail", False),
+        ("x = '\ud800'; print(x)", "x = '\ufffd'; print(x)", "fail", False),
+    ],
+)
+def test_verdicts(beyond, within, verdict, near):
+    over, control = run_program(beyond), run_program(within)
+    assert (over.verdict, over.near_limit) == (verdict, near), over.errors
+    assert (control.verdict, control.near_limit) == ("pass", False), control.errors
+
+
+def test_waiting_is_ended_and_is_a_limit(monkeypatch):
+    assert run_program("import time; time.sleep(0.5)").verdict == "pass"
+    monkeypatch.setattr(rewards, "PATIENCE", 0.1)
+    run = run_program("import time; time.sleep(60)")
+    assert run.verdict == "limit" and run.near_limit
+
+
+def test_more_than_half_of_the_time_is_near_the_limit(settings):
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    assert not run_program(busy).near_limit
+    settings("sandbox_seconds", 0.5)
+    assert run_program(busy)[:2] == ("pass", True)
+    settings("sandbox_seconds", 0.2)  # less than the whole second that the kernel counts by
+    assert run_program(busy)[:2] == ("limit", True)
+
+
+def killed_in(program, inside):
+    """The future Run of a program whose sandbox, or the program itself, is killed by somebody else."""
+    rewards.interpreter("bwrap")
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run_program, program)
+        tree = finds(lambda: descendants() if len(descendants()) == 3 else None)
+        os.kill(tree[-1 if inside else 0], signal.SIGKILL)
+        return future.exception() or future.result()
+
+
+def descendants():
+    """This process's sandbox: bwrap, its shell, the program; as many as there are yet."""
+    parents, chain = {}, [os.getpid()]
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.read_text().rpartition(")")[2].split()[1])] = int(path.parent.name)
+    while chain[-1] in parents:
+        chain.append(parents[chain[-1]])
+    return chain[1:]
+
+
+def test_a_sandbox_killed_from_outside_is_an_error_and_no_zero():
+    error = killed_in("import time; time.sleep(9)", inside=False)
+    assert isinstance(error, SandboxError) and "status -9" in str(error)
+
+    def reward(prompt, response, answer):
+        raise error
+
+    with pytest.raises(RewardError, match="rl step 3.*SandboxError: the sandbox itself ended") as line:
+        score(reward, "", "", "", "rl step 3")
+    assert "\n" not in str(line.value)
+
+
+def test_a_program_killed_from_outside_runs_again():
+    assert killed_in("import time; time.sleep(0.5); print('done')", inside=True)[::3] == ("pass", "done\n")
+
+
+def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
+    rewards.interpreter("bwrap")
+    monkeypatch.setattr(rewards, "OWN", [*rewards.OWN, "--no-such-option"])
+    with pytest.raises(SandboxError, match="status 1: bwrap: Unknown option --no-such-option"):
+        run_program("print(1)")
+
+
+def test_as_many_programs_run_at_once_as_there_are_cores(monkeypatch):
+    running, most, wait, lock = [], [], rewards._wait, threading.Lock()
+
+    def counted(pid, seconds):
+        with lock:
+            running.append(pid)
+            most.append(len(running))
+        ended = wait(pid, seconds)
+        running.remove(pid)
+        return ended
+
+    monkeypatch.setattr(rewards, "_wait", counted)
+    with ThreadPoolExecutor(16) as pool:
+        runs = list(pool.map(run_program, [f"print({i})" for i in range(16)]))
+    assert [run.output for run in runs] == [f"{i}\n" for i in range(16)]
+    assert max(most) == os.cpu_count()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# the judge
+
+SQUARES = "assert f(2) == 4\nassert f(3) == 9"
+TAMPERS = {
+    "leaves": "import sys; sys.exit(0)",
+    "leaves at once": "import os; os._exit(0)",
+    "leaves when called": "import os\ndef f(x): os._exit(0)",
+    "equal to all": "class Yes:\n def __eq__(self, other): return True\ndef f(x): return Yes()",
+    "ends well": "import atexit, os; atexit.register(os._exit, 0)",
+    "hides errors": "import os, sys; sys.excepthook = lambda *error: os._exit(0)",
+    "no errors": "import sys\nsys.settrace(lambda *a: sys.exit(0))\ndef f(x): return 0",
+    "another judge": """
+import builtins, os, sys
+frame = sys._getframe()
+while frame:
+    for name in ('canonical', 'eval', 'ascii'): frame.f_globals[name] = lambda *a: 'True'
+    frame = frame.f_back
+def f(x): sys.exit(0)""",
+    "says so on every channel": r"""
+import os
+for fd in range(64):
+    for said in (b'pass', b'True', b'1.0', b'\nlist(True, True)', b'\nlist()'):
+        try: os.write(fd, said)
+        except OSError: pass
+os._exit(0)""",
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERS)
+def test_tampering_with_the_judge_gains_nothing(tamper):
+    """The control judges by a status, in the program's own process, as is often done: it is taken in."""
+    assert code("", TAMPERS[tamper], SQUARES)[0] == 0.0
+    assert run_program(f"{TAMPERS[tamper]}\n{SQUARES}").verdict == "pass"
+
+
+def test_what_is_expected_is_nowhere_in_the_sandbox():
+    """The program looks into all objects, frames, its input and /proc, and finds it where the tests run beside it."""
+    look = r"""
+import gc, os, re, sys
+def f(x):
+    texts, frame = [], sys._getframe()
+    while frame:
+        texts += [repr(frame.f_locals), repr(frame.f_globals), repr(frame.f_code.co_consts)]
+        frame = frame.f_back
+    texts += [repr(x) for x in gc.get_objects() if type(x) in (list, tuple, dict)]
+    os.lseek(0, 0, 0)
+    texts += [os.read(fd, 99999).decode() for fd in (0,)] + sys.orig_argv
+    return ''.join(re.findall('secret' + '-[0-9]{4}', ''.join(texts))[:1])
+"""
+    test = "assert f(2) == 'secret-7341'"
+    assert code("", look, test)[0] == 0.0
+    assert code("", look + "f = lambda x: 'secret-7341'", test)[0] == 1.0
+    assert run_program(f"{look}\n{test}").verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    "value", ["1", "'1'", "[1, 2]", "{1: (2, 'a')}", "{3, 1, 2}", "1.5", "None", "'\\u00e9\\n'", "-2"]
+)
+def test_values_are_compared_with_their_types(value):
+    others = {"1", "1.0", "True", "'1'", "[1, 2]", "(1, 2)", "{1: [2, 'a']}", "{1: (2, 'a')}", "{3, 1, 2}", "'None'"}
+    assert code("", f"def f(): return {value}", f"assert f() == {value}")[0] == 1.0
+    for other in sorted(others - {value}):
+        assert canonical(eval(other)) != canonical(eval(value))
+    assert canonical({"b": {3, 1}, "a": 0}) == canonical({"a": 0, "b": {1, 3}})  # no order where there is none
+
+
+@pytest.mark.parametrize(
+    "prompt, response, passes",
+    [
+        ("", "def f(x): return x * x", True),
+        ("", "So:\n```python\ndef f(x): return 0\n```\nno:\n```python\ndef f(x): return x * x\n```\nDone.", True),
+        ("", "```python\ndef f(x): return x * x\n```\nor\n```python\ndef f(x): return 0\n```", False),
+        ("", "```python\ndef f(x): return x * x", True),  # it was cut
+        ("def f(x):\n", "    return x * x", True),
+        ("def f(x):\n", "def f(x): return x * x", True),
+        ("def f(x):\n", "return x * x", False),
+        ("", "def f(x): return x * x\nprint('list(4, 5)')", True),
+        ("", "", False),
+    ],
+)
+def test_which_part_of_a_response_is_the_program(prompt, response, passes):
+    value, notes = code(prompt, response, SQUARES)
+    assert value == passes and notes["verdict"] == ("pass" if passes else "fail") and not notes["near_limit"]
+
+
+def test_input_and_output():
+    tests = json.dumps(dict(inputs=["2\n", "3\n"], outputs=["4\n", "9"]))
+    assert code("", "x = int(input())\nprint(x * x, end=' \\n\\n')", tests)[0] == 1.0
+    assert code("", "import sys\nx = int(sys.stdin.read())\nprint(x * x)\nsys.stderr.write('!')", tests)[0] == 1.0
+    assert code("", "input(); print(4)", tests)[0] == 0.0  # right once
+    assert code("", "while True: pass", tests)[1]["verdict"] == "limit"
+
+
+@pytest.mark.parametrize(
+    "answer, problem",
+    [
+        ("assert f(1) == 2\nassert g(f(1)) == f(2)", "line 2: 'assert g(f(1)) == f(2)' is not"),
+        ("assert f(1)", "line 1"),
+        ("import math", "line 1"),
+        ("assert f(1) == 2 == 2", "line 1"),
+        ("assert f(1) = 2", "line 1"),
+        ("42", "line 1"),
+        ("", "no test"),
+        ('{"inputs": ["1"]}', "inputs and outputs"),
+        ('{"inputs": ["1"], "outputs": []}', "as many"),
+        ('{"inputs": [[1]], "outputs": ["1"]}', "texts"),
+        ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}', "alone"),
+        ('{"inputs": ', "Expecting value"),
+    ],
+)
+def test_an_answer_without_tests_is_refused(answer, problem):
+    with pytest.raises(ValueError) as error:
+        code("", "def f(x): return 2", answer)
+    assert problem in str(error.value)
+
+
+def test_a_list_of_asserts_is_read():
+    assert rewards.tests_of(repr(SQUARES.splitlines())) == rewards.tests_of(SQUARES)
+
+
+def test_rewards_of_programs_have_notes_and_are_summed(settings):
+    reward = load_reward("code + 0.5*exact", DEFAULTS)
+    value, notes = reward("", "def f(x): return x*x", SQUARES)
+    assert value == 1.0 and notes["code"]["verdict"] == "pass" and notes["code"]["cpu_seconds"] > 0
+
+
+def test_what_is_missing_is_told_in_one_line_at_the_start(monkeypatch):
+    def refused():
+        rewards.interpreter.cache_clear()
+        with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as error:
+            load_reward("code", DEFAULTS)
+        rewards.interpreter.cache_clear()
+        assert error.getvalue().count("\n") == 1 and "--sandbox=none" in error.getvalue()
+        return error.getvalue()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewards, "BUBBLE", ["--no-user-namespaces"])
+        assert "Unknown option" in refused() and "user.max_user_namespaces" in refused()
+    with monkeypatch.context() as patch:
+        patch.setattr(rewards.shutil, "which", lambda name: None)
+        assert "apt-get install bubblewrap" in refused()
+        assert load_reward("code", DEFAULTS | dict(sandbox="none"))("", "def f(x): return x*x", SQUARES)[0] == 1.0
+
+
+def test_the_tool_says_what_is_printed_and_what_is_raised():
+    assert rewards.python("print(6 * 7)") == "42\n"
+    assert rewards.python("print(1); 1/0").startswith("1\nTraceback") and "division by zero" in rewards.python("1/0")
+    assert rewards.python("while True: pass").endswith("stopped: too much time, memory or output")
+
+
+def test_programs_of_the_small_task_are_right_or_careless():
+    rows, right = programs(), 0
+    for row in rows:
+        [(calls, _, wanted)] = rewards.tests_of(row["answer"])
+        names = {}
+        exec(row["program"], names)
+        right += canonical([eval(call, names) for call in calls]) == wanted
+    assert len(rows) == len({row["prompt"] for row in rows}) == 2916
+    assert 0.85 < right / len(rows) < 0.92  # two in nine need parentheses, half of those are without
+
+
+def test_the_interpreter_is_one_that_the_sandbox_can_read(capsys):
+    rewards.interpreter.cache_clear()
+    assert rewards.interpreter("bwrap") in (os.path.realpath(sys.executable), "/usr/bin/python3")
+    assert "programs run in sandbox='bwrap' with /" in capsys.readouterr().out
