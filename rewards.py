@@ -6,37 +6,26 @@ Tasks: scores, and the rows of a data set with their prompts. A reward is a pure
 of its arguments alone: a clock, a random number or the order of a set of strings (it changes with PYTHONHASHSEED) would
 end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
 gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
-'model:folder' is what a reward model gives (rollout_server.RewardModel).
+What takes other processes or models is elsewhere: `code` in agents/sandbox.py, `judge`, `math` and 'model:folder' in
+agents/judges.py.
 
 Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), \\boxed{42} from MATH, Hendrycks et al.
 2021 (arXiv:2103.03874), the <think> format from DeepSeek-R1 (arXiv:2501.12948).
 """
 
-import ast
 import importlib.util
-import inspect
-import json
 import math
 import os
 import re
-import select
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
-import time
 from contextlib import nullcontext
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
-from importlib.metadata import distributions
 from itertools import product
 from pathlib import Path
-from queue import SimpleQueue
 from traceback import walk_tb
-from typing import NamedTuple
 
 import torch
 
@@ -67,7 +56,7 @@ def _plain(text):
     return FRAC.sub(r"\1/\2", text.replace("\u2212", "-").replace("{,}", ","))
 
 
-def _value(number):
+def exact_value(number):
     """The exact value of a NUMBER match: 42, 42.0 and 84/2 are equal. None if it has none that we can use."""
     sign, top, bottom = (part.replace(",", "") for part in number.groups(default=""))
     if len(number[0]) > LENGTH_MAX or (bottom and not Fraction(bottom)):
@@ -88,13 +77,13 @@ def final_number(text):
         *before, text = ANSWER_IS.split(text)
         which = 0 if before else -1
     numbers = list(NUMBER.finditer(text))
-    return _value(numbers[which]) if numbers else None
+    return exact_value(numbers[which]) if numbers else None
 
 
 def numeric(prompt, response, answer):
     """1.0 if the response's final number equals the answer's: a plain number, or a text that ends in `#### 42`."""
     number = NUMBER.fullmatch(_plain(answer).rpartition("####")[2].strip())
-    expected = number and _value(number)
+    expected = number and exact_value(number)
     if expected is None:  # a data set of another kind would otherwise score 0 (or worse, 1) without a word
         raise ValueError(f"answer {answer[-40:]!r} is neither a number nor ends in '#### 42'")
     return float(final_number(response) == expected)
@@ -118,380 +107,10 @@ def format(prompt, response, answer):  # hides Python's format(), which nothing 
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# math: whether two expressions are equal, by math-verify (github.com/huggingface/Math-Verify) in other processes
-
-MATH_VERIFY = "0.9.0"  # pyproject.toml's; another version may judge otherwise
-MATH_SECONDS = 5.0  # of CPU time that a comparison may take
-MATH_VERDICTS = {10: "pass", 11: "fail", -signal.SIGPROF: "limit"}  # by the exit status of who compares
-MATH_WORKERS = SimpleQueue()  # idle ones; None: one that is started when it is wanted
-for _ in range(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))):
-    MATH_WORKERS.put(None)
-
-
-def math_worker(seconds):
-    """
-    What a worker runs, in a process that has nothing else of ours: lines [response, answer] in; for each a fork that
-    compares them, and a line [its exit status, its CPU seconds] out. So each comparison begins in the same state,
-    whatever came before it (SymPy keeps results and draws random numbers). The kernel ends one that takes too much CPU
-    time; math-verify's own limits are of wall time, which a busy machine would decide, and need a main thread.
-    """
-    import sympy
-    from math_verify import parse, verify
-
-    def status_of(response, answer):
-        expected = parse(answer, parsing_timeout=None)
-        if not any(hasattr(x, "has") and not x.has(sympy.zoo, sympy.nan) for x in expected):  # it takes 11:00 for 11/0
-            return 12
-        return 10 if verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None) else 11
-
-    sympy.core.random.seed(0)
-    for pair in (("$(x+1)^2$", "$x^2+2x+1$"), ("0.5", "$1/2$"), (r"$\{1, 2\}$", r"$\{2, 1\}$"), ("$x<3$", "$x>3$")):
-        status_of(*pair)  # imports and tables that the forks then have
-    for line in sys.stdin:
-        if not (child := os.fork()):
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            os._exit(status_of(*json.loads(line)))
-        _, status, used = os.wait4(child, 0)
-        print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]), flush=True)
-
-
-def start_math_worker():
-    """A process that ends with its standard input, and so with this one, however that ends."""
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    env = os.environ | dict(PYTHONHASHSEED="0")  # sets of strings have an order by their hashes
-    code = f"import json, os, signal, sys\n{inspect.getsource(math_worker)}\nmath_worker({MATH_SECONDS})"
-    return subprocess.Popen([sys.executable, "-P", "-c", code], **pipes, env=env)
-
-
-def equivalent(prompt, response, answer):
-    """
-    `math`: 1.0 if math-verify finds the response equal to the answer. Of the response it takes \\boxed{..} (several are
-    a set), else the last expression; the answer is an expression in LaTeX or plain, alone or behind `####`, or a text
-    with \\boxed{..} or $..$. 1/2, 0.5 and \\frac12 are equal, and {1, 2} and {2, 1}; decimals to 6 places. What takes
-    more CPU time than MATH_SECONDS gets no reward, and the verdict 'limit'.
-    """
-    text = answer.rpartition("####")[2].strip()
-    if re.fullmatch(r"[A-Za-z\s]{4,}", text):  # to SymPy a product of letters: Paris = pairs
-        raise ValueError(f"answer {text[-40:]!r} is words; --reward=exact, or write them as \\text{{..}}")
-    text = text if "\\boxed" in text or text.count("$") > 1 else f"\\boxed{{{text}}}"
-    worker = MATH_WORKERS.get() or start_math_worker()
-    try:
-        print(json.dumps([response, text]), file=worker.stdin, flush=True)
-        status, seconds = json.loads(worker.stdout.readline())
-    except (OSError, ValueError) as error:
-        MATH_WORKERS.put(None)
-        raise RuntimeError(f"a process of math-verify ended with status {worker.wait()}; resume the run") from error
-    MATH_WORKERS.put(worker)
-    if status not in MATH_VERDICTS:
-        why = "is no expression that math-verify can read" if status == 12 else f"was not compared: status {status}"
-        raise ValueError(f"answer {text[-40:]!r} {why}")
-    near_limit = status < 0 or seconds > MATH_SECONDS / 2
-    return float(status == 10), dict(verdict=MATH_VERDICTS[status], near_limit=near_limit)
-
-
-def needs_math():
-    found = next((x.version for x in distributions(name="math-verify")), "none")
-    if found != MATH_VERIFY:
-        raise ValueError(f"needs math-verify {MATH_VERIFY}, and there is {found}; install it by `uv sync --group math`")
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# judge: a model behind an OpenAI-compatible endpoint
-
-JUDGE_SECONDS = 120  # that a try may take
-JUDGE_WAIT = 1.0  # seconds before the second try; twice as many before each next one
-JUDGE_TOKENS = 1024  # of a verdict with its reasons
-
-
-@lru_cache
-def judge_client():
-    """(client, model, the prompt file's text) of the run's config. Raises ValueError with a cure."""
-    import openai
-
-    url, model, path = (SETTINGS[key] for key in ("judge", "judge_model", "judge_prompt"))
-    text = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else ""
-    if "{response}" not in text:
-        raise ValueError(f"judge_prompt={path!r}: no text file with {{response}} in it, where the judge is to see it")
-    key = os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY") or "none"
-    try:
-        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=JUDGE_SECONDS)
-        known = [its.id for its in client.models.list(timeout=10).data]
-    except Exception as error:  # what answers there may be anything
-        cure = "an OpenAI-compatible endpoint such as http://127.0.0.1:8000/v1 (its key: JUDGE_API_KEY)"
-        raise ValueError(f"judge={url!r}: {reason(error.__cause__ or error)[:100]}; use {cure}") from error
-    if not known or model not in ("", *known):
-        raise ValueError(f"judge_model={model!r}: the judge has {', '.join(known) or 'none'}")
-    return client, model or known[0], text
-
-
-def judge(prompt, response, answer):
-    """
-    The number from 0 to 1 behind the last 'score:' of what a model answers to the judge_prompt, in which {prompt},
-    {response} and {answer} are filled in; what it answers is noted. After judge_tries failures, of which a verdict that
-    cannot be read is one, it raises and the run stops: a failure is no 0.
-
-    The verdict is in the group file before anything uses it, and resumes and replays read it there. If the run is
-    killed before that file is written, a resume asks again, and nothing was computed from what was said before. Two
-    fresh runs agree if the judge gives equal answers to equal requests, as our own endpoint does (mode='serve').
-    In an agent: score, notes = await chat.do(judge, prompt, response, answer).
-    """
-    texts = dict(prompt=prompt, response=response, answer=answer)
-    for i in range(SETTINGS["judge_tries"]):
-        time.sleep(JUDGE_WAIT * 2 ** (i - 1) if i else 0)
-        try:
-            client, model, template = judge_client()
-            # In one pass: a response may have an {answer} in it.
-            asked = re.sub(r"\{(prompt|response|answer)\}", lambda place: texts[place[1]], template)
-            asked = dict(model=model, messages=[{"role": "user", "content": asked}], max_tokens=JUDGE_TOKENS)
-            choice = client.chat.completions.create(**asked, temperature=0, seed=0).choices[0]
-            return score_of(choice.message.content, choice.finish_reason), {"judge": choice.message.content}
-        except Exception as error:  # what is no JSON, or JSON of another kind, fails in many ways
-            failure = error
-    why = f"failed {i + 1} times: {reason(failure.__cause__ or failure)[:140]}"
-    raise RuntimeError(f"judge={SETTINGS['judge']!r} {why}") from failure
-
-
-def score_of(verdict, finish_reason):
-    """What stands alone in its line behind the last 'score:', from 0 to 1; 7/10 will do. Raises ValueError."""
-    *before, said = re.split("score:", verdict, flags=re.IGNORECASE)
-    number = NUMBER.fullmatch(said.strip("* \n").partition("\n")[0].rstrip("*. "))
-    value = _value(number) if number and before else None
-    if finish_reason == "length" or value is None or not 0 <= value <= 1:
-        raise ValueError(f"no line ends in 'score: ' and a number from 0 to 1: {verdict[-60:]!r} ({finish_reason})")
-    return float(value)
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# programs: run in a sandbox, and judged outside of it
-
-OUTPUT = 65536  # bytes that a program may write to its output, to that of errors or to a file
-PROCESSES = 16  # of a program, threads counted
-PASSED, NO_MEMORY, KILLED, FAILED = 64, 65, 66, 67  # exit statuses of INIT; any other one is not the program's doing
-NOBODY = "65534"  # the user of a sandbox that root starts: of root's own processes the kernel allows any number
-PATIENCE = 10  # times the seconds of CPU time, and one more, that a program may wait
-RUNNING = threading.BoundedSemaphore(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-
-# The sandbox's first process: a shell, which sets limits that the program cannot raise, is not the program's to signal,
-# and takes all processes with it when it ends. $1: seconds, $2: KiB, $3: processes or 'any', and then the program.
-INIT = f"""
-ulimit -t $1 && ulimit -v $2 && ulimit -f {OUTPUT // 512} && ulimit -c 0 || exit
-test $3 = any || ulimit -p $3 2>&- || ulimit -u $3 || exit  # dash, or bash
-shift 3
-"$@"
-case $? in 0) exit {PASSED};; {NO_MEMORY}) exit {NO_MEMORY};; 137) exit {KILLED};; *) exit {FAILED};; esac
-"""
-BUBBLE = """--unshare-all --unshare-user --disable-userns --as-pid-1 --die-with-parent --new-session --ro-bind /usr /usr
-    --ro-bind-try /bin /bin --ro-bind-try /lib /lib --ro-bind-try /lib64 /lib64
-    --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache""".split()
-OWN = ["--size", str(2**23), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]  # the program's own folder
-
-
-class SandboxError(ValueError):
-    """A sandbox that does not start, or was killed by somebody else: it says nothing of the program. One line."""
-
-
-class Run(NamedTuple):
-    """What became of a program."""
-
-    verdict: str  # 'pass': it ended with status 0; 'fail': with another; 'limit': of time, memory or output
-    near_limit: bool  # so near to a limit of time or memory that another run may end with another verdict
-    cpu_seconds: float  # of all its processes, the start of Python included; not counted where wall time was up
-    output: str
-    errors: str
-
-
-def canonical(value):
-    """A text that two values of built-in types share if they are equal and of the same types: 1 is no 1.0 or True."""
-    kind = next((kind for kind in (list, tuple, dict, set, frozenset) if isinstance(value, kind)), None)
-    if not kind:
-        return ascii(value)
-    parts = [canonical(part) for part in (value.items() if kind is dict else value)]
-    return f"{kind.__name__}({', '.join(parts if kind in (list, tuple) else sorted(parts))})"
-
-
-# Inside: standard input starts with the program and the calls whose values are wanted, which become the output's last
-# line. With status 0 and without such a line the program has ended itself.
-INSIDE = f"""
-import os
-{inspect.getsource(canonical)}
-source, calls = eval(os.read(0, int(os.read(0, 8))))
-names = {{"__name__": "__main__"}}
-try:
-    exec(compile(source, "program", "exec"), names)
-    if calls:
-        os.write(1, b"\\n" + canonical([eval(call, names) for call in calls]).encode())
-        os._exit(0)
-except MemoryError:
-    os._exit({NO_MEMORY})
-"""
-
-
-def sandbox_command(python):
-    """The command that runs `python` (a path) as SETTINGS say, up to its arguments. Raises SandboxError: no bwrap."""
-    limits = [str(math.ceil(SETTINGS["sandbox_seconds"])), str(SETTINGS["sandbox_memory"] * 1024)]
-    if SETTINGS["sandbox"] == "none":  # the kernel would count all of the user's processes
-        return ["/bin/sh", "-c", INIT, "sh", *limits, "any", python]
-    # Popen could change the user, but would then copy the page tables of this process, which may be large.
-    user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"] if os.geteuid() == 0 else []
-    home, bubble = str(Path(python).parent.parent), shutil.which("bwrap")
-    if not bubble:
-        cure = "install it (apt-get install bubblewrap), or --sandbox=none: programs run as you, with all that is yours"
-        raise SandboxError(f"programs are run by bubblewrap, and there is no bwrap here; {cure}")
-    inside = [*BUBBLE, *(["--ro-bind", home, home] if home != "/usr" else []), *OWN]
-    return [*user, bubble, *inside, "/bin/sh", "-c", INIT, "sh", *limits, str(PROCESSES), python]
-
-
-def run_program(source, calls=(), stdin="", python="", again=False):
-    """
-    A Run of the Python program `source` in a sandbox, with `calls` evaluated after it; blocks. Raises SandboxError
-    where the sandbox does not start or is killed.
-    """
-    seconds, job = SETTINGS["sandbox_seconds"], ascii((source, [*calls])).encode()
-    command = sandbox_command(python or interpreter(SETTINGS["sandbox"]))
-    command += ["-s", "-S", "-c", INSIDE]  # not -I, which ignores PYTHONHASHSEED
-    with RUNNING, _memory_file() as given, _memory_file() as output, _memory_file() as errors:
-        given.write(b"%08d" % len(job) + job + stdin.encode(errors="replace"))
-        given.seek(0)
-        # files, not pipes: a limit of the kernel's bounds them, and nobody has to read while the program runs
-        files = dict(stdin=given, stdout=output, stderr=errors, cwd=tempfile.gettempdir())
-        process = subprocess.Popen(command, env={"PYTHONHASHSEED": "0"}, start_new_session=True, **files)
-        ended = _wait(process.pid, PATIENCE * (seconds + 1))
-        os.killpg(process.pid, signal.SIGKILL)  # reaches nobody where all have ended
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = code = os.waitstatus_to_exitcode(status)  # so that nobody waits for it again
-        full = max(os.fstat(file.fileno()).st_size for file in (output, errors)) >= OUTPUT
-        said, complaints = (os.pread(file.fileno(), OUTPUT, 0).decode(errors="replace") for file in (output, errors))
-    cpu = usage.ru_utime + usage.ru_stime
-    near = not ended or cpu > seconds / 2 or code == NO_MEMORY
-    if ended and code not in (PASSED, NO_MEMORY, KILLED, FAILED):
-        raise SandboxError(f"the sandbox itself ended with status {code}: {reason(complaints.strip() or 'killed')}")
-    if code == KILLED and not near and not again:  # by itself, and it will again; or by a system short of memory
-        return run_program(source, calls, stdin, python, again=True)
-    limited = not ended or full or cpu >= seconds or code in (NO_MEMORY, KILLED)
-    verdict = "limit" if limited else "pass" if code == PASSED else "fail"
-    return Run(verdict, near or code == KILLED, cpu, said, complaints)
-
-
-def _memory_file():
-    return open(os.memfd_create("sandbox"), "r+b", buffering=0)
-
-
-def _wait(pid, seconds):
-    """Whether the process ends within so many seconds. It stays a zombie, so its id stays its own."""
-    with open(os.pidfd_open(pid), "rb", buffering=0) as ends:
-        poll = select.poll()
-        poll.register(ends, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
-
-
-@lru_cache
-def interpreter(sandbox):
-    """
-    The Python that programs run with: this one, or the system's where a sandbox's user cannot read this one (as below
-    /root). Says which. Raises SandboxError with a cure.
-    """
-    for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
-        try:
-            run = run_program("import sys; print(sys.version.split()[0])", python=python)
-        except (SandboxError, OSError) as error:
-            problem = error
-            continue
-        if run.verdict == "pass":
-            if os.environ.get("RANK", "0") == "0":
-                print(f"programs run in sandbox={sandbox!r} with {python}, version {run.output.strip()}", flush=True)
-            return python
-        problem = run.errors
-    cure = (
-        "bwrap 0.8 needs user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns"
-        "; docker --security-opt seccomp=unconfined) and, for root, setpriv and a Python that all users can read; "
-        "or --sandbox=none: programs run as you, with all that is yours"
-    )
-    raise SandboxError(f"no program starts in sandbox={sandbox!r} ({reason(problem)}); {cure}")
-
-
-@lru_cache(maxsize=1024)
-def tests_of(answer):
-    """
-    [(calls, stdin, the text that is expected)] of a data set's tests: lines `assert call == literal` or a list of them
-    (MBPP), or JSON {"inputs": [..], "outputs": [..]} of standard input and output (APPS). Raises ValueError.
-    """
-    if answer.lstrip().startswith("{"):
-        tests = json.loads(answer)
-        fits = tests.keys() == {"inputs", "outputs"} and len(tests["inputs"]) == len(tests["outputs"]) > 0
-        if not fits or not all(isinstance(text, str) for text in tests["inputs"] + tests["outputs"]):
-            raise ValueError(f"answer {answer[:40]!r} wants inputs and outputs alone, as many texts of each")
-        return [((), given, _without_margins(wanted)) for given, wanted in zip(tests["inputs"], tests["outputs"])]
-    calls, wanted = [], []
-    try:
-        if answer.lstrip().startswith("["):
-            answer = "\n".join(ast.literal_eval(answer))
-        for line in ast.parse(answer).body:
-            match line:
-                case ast.Assert(test=ast.Compare(left=call, ops=[ast.Eq()], comparators=[literal])):
-                    calls.append(ast.unparse(call))
-                    wanted.append(ast.literal_eval(literal))
-                case _:
-                    raise ValueError
-    except (ValueError, SyntaxError, TypeError) as error:
-        number = getattr(error, "lineno", 0) or line.lineno
-        wrong = answer.splitlines()[number - 1][:80]
-        raise ValueError(f"answer, line {number}: {wrong!r} is not 'assert call == literal'") from None
-    if not calls:
-        raise ValueError("answer has no test, such as 'assert f(1) == 2'")
-    return [(calls, "", canonical(wanted))]
-
-
-def _without_margins(text):
-    return "\n".join(map(str.rstrip, text.strip().splitlines()))
-
-
-def code(prompt, response, answer):
-    """
-    1.0 if the response's program passes the answer's tests (tests_of): its last ```python fence; without one the whole
-    response, behind the prompt if it begins with an indent (a function's body, as in HumanEval).
-
-    What is expected never enters the sandbox: the calls do, and what comes back is compared outside, as text. So a
-    program may patch what it likes, end itself or forge that text: it passes only with values that it had to know.
-    White space at the ends of lines, and of the whole, does not count in an output. Two runs of a program differ if it
-    asks a clock, a random number or an address, or is near to a limit.
-    """
-    _, fence, program = response.rpartition("```python")
-    program = program.partition("```")[0]
-    if not fence and response[:1] in (" ", "\t"):
-        program = prompt + program
-    runs = []
-    for calls, stdin, wanted in tests_of(answer):
-        runs.append(run := run_program(program, calls, stdin))
-        said = run.output.rpartition("\n")[2] if calls else _without_margins(run.output)
-        if not (passed := run.verdict == "pass" and said == wanted):
-            break
-    verdict = "fail" if run.verdict == "pass" and not passed else run.verdict
-    seconds, near = math.fsum(run.cpu_seconds for run in runs), any(run.near_limit for run in runs)
-    return float(passed), dict(verdict=verdict, cpu_seconds=round(seconds, 3), near_limit=near)
-
-
-def python(code: str) -> str:
-    """Runs a Python program and returns what it prints.
-
-    Args:
-        code: the program
-    """
-    run = run_program(code)
-    return run.output + run.errors + "\nstopped: too much time, memory or output" * (run.verdict == "limit")
-
-
-python.impure = True  # for agents/chat.py: near a limit it may say something else
-
-# ------------------------------------------------------------------------------------------------------------------
 # from a config's string to a function, and its call
 
-BUILT_IN = {"code": code, "exact": exact, "format": format, "judge": judge, "math": equivalent, "numeric": numeric}
-# {built-in name: function that raises ValueError, with a cure, if what it needs is not there}
-NEEDS = {
-    "code": lambda: interpreter(SETTINGS["sandbox"]),
-    "judge": lambda: os.environ.get("RANK", "0") == "0" and judge_client(),  # one rank's word is enough
-    "math": needs_math,
-}
+BUILT_IN = {"exact": exact, "format": format, "numeric": numeric}
+ELSEWHERE = {"code": "agents.sandbox", "judge": "agents.judges", "math": "agents.judges"}  # what takes other processes
 SETTINGS = {}  # the run's config, for what is built in
 MODELS = {}  # {term such as 'model:folder': RewardModel}
 ONE_AT_A_TIME = threading.Lock()
@@ -511,13 +130,7 @@ def load_reward(spec, config=None):
         try:
             if star and not re.fullmatch(r"-?\d*\.?\d+(e-?\d\d?)?", weight):
                 raise ValueError(f"weight {weight!r} is not a number, as in 0.2*format (and a path cannot contain *)")
-            if name.startswith("model:"):
-                from rollout_server import RewardModel
-
-                MODELS[name] = RewardModel(name.removeprefix("model:"), SETTINGS)
-            terms.append((float(weight or 1), name, find_function(name, BUILT_IN | MODELS, "reward")))
-            if name in NEEDS:
-                NEEDS[name]()
+            terms.append((float(weight or 1), name, find_reward(name)))
         except ValueError as error:
             require(False, f"reward={spec!r}: {error}")
 
@@ -525,13 +138,27 @@ def load_reward(spec, config=None):
         noted, summands = {}, []
         for weight, name, f in terms:
             # User code is not asked to be thread-safe; what is built in may wait for another process or machine.
-            with nullcontext() if name in BUILT_IN or name in MODELS else ONE_AT_A_TIME:
+            with ONE_AT_A_TIME if ".py:" in name else nullcontext():
                 value, notes = verdict(f(prompt, response, answer), name)
             summands.append(weight * value)
             noted[name] = {"reward": value, **notes}
         return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
     return weighted_sum
+
+
+def find_reward(name):
+    """The reward function called so. Raises ValueError, with a cure, also where what it needs is not there."""
+    if name.startswith("model:"):
+        from agents.judges import RewardModel
+
+        MODELS[name] = RewardModel(name.removeprefix("model:"), SETTINGS)
+        return MODELS[name]
+    if name in ELSEWHERE:
+        function = getattr(importlib.import_module(ELSEWHERE[name]), name)
+        function.check()
+        return function
+    return find_function(name, BUILT_IN | ELSEWHERE, "reward")
 
 
 def check_vocabulary(tokenizer):

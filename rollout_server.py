@@ -2,7 +2,6 @@
 The rollout side: a real SGLang engine started inside a torchrun rank; prompts in, scored groups of samples out.
 
     models          all that is known here of Hugging Face's and SGLang's model classes: our operators in both of them
-    RewardModel     what reward='model:folder' scores with
     the scheduler   SGLang's child process, in which a model runs
     RolloutEngine   starts that process, notices its death, lends its memory, supplies it with the trainers' weights
     Sampler         makes samples with it
@@ -40,18 +39,16 @@ import signal
 import sys
 import time
 import types
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
 
 import kernels
-import sync
 from configurator import close_bars, require
-from rewards import RewardError, answer_ids, prompt_ids, rows_of_step, score
+from rewards import RewardError, rows_of_step, score
 from sync import RunError, Shard, TreeReduceScatter, claim, group_path, hidden_torchrun, tensor_hashes, write_group
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
@@ -197,63 +194,6 @@ def install_in_trainer(model, inv_freq):
             module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
         elif name.endswith(".mlp"):
             module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x), m.up_proj(x)))
-
-
-class RewardModel:
-    """
-    The reward 'model:name': what a reward model, in a folder or on the hub, says at the end of a response. By our
-    operators, and so the same bits whatever is scored beside it. Ends the run with one line if it is no such model.
-    config: the keys of train_grpo.py's block.
-
-    A reward knows texts: they are tokenized again, as in training with mode='rm', and an EOS comes after a response,
-    also where it was cut off.
-    """
-
-    def __init__(self, name, config):
-        self.folder, self.config = sync.fetch_model(name, "reward"), config
-        self.hf = check_model(self.folder, config, "reward")
-        self.tokenizer, stop_tokens = sync.load_tokenizer(self.folder)
-        # A model whose EOS is its padding, too, was trained to be read before it, as Hugging Face's class does.
-        self.stop_tokens = [] if self.hf.pad_token_id == stop_tokens[0] else stop_tokens
-        self.model, self.waiting, self.thread = None, SimpleQueue(), ThreadPoolExecutor(1, "reward model")
-
-    def __call__(self, prompt, response, answer):
-        """From any number of threads: all that wait while one forward pass is made are in the next one."""
-        score = Future()
-        self.waiting.put(((prompt, response), score))
-        self.thread.submit(self._score)
-        return score.result()
-
-    def _score(self):
-        """Gives all that wait their scores, or the error that there was; equal texts are one."""
-        batch = [self.waiting.get() for _ in range(self.waiting.qsize())]
-        try:
-            texts = list(dict.fromkeys(texts for texts, _ in batch))
-            scores = dict(zip(texts, self._scores(texts) if texts else (), strict=True))
-            for texts, score in batch:
-                score.set_result(scores[texts])
-        except BaseException as error:  # whoever waits is to see it, and not to wait
-            for _, score in batch:
-                score.set_exception(error)
-
-    @torch.no_grad()
-    def _scores(self, texts):
-        """The scores of (prompt, response)s, a list of floats."""
-        device = self.config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-        if device == "cuda":  # a new thread would use the first GPU
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if self.model is None:  # loaded where it is used: in a rank with an engine
-            self.model = build_model(self.hf, None, device, self.config["batch_invariant"])
-            weights = [Shard(name, tuple(p.shape), 0, p.data) for name, p in self.model.named_parameters()]
-            sync.load_weights(weights, self.folder, False, "reward")
-        ids = [
-            torch.tensor(prompt_ids(x, self.tokenizer, self.config) + answer_ids(y, self.tokenizer, self.stop_tokens))
-            for x, y in texts
-        ]
-        packed = dict(ids=torch.cat(ids), positions=torch.cat([torch.arange(len(x)) for x in ids]))
-        packed["lengths"] = torch.tensor([len(x) for x in ids])
-        leaf = types.SimpleNamespace(**{name: x.to(device) for name, x in packed.items()})
-        return self.model.token_logprobs(leaf, 1.0)[-1].tolist()
 
 
 def paged_attention(inv_freq):

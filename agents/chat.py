@@ -44,8 +44,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+from agents.sandbox import SandboxError
 from configurator import fail, require, template_arguments
-from rewards import SandboxError, describe, find_function, finite
+from rewards import describe, find_function, finite
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 AFTER_THE_END = 100  # questions to a dialogue that has ended after which its agent counts as one that never ends

@@ -38,10 +38,10 @@ torch.set_num_threads(1)  # two workers share the machine
 ENGINE_FLAGS = ("--radix_cache=False", "--engine_max_running=17", "--engine_prefill_chunk=32")
 DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=6 --eval_size=0".split()
 
-# Long tests first, so that both workers end at the same time. Those of WHOLE_RUNS are handed out one by one; any other
+# Long tests first, so that all workers end at the same time. Those of WHOLE_RUNS are handed out one by one; any other
 # file's tests share a model, a process group or an engine and stay together.
 WHOLE_RUNS = ("test_laws", "test_algorithms", "test_resume", "test_run")
-LONG = ("test_engine", *WHOLE_RUNS, "test_triton")
+LONG = ("test_engine", "test_reward_model", "test_judges", *WHOLE_RUNS, "test_endpoint", "test_triton")
 
 
 def pytest_collection_modifyitems(items):

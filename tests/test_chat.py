@@ -15,10 +15,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import rewards
 import sync
 import train_grpo as train
-from agents import chat
+from agents import chat, sandbox
 from agents.calculator import add
 from agents.sampler import counts_of, tensors_of
 from configurator import template_arguments
@@ -535,14 +534,14 @@ def test_what_fails_outside_is_no_result_and_is_tried_again(template, tmp_path):
 
 def test_a_tool_whose_sandbox_was_killed_is_no_result_either(template, monkeypatch):
     def killed(source):
-        raise rewards.SandboxError("the sandbox itself ended with status -9: killed")
+        raise sandbox.SandboxError("the sandbox itself ended with status -9: killed")
 
     async def solve(chat, row):
         chat.user("go")
-        await chat.call((await chat.generate(tools=[rewards.python])).tool_calls)
+        await chat.call((await chat.generate(tools=[sandbox.python])).tool_calls)
         return 0.0
 
-    monkeypatch.setattr(rewards, "run_program", killed)
+    monkeypatch.setattr(sandbox, "run_program", killed)
     line = error_of(solve, [[("python", dict(code="1"))]], template)
     assert (
         line == "rl step 3, prompt 2, sample 0, turn 0, call 0: python: the sandbox itself ended with status -9: killed"

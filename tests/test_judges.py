@@ -28,8 +28,9 @@ from transformers import AutoTokenizer
 
 import rewards
 import sync
-from agents import chat
-from rewards import RewardError, equivalent, judge, load_reward, score, score_of
+from agents import chat, judges
+from agents.judges import judge, score_of
+from rewards import RewardError, load_reward, score
 from train_grpo import DEFAULTS
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -75,14 +76,14 @@ from train_grpo import DEFAULTS
 )
 def test_expressions_are_compared_by_their_value(answer, response, value):
     verdict = "pass" if value else "fail"
-    assert equivalent("", response, answer) == (value, dict(verdict=verdict, near_limit=False))
+    assert judges.math("", response, answer) == (value, dict(verdict=verdict, near_limit=False))
 
 
 @pytest.mark.parametrize("answer", ["", "Paris", "no idea at all", r"\frac{", "}{", "11:00", "so\n#### "])
 def test_an_answer_that_is_no_expression_is_an_error(answer):
     """Paris would be the product of five letters, and equal to Pairs; 11:00 would be 11/0, and equal to 12:00."""
     with pytest.raises(ValueError, match="is no expression that math-verify can read|is words"):
-        equivalent("", "3", answer)
+        judges.math("", "3", answer)
 
 
 @pytest.fixture
@@ -90,10 +91,10 @@ def workers(monkeypatch):
     """workers(seconds): as if none had been started yet, with that limit."""
 
     def fresh(seconds):
-        monkeypatch.setattr(rewards, "MATH_SECONDS", seconds)
-        monkeypatch.setattr(rewards, "MATH_WORKERS", SimpleQueue())
+        monkeypatch.setattr(judges, "MATH_SECONDS", seconds)
+        monkeypatch.setattr(judges, "MATH_WORKERS", SimpleQueue())
         for _ in range(2):
-            rewards.MATH_WORKERS.put(None)
+            judges.MATH_WORKERS.put(None)
 
     return fresh
 
@@ -102,11 +103,11 @@ def test_an_expression_that_takes_too_long_is_limited_and_changes_no_other_verdi
     workers(0.5)
     endless = r"$9^{9^{9^9}}$", r"$(10^9)!$", r"$\sum_{n=1}^{10^9} \sin n$", "$" + "{" * 3000 + "1" + "}" * 3000 + "$"
     pairs = [(str(i % 7), "3") for i in range(40)] + [("x^2+x", "$x(x+1)$"), (r"\{1,2\}", "$x^2=1$")]
-    alone = [equivalent("", response, answer) for answer, response in pairs]
+    alone = [judges.math("", response, answer) for answer, response in pairs]
     assert sum(value for value, _ in alone) == 7
     with ThreadPoolExecutor(64) as pool:
-        slow = [pool.submit(equivalent, "", text, "1") for text in endless]
-        among = list(pool.map(lambda pair: equivalent("", pair[1], pair[0]), pairs))
+        slow = [pool.submit(judges.math, "", text, "1") for text in endless]
+        among = list(pool.map(lambda pair: judges.math("", pair[1], pair[0]), pairs))
         started = time.monotonic()
         assert [call.result() for call in slow] == 4 * [(0, dict(verdict="limit", near_limit=True))]
     assert among == alone
@@ -115,26 +116,28 @@ def test_an_expression_that_takes_too_long_is_limited_and_changes_no_other_verdi
 
 def test_what_took_more_than_half_of_the_limit_is_near_it(workers, monkeypatch):
     workers(60)
-    near = [equivalent("", "3", "3")[1]["near_limit"]]
-    monkeypatch.setattr(rewards, "MATH_SECONDS", 1e-6)
-    assert near + [equivalent("", "3", "3")[1]["near_limit"]] == [False, True]
+    near = [judges.math("", "3", "3")[1]["near_limit"]]
+    monkeypatch.setattr(judges, "MATH_SECONDS", 1e-6)
+    assert near + [judges.math("", "3", "3")[1]["near_limit"]] == [False, True]
 
 
 def test_a_killed_worker_is_an_error_and_not_a_zero(workers):
     workers(5)
-    rewards.MATH_WORKERS.get()  # one will do
-    equivalent("", "3", "3")
-    worker = rewards.MATH_WORKERS.get()
-    rewards.MATH_WORKERS.put(worker)
+    judges.MATH_WORKERS.get()  # one will do
+    judges.math("", "3", "3")
+    worker = judges.MATH_WORKERS.get()
+    judges.MATH_WORKERS.put(worker)
     worker.kill()
     with pytest.raises(RewardError, match="here: RuntimeError: a process of math-verify ended with status -9; res"):
         score(load_reward("math"), "", "3", "3", "here")
-    assert equivalent("", "3", "3")[0] == 1
+    assert judges.math("", "3", "3")[0] == 1
 
 
 def test_a_worker_ends_with_its_run_whatever_ends_that():
-    parent = "import os, rewards, time\nwhile rewards.MATH_WORKERS.qsize() > 1: rewards.MATH_WORKERS.get()\n"
-    parent += "rewards.equivalent('', '3', '3')\nprint(rewards.MATH_WORKERS.get().pid, flush=True)\ntime.sleep(600)"
+    parent = (
+        "import os, time; from agents import judges\nwhile judges.MATH_WORKERS.qsize() > 1: judges.MATH_WORKERS.get()\n"
+    )
+    parent += "judges.math('', '3', '3')\nprint(judges.MATH_WORKERS.get().pid, flush=True)\ntime.sleep(600)"
     run = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     worker = Path("/proc", run.stdout.readline().strip())
     assert b"PYTHONHASHSEED=0" in (worker / "environ").read_bytes().split(b"\0")
@@ -144,7 +147,7 @@ def test_a_worker_ends_with_its_run_whatever_ends_that():
 
 
 def test_without_math_verify_the_run_ends_in_a_line_that_says_how_to_install_it(monkeypatch, capsys):
-    monkeypatch.setattr(rewards, "distributions", lambda name: [])
+    monkeypatch.setattr(judges, "distributions", lambda name: [])
     with pytest.raises(SystemExit):
         load_reward("math")
     assert capsys.readouterr().err == (
@@ -153,7 +156,7 @@ def test_without_math_verify_the_run_ends_in_a_line_that_says_how_to_install_it(
 
 
 def test_the_version_is_that_of_pyproject():
-    assert f'"math-verify=={rewards.MATH_VERIFY}"' in (ROOT / "pyproject.toml").read_text()
+    assert f'"math-verify=={judges.MATH_VERIFY}"' in (ROOT / "pyproject.toml").read_text()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -223,14 +226,14 @@ def settings(monkeypatch, tmp_path):
     """settings(**keys): the run's config, with a prompt file of its own."""
     path = tmp_path / "judge.txt"
     path.write_text("{prompt} {response} {answer} {other}")
-    monkeypatch.setattr(rewards, "JUDGE_WAIT", 0.001)
+    monkeypatch.setattr(judges, "JUDGE_WAIT", 0.001)
 
     def use(**keys):
-        rewards.judge_client.cache_clear()
+        judges.judge_client.cache_clear()
         return SETTINGS | dict(judge_prompt=str(path)) | keys
 
     yield use
-    rewards.judge_client.cache_clear()
+    judges.judge_client.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -278,7 +281,7 @@ def test_a_judge_is_asked_once_with_the_texts_as_they_are(settings, monkeypatch)
     assert headers["authorization"] == "Bearer secret"
     assert body == dict(
         model="first", messages=[dict(role="user", content="{answer}? {prompt} {0} { 42 {other}")],
-        max_tokens=rewards.JUDGE_TOKENS, temperature=0, seed=0,
+        max_tokens=judges.JUDGE_TOKENS, temperature=0, seed=0,
     )  # fmt: skip
 
 
@@ -310,7 +313,7 @@ def test_a_failure_is_tried_again_and_then_an_error_and_no_zero(settings, failur
 
 
 def test_a_judge_that_is_too_slow_has_failed(settings, monkeypatch):
-    monkeypatch.setattr(rewards, "JUDGE_SECONDS", 0.2)
+    monkeypatch.setattr(judges, "JUDGE_SECONDS", 0.2)
     over = threading.Event()
     with answering(lambda body: over.wait() and says("score: 1")) as (url, asked):
         with pytest.raises(RuntimeError, match="failed 2 times: timed out"):
@@ -473,7 +476,7 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
 
 
 AGENT = """
-from rewards import judge
+from agents.judges import judge
 
 async def solve(chat, row):
     chat.user(row["prompt"])

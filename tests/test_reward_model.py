@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import rewards
 import train_grpo as train
-from rollout_server import RewardModel
+from agents.judges import RewardModel
 from sync import Ranks, make_scratch_model
 
 DEFAULTS = train.DEFAULTS | dict(scratch_layers=2, scratch_hidden=64, scratch_mlp=128, lanes=4, leaf_tokens=40)

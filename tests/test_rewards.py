@@ -296,7 +296,7 @@ def test_a_file_may_hold_dataclasses(write):
     assert load_reward(f"{file}:f")("", "", "")[0] == 3.0
 
 
-KNOWN = f"Built in: {', '.join(rewards.BUILT_IN)}; or"
+KNOWN = f"Built in: {', '.join(rewards.BUILT_IN | rewards.ELSEWHERE)}; or"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ KNOWN = f"Built in: {', '.join(rewards.BUILT_IN)}; or"
     [
         ("numerc", f"no such reward as 'numerc'; did you mean 'numeric'? {KNOWN} 'my_fi"),
         ("exact+fromat", "no such reward as 'fromat'; did you mean 'format'?"),
-        ("zzz", "no such reward as 'zzz'. Built in: code, exact"),
+        ("zzz", "no such reward as 'zzz'. Built in: exact"),
         ("", "no such reward as ''. Built in"),
         ("numeric+", "no such reward as ''. Built in"),
         ("my_file.py", f"no such reward as 'my_file.py'. {KNOWN} 'my_file.py:my_function'"),

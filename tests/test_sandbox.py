@@ -22,14 +22,17 @@ from pathlib import Path
 import pytest
 
 import rewards
-from rewards import RewardError, SandboxError, canonical, code, load_reward, programs, run_program, score
+from agents import sandbox
+from agents.sandbox import SandboxError, canonical, code, run_program
+from rewards import RewardError, load_reward, programs, score
 from train_grpo import DEFAULTS
 
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
     """A sandbox with limits that a test need not wait for long; what a test sets is gone after it."""
-    monkeypatch.setattr(rewards, "SETTINGS", DEFAULTS | dict(sandbox_seconds=1.0))
+    for key, value in (DEFAULTS | dict(sandbox_seconds=1.0)).items():
+        monkeypatch.setitem(rewards.SETTINGS, key, value)
     return partial(monkeypatch.setitem, rewards.SETTINGS)
 
 
@@ -119,7 +122,7 @@ def test_the_fork_bomb_is_held_when_root_starts_it_too():
         "import os\nn = 0\ntry:\n while n < 64:\n  if os.fork() == 0: os.read(0, 1) or __import__('time').sleep(9)\n"
     )
     run = run_program(forks + "  n += 1\nexcept OSError: print(os.getuid(), n)")
-    assert run.output.split() == ["65534", str(rewards.PROCESSES - 2)]  # beside the shell and the first one
+    assert run.output.split() == ["65534", str(sandbox.PROCESSES - 2)]  # beside the shell and the first one
 
 
 def test_the_environment_is_empty_and_sets_have_one_order():
@@ -152,7 +155,7 @@ def test_a_program_cannot_raise_its_limits():
 @pytest.mark.parametrize("ends", ["", "import time; time.sleep(60)"])
 def test_no_process_is_left(ends, settings, monkeypatch):
     """Neither behind a program that ends nor behind one that the guard ends; without the sandbox one is."""
-    monkeypatch.setattr(rewards, "PATIENCE", 0.4)
+    monkeypatch.setattr(sandbox, "PATIENCE", 0.4)
     marker = uuid.uuid4().hex
     stay = f"[sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}]"
     program = f"import os, sys\nif os.fork() == 0:\n os.setsid(); os.execv(sys.executable, {stay})\n"
@@ -196,7 +199,7 @@ def test_verdicts(beyond, within, verdict, near):
 
 def test_waiting_is_ended_and_is_a_limit(monkeypatch):
     assert run_program("import time; time.sleep(0.5)").verdict == "pass"
-    monkeypatch.setattr(rewards, "PATIENCE", 0.1)
+    monkeypatch.setattr(sandbox, "PATIENCE", 0.1)
     run = run_program("import time; time.sleep(60)")
     assert run.verdict == "limit" and run.near_limit
 
@@ -212,7 +215,7 @@ def test_more_than_half_of_the_time_is_near_the_limit(settings):
 
 def killed_in(program, inside):
     """The future Run of a program whose sandbox, or the program itself, is killed by somebody else."""
-    rewards.interpreter("bwrap")
+    sandbox.interpreter("bwrap")
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run_program, program)
         tree = finds(lambda: descendants() if len(descendants()) == 3 else None)
@@ -248,14 +251,14 @@ def test_a_program_killed_from_outside_runs_again():
 
 
 def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
-    rewards.interpreter("bwrap")
-    monkeypatch.setattr(rewards, "OWN", [*rewards.OWN, "--no-such-option"])
+    sandbox.interpreter("bwrap")
+    monkeypatch.setattr(sandbox, "OWN", [*sandbox.OWN, "--no-such-option"])
     with pytest.raises(SandboxError, match="status 1: bwrap: Unknown option --no-such-option"):
         run_program("print(1)")
 
 
 def test_as_many_programs_run_at_once_as_there_are_cores(monkeypatch):
-    running, most, wait, lock = [], [], rewards._wait, threading.Lock()
+    running, most, wait, lock = [], [], sandbox._wait, threading.Lock()
 
     def counted(pid, seconds):
         with lock:
@@ -265,7 +268,7 @@ def test_as_many_programs_run_at_once_as_there_are_cores(monkeypatch):
         running.remove(pid)
         return ended
 
-    monkeypatch.setattr(rewards, "_wait", counted)
+    monkeypatch.setattr(sandbox, "_wait", counted)
     with ThreadPoolExecutor(16) as pool:
         runs = list(pool.map(run_program, [f"print({i})" for i in range(16)]))
     assert [run.output for run in runs] == [f"{i}\n" for i in range(16)]
@@ -390,7 +393,7 @@ def test_an_answer_without_tests_is_refused(answer, problem):
 
 
 def test_a_list_of_asserts_is_read():
-    assert rewards.tests_of(repr(SQUARES.splitlines())) == rewards.tests_of(SQUARES)
+    assert sandbox.tests_of(repr(SQUARES.splitlines())) == sandbox.tests_of(SQUARES)
 
 
 def test_rewards_of_programs_have_notes_and_are_summed(settings):
@@ -401,32 +404,32 @@ def test_rewards_of_programs_have_notes_and_are_summed(settings):
 
 def test_what_is_missing_is_told_in_one_line_at_the_start(monkeypatch):
     def refused():
-        rewards.interpreter.cache_clear()
+        sandbox.interpreter.cache_clear()
         with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as error:
             load_reward("code", DEFAULTS)
-        rewards.interpreter.cache_clear()
+        sandbox.interpreter.cache_clear()
         assert error.getvalue().count("\n") == 1 and "--sandbox=none" in error.getvalue()
         return error.getvalue()
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewards, "BUBBLE", ["--no-user-namespaces"])
+        patch.setattr(sandbox, "BUBBLE", ["--no-user-namespaces"])
         assert "Unknown option" in refused() and "user.max_user_namespaces" in refused()
     with monkeypatch.context() as patch:
-        patch.setattr(rewards.shutil, "which", lambda name: None)
+        patch.setattr(sandbox.shutil, "which", lambda name: None)
         assert "apt-get install bubblewrap" in refused()
         assert load_reward("code", DEFAULTS | dict(sandbox="none"))("", "def f(x): return x*x", SQUARES)[0] == 1.0
 
 
 def test_the_tool_says_what_is_printed_and_what_is_raised():
-    assert rewards.python("print(6 * 7)") == "42\n"
-    assert rewards.python("print(1); 1/0").startswith("1\nTraceback") and "division by zero" in rewards.python("1/0")
-    assert rewards.python("while True: pass").endswith("stopped: too much time, memory or output")
+    assert sandbox.python("print(6 * 7)") == "42\n"
+    assert sandbox.python("print(1); 1/0").startswith("1\nTraceback") and "division by zero" in sandbox.python("1/0")
+    assert sandbox.python("while True: pass").endswith("stopped: too much time, memory or output")
 
 
 def test_programs_of_the_small_task_are_right_or_careless():
     rows, right = programs(), 0
     for row in rows:
-        [(calls, _, wanted)] = rewards.tests_of(row["answer"])
+        [(calls, _, wanted)] = sandbox.tests_of(row["answer"])
         names = {}
         exec(row["program"], names)
         right += canonical([eval(call, names) for call in calls]) == wanted
@@ -435,6 +438,6 @@ def test_programs_of_the_small_task_are_right_or_careless():
 
 
 def test_the_interpreter_is_one_that_the_sandbox_can_read(capsys):
-    rewards.interpreter.cache_clear()
-    assert rewards.interpreter("bwrap") in (os.path.realpath(sys.executable), "/usr/bin/python3")
+    sandbox.interpreter.cache_clear()
+    assert sandbox.interpreter("bwrap") in (os.path.realpath(sys.executable), "/usr/bin/python3")
     assert "programs run in sandbox='bwrap' with /" in capsys.readouterr().out

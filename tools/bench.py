@@ -196,18 +196,19 @@ def sandbox():
     sys.path.insert(0, str(ROOT))
     from gpu_bits import machine
 
-    import rewards
+    from agents.sandbox import RUNNING, interpreter, run_program
+    from rewards import load_reward
     from train_grpo import DEFAULTS
 
-    rewards.load_reward("code", DEFAULTS)
-    bare = [rewards.interpreter("bwrap"), "-I", "-S", "-c"]
+    load_reward("code", DEFAULTS)
+    bare = [interpreter("bwrap"), "-I", "-S", "-c"]
 
     def plain(program):
-        with rewards.RUNNING:
+        with RUNNING:
             assert subprocess.run([*bare, program], capture_output=True, env={}).stdout == b"1\n"
 
     def boxed(program):
-        assert rewards.run_program(program).output == "1\n"
+        assert run_program(program).output == "1\n"
 
     for work, program in dict(nothing="print(1)", loop="for i in range(300000): pass\nprint(1)").items():
         seconds = {plain: [], boxed: []}

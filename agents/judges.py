@@ -1,0 +1,236 @@
+"""
+Rewards that something else gives: math-verify in processes of its own (`math`), a model behind an OpenAI-compatible
+endpoint (`judge`), or a reward model in this process (`model:folder`).
+"""
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from importlib.metadata import distributions
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+import sync
+from rewards import NUMBER, SETTINGS, answer_ids, exact_value, prompt_ids
+from rollout_server import build_model, check_model
+from sync import Shard, reason
+
+# ------------------------------------------------------------------------------------------------------------------
+# math: whether two expressions are equal, by math-verify (github.com/huggingface/Math-Verify) in other processes
+
+MATH_VERIFY = "0.9.0"  # pyproject.toml's; another version may judge otherwise
+MATH_SECONDS = 5.0  # of CPU time that a comparison may take
+MATH_VERDICTS = {10: "pass", 11: "fail", -signal.SIGPROF: "limit"}  # by the exit status of who compares
+MATH_WORKERS = SimpleQueue()  # idle ones; None: one that is started when it is wanted
+for _ in range(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))):
+    MATH_WORKERS.put(None)
+
+
+def math_worker(seconds):
+    """
+    What a worker runs, in a process that has nothing else of ours: lines [response, answer] in; for each a fork that
+    compares them, and a line [its exit status, its CPU seconds] out. So each comparison begins in the same state,
+    whatever came before it (SymPy keeps results and draws random numbers). The kernel ends one that takes too much CPU
+    time; math-verify's own limits are of wall time, which a busy machine would decide, and need a main thread.
+    """
+    import sympy
+    from math_verify import parse, verify
+
+    def status_of(response, answer):
+        expected = parse(answer, parsing_timeout=None)
+        if not any(hasattr(x, "has") and not x.has(sympy.zoo, sympy.nan) for x in expected):  # it takes 11:00 for 11/0
+            return 12
+        return 10 if verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None) else 11
+
+    sympy.core.random.seed(0)
+    for pair in (("$(x+1)^2$", "$x^2+2x+1$"), ("0.5", "$1/2$"), (r"$\{1, 2\}$", r"$\{2, 1\}$"), ("$x<3$", "$x>3$")):
+        status_of(*pair)  # imports and tables that the forks then have
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            os._exit(status_of(*json.loads(line)))
+        _, status, used = os.wait4(child, 0)
+        print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]), flush=True)
+
+
+def start_math_worker():
+    """A process that ends with its standard input, and so with this one, however that ends."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    env = os.environ | dict(PYTHONHASHSEED="0")  # sets of strings have an order by their hashes
+    code = f"import json, os, signal, sys\n{inspect.getsource(math_worker)}\nmath_worker({MATH_SECONDS})"
+    return subprocess.Popen([sys.executable, "-P", "-c", code], **pipes, env=env)
+
+
+def math(prompt, response, answer):
+    """
+    1.0 if math-verify finds the response equal to the answer. Of the response it takes \\boxed{..} (several are
+    a set), else the last expression; the answer is an expression in LaTeX or plain, alone or behind `####`, or a text
+    with \\boxed{..} or $..$. 1/2, 0.5 and \\frac12 are equal, and {1, 2} and {2, 1}; decimals to 6 places. What takes
+    more CPU time than MATH_SECONDS gets no reward, and the verdict 'limit'.
+    """
+    text = answer.rpartition("####")[2].strip()
+    if re.fullmatch(r"[A-Za-z\s]{4,}", text):  # to SymPy a product of letters: Paris = pairs
+        raise ValueError(f"answer {text[-40:]!r} is words; --reward=exact, or write them as \\text{{..}}")
+    text = text if "\\boxed" in text or text.count("$") > 1 else f"\\boxed{{{text}}}"
+    worker = MATH_WORKERS.get() or start_math_worker()
+    try:
+        print(json.dumps([response, text]), file=worker.stdin, flush=True)
+        status, seconds = json.loads(worker.stdout.readline())
+    except (OSError, ValueError) as error:
+        MATH_WORKERS.put(None)
+        raise RuntimeError(f"a process of math-verify ended with status {worker.wait()}; resume the run") from error
+    MATH_WORKERS.put(worker)
+    if status not in MATH_VERDICTS:
+        why = "is no expression that math-verify can read" if status == 12 else f"was not compared: status {status}"
+        raise ValueError(f"answer {text[-40:]!r} {why}")
+    near_limit = status < 0 or seconds > MATH_SECONDS / 2
+    return float(status == 10), dict(verdict=MATH_VERDICTS[status], near_limit=near_limit)
+
+
+def needs_math():
+    found = next((x.version for x in distributions(name="math-verify")), "none")
+    if found != MATH_VERIFY:
+        raise ValueError(f"needs math-verify {MATH_VERIFY}, and there is {found}; install it by `uv sync --group math`")
+
+
+math.check = needs_math
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# judge: a model behind an OpenAI-compatible endpoint
+
+JUDGE_SECONDS = 120  # that a try may take
+JUDGE_WAIT = 1.0  # seconds before the second try; twice as many before each next one
+JUDGE_TOKENS = 1024  # of a verdict with its reasons
+
+
+@lru_cache
+def judge_client():
+    """(client, model, the prompt file's text) of the run's config. Raises ValueError with a cure."""
+    import openai
+
+    url, model, path = (SETTINGS[key] for key in ("judge", "judge_model", "judge_prompt"))
+    text = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else ""
+    if "{response}" not in text:
+        raise ValueError(f"judge_prompt={path!r}: no text file with {{response}} in it, where the judge is to see it")
+    key = os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY") or "none"
+    try:
+        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=JUDGE_SECONDS)
+        known = [its.id for its in client.models.list(timeout=10).data]
+    except Exception as error:  # what answers there may be anything
+        cure = "an OpenAI-compatible endpoint such as http://127.0.0.1:8000/v1 (its key: JUDGE_API_KEY)"
+        raise ValueError(f"judge={url!r}: {reason(error.__cause__ or error)[:100]}; use {cure}") from error
+    if not known or model not in ("", *known):
+        raise ValueError(f"judge_model={model!r}: the judge has {', '.join(known) or 'none'}")
+    return client, model or known[0], text
+
+
+def judge(prompt, response, answer):
+    """
+    The number from 0 to 1 behind the last 'score:' of what a model answers to the judge_prompt, in which {prompt},
+    {response} and {answer} are filled in; what it answers is noted. After judge_tries failures, of which a verdict that
+    cannot be read is one, it raises and the run stops: a failure is no 0.
+
+    The verdict is in the group file before anything uses it, and resumes and replays read it there. If the run is
+    killed before that file is written, a resume asks again, and nothing was computed from what was said before. Two
+    fresh runs agree if the judge gives equal answers to equal requests, as our own endpoint does (mode='serve').
+    In an agent: score, notes = await chat.do(judge, prompt, response, answer).
+    """
+    texts = dict(prompt=prompt, response=response, answer=answer)
+    for i in range(SETTINGS["judge_tries"]):
+        time.sleep(JUDGE_WAIT * 2 ** (i - 1) if i else 0)
+        try:
+            client, model, template = judge_client()
+            # In one pass: a response may have an {answer} in it.
+            asked = re.sub(r"\{(prompt|response|answer)\}", lambda place: texts[place[1]], template)
+            asked = dict(model=model, messages=[{"role": "user", "content": asked}], max_tokens=JUDGE_TOKENS)
+            choice = client.chat.completions.create(**asked, temperature=0, seed=0).choices[0]
+            return score_of(choice.message.content, choice.finish_reason), {"judge": choice.message.content}
+        except Exception as error:  # what is no JSON, or JSON of another kind, fails in many ways
+            failure = error
+    why = f"failed {i + 1} times: {reason(failure.__cause__ or failure)[:140]}"
+    raise RuntimeError(f"judge={SETTINGS['judge']!r} {why}") from failure
+
+
+def score_of(verdict, finish_reason):
+    """What stands alone in its line behind the last 'score:', from 0 to 1; 7/10 will do. Raises ValueError."""
+    *before, said = re.split("score:", verdict, flags=re.IGNORECASE)
+    number = NUMBER.fullmatch(said.strip("* \n").partition("\n")[0].rstrip("*. "))
+    value = exact_value(number) if number and before else None
+    if finish_reason == "length" or value is None or not 0 <= value <= 1:
+        raise ValueError(f"no line ends in 'score: ' and a number from 0 to 1: {verdict[-60:]!r} ({finish_reason})")
+    return float(value)
+
+
+judge.check = lambda: os.environ.get("RANK", "0") == "0" and judge_client()  # one rank's word is enough
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# model: a reward model
+
+
+class RewardModel:
+    """
+    The reward 'model:name': what a reward model, in a folder or on the hub, says at the end of a response. By our
+    operators, and so the same bits whatever is scored beside it. Ends the run with one line if it is no such model.
+    config: the keys of train_grpo.py's block.
+
+    A reward knows texts: they are tokenized again, as in training with mode='rm', and an EOS comes after a response,
+    also where it was cut off.
+    """
+
+    def __init__(self, name, config):
+        self.folder, self.config = sync.fetch_model(name, "reward"), config
+        self.hf = check_model(self.folder, config, "reward")
+        self.tokenizer, stop_tokens = sync.load_tokenizer(self.folder)
+        # A model whose EOS is its padding, too, was trained to be read before it, as Hugging Face's class does.
+        self.stop_tokens = [] if self.hf.pad_token_id == stop_tokens[0] else stop_tokens
+        self.model, self.waiting, self.thread = None, SimpleQueue(), ThreadPoolExecutor(1, "reward model")
+
+    def __call__(self, prompt, response, answer):
+        """From any number of threads: all that wait while one forward pass is made are in the next one."""
+        score = Future()
+        self.waiting.put(((prompt, response), score))
+        self.thread.submit(self._score)
+        return score.result()
+
+    def _score(self):
+        """Gives all that wait their scores, or the error that there was; equal texts are one."""
+        batch = [self.waiting.get() for _ in range(self.waiting.qsize())]
+        try:
+            texts = list(dict.fromkeys(texts for texts, _ in batch))
+            scores = dict(zip(texts, self._scores(texts) if texts else (), strict=True))
+            for texts, score in batch:
+                score.set_result(scores[texts])
+        except BaseException as error:  # whoever waits is to see it, and not to wait
+            for _, score in batch:
+                score.set_exception(error)
+
+    @torch.no_grad()
+    def _scores(self, texts):
+        """The scores of (prompt, response)s, a list of floats."""
+        device = self.config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cuda":  # a new thread would use the first GPU
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        if self.model is None:  # loaded where it is used: in a rank with an engine
+            self.model = build_model(self.hf, None, device, self.config["batch_invariant"])
+            weights = [Shard(name, tuple(p.shape), 0, p.data) for name, p in self.model.named_parameters()]
+            sync.load_weights(weights, self.folder, False, "reward")
+        ids = [
+            torch.tensor(prompt_ids(x, self.tokenizer, self.config) + answer_ids(y, self.tokenizer, self.stop_tokens))
+            for x, y in texts
+        ]
+        packed = dict(ids=torch.cat(ids), positions=torch.cat([torch.arange(len(x)) for x in ids]))
+        packed["lengths"] = torch.tensor([len(x) for x in ids])
+        leaf = types.SimpleNamespace(**{name: x.to(device) for name, x in packed.items()})
+        return self.model.token_logprobs(leaf, 1.0)[-1].tolist()
