@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -26,6 +27,8 @@ from agents import sandbox
 from agents.sandbox import SandboxError, canonical, code, run_program
 from rewards import RewardError, load_reward, programs, score
 from train_grpo import DEFAULTS
+
+pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="install bubblewrap")
 
 
 @pytest.fixture(autouse=True)
