@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,9 +19,12 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
+from conftest import error_line, finish, launch_warm, read_groups
+from prove import killed_sandbox, lines, replay_of
 
 import rewards
 from agents import sandbox
@@ -444,3 +448,31 @@ def test_the_interpreter_is_one_that_the_sandbox_can_read(capsys):
     sandbox.interpreter.cache_clear()
     assert sandbox.interpreter("bwrap") in (os.path.realpath(sys.executable), "/usr/bin/python3")
     assert "programs run in sandbox='bwrap' with /" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# whole runs
+
+
+def test_runs_judged_by_tests_have_one_ledger_though_a_sandbox_is_killed(tmp_path):
+    """Undisturbed; stopped by a killed sandbox, and resumed; and from the rollout files, where no program runs."""
+    rows = []
+    for op, n in product("+-*", range(2, 10)):
+        calls = "\n".join(f"assert f({x}) == {eval(f'{x}{op}{n}')}" for x in (-3, 1, 7))
+        rows.append(dict(prompt=f"{op}{n}:", answer=calls, program=f"f=lambda x:x{op}{n}"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"""--reward=code --dataset={tmp_path}/rows.jsonl --sft_column=program --eval_size=0 --max_new_tokens=16
+        --leaf_tokens=512 --warmup_sft_steps=80 --max_steps=4 --checkpoint_every=1""".split()
+    finish(tmp_path / "a", *flags, launch=launch_warm)
+    status, output = launch_warm(tmp_path / "b", *flags, broken=killed_sandbox)
+    assert status == 2, output[-3000:]
+    assert re.search(r"rl step 1, prompt \d, sample \d: SandboxError: the sandbox itself ended", error_line(output))
+    finish(tmp_path / "b", *flags, "--init_from=resume", launch=launch_warm)
+    finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"), launch=launch_warm)
+    ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]
+    assert ledgers[0] == ledgers[1] == ledgers[2] and len(ledgers[0]) == 84
+    steps = lines(tmp_path / "a", "metrics.jsonl", "rl")
+    assert all(0 < m["reward_mean"] < 1 and m["grad_norm"] > 1e-3 and m["limits"] == 0 for m in steps)
+    verdicts = [noted["code"] for _, meta in read_groups(tmp_path / "b") for noted in meta["noted"]]
+    assert len(verdicts) == 4 * 64 and {x["verdict"] for x in verdicts} == {"pass", "fail"}
+    assert all((x["verdict"] == "pass") == (x["reward"] == 1) for x in verdicts)

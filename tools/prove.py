@@ -107,6 +107,20 @@ def killed_in_step_13():
     sync.Record.supervised = dies
 
 
+def killed_sandbox():
+    """The sandbox of the 100th program is killed as soon as it has begun."""
+    from agents import sandbox
+
+    count, wait = itertools.count(1), sandbox._wait
+
+    def killed(pid, seconds):
+        if next(count) == 100:
+            os.kill(pid, signal.SIGKILL)
+        return wait(pid, seconds)
+
+    sandbox._wait = killed
+
+
 def slow_engines():
     """Breaks nothing: an engine waits up to a tenth of a second before it draws a prompt's samples."""
     from rollout_server import Sampler
