@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -196,27 +197,30 @@ class RewardModel:
         # A model whose EOS is its padding, too, was trained to be read before it, as Hugging Face's class does.
         self.stop_tokens = [] if self.hf.pad_token_id == stop_tokens[0] else stop_tokens
         self.model, self.waiting, self.thread = None, SimpleQueue(), ThreadPoolExecutor(1, "reward model")
+        self.known, self.lock = {}, threading.Lock()  # {(prompt, response): Future}
 
     def __call__(self, prompt, response, answer):
-        """From any number of threads: all that wait while one forward pass is made are in the next one."""
-        score = Future()
-        self.waiting.put(((prompt, response), score))
-        self.thread.submit(self._score)
+        """From any number of threads: who waits while one pass is made is in the next one, equal texts once."""
+        with self.lock:
+            if len(self.known) > 10_000:  # they are worth no more memory
+                self.known.clear()
+            if (score := self.known.get((prompt, response))) is None:
+                score = self.known[prompt, response] = Future()
+                self.waiting.put(((prompt, response), score))
+                self.thread.submit(self._score)
         return score.result()
 
     def _score(self):
-        """Gives all that wait their scores, or the error that there was; equal texts are one."""
+        """Gives all that wait their scores, or the error that there was."""
         batch = [self.waiting.get() for _ in range(self.waiting.qsize())]
         try:
-            texts = list(dict.fromkeys(texts for texts, _ in batch))
-            scores = dict(zip(texts, self._scores(texts) if texts else (), strict=True))
-            for texts, score in batch:
-                score.set_result(scores[texts])
+            for (_, score), x in zip(batch, self._scores([texts for texts, _ in batch]) if batch else (), strict=True):
+                score.set_result(x)
         except BaseException as error:  # whoever waits is to see it, and not to wait
             for _, score in batch:
                 score.set_exception(error)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _scores(self, texts):
         """The scores of (prompt, response)s, a list of floats."""
         device = self.config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
