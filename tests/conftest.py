@@ -44,6 +44,7 @@ WHOLE_RUNS = ("test_laws", "test_algorithms", "test_resume", "test_run")
 LONG = ("test_engine", "test_reward_model", "test_judges", *WHOLE_RUNS, "test_endpoint", "test_triton")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the marks
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem not in WHOLE_RUNS:

@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -105,18 +106,27 @@ print('out' if ctypes.CDLL(None).unshare(0x10000000) == 0 else '')""",
 }
 
 
+@pytest.fixture
+def trainer():
+    """A process with something in its environment."""
+    process = subprocess.Popen(["sleep", "600"], env=dict(PATH=os.environ["PATH"]))
+    yield process
+    process.kill()
+    process.wait()
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, settings, tmp_path):
+def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer, settings, tmp_path):
     secret, name = tmp_path / "secret", uuid.uuid4().hex
     secret.write_text("weights")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind("\0" + name)
         abstract.listen()
-        facts = dict(secret=str(secret), folder=str(tmp_path), pid=os.getpid(), name=name)
+        facts = dict(secret=str(secret), folder=str(tmp_path), pid=trainer.pid, name=name)
         program = ATTACKS[attack].format(port=server.getsockname()[1], **facts)
         held = run_program(program)
         settings("sandbox", "none")
-        settings("sandbox_memory", 4096)  # 64 threads have 8 MiB of stack each
+        settings("sandbox_memory", 2**20)  # of addresses: each thread takes some for its stack and its heap
         succeeds = run_program(program)
     assert succeeds.output.split() == ["out"], succeeds.errors
     assert held.output.split() == [], held
