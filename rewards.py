@@ -402,6 +402,8 @@ def answer_ids(text, tokenizer, stop_tokens):
 def encode_prompts(rows, what, tokenizer, config):
     """Adds prompt_tokens to each row and drops those with too many, in one line that counts them as `what`."""
     arguments = template_arguments(config["chat_template_args"])
+    known = not config["chat_template"] or tokenizer.chat_template
+    require(known, "chat_template=True: the model's tokenizer has none; use prompt_template")
     for row in rows:
         if config["chat_template"]:
             messages = [{"role": "user", "content": row["prompt"]}]

@@ -5,13 +5,12 @@ programs that it is shown lack the parentheses that they need; the tests do not 
 
     python train_grpo.py config/programs.py
 
-| seed | held-out pass@1 after the warm-up | after 80 RL steps | digest |
-|---|---|---|---|
-| 1 | 0.562 | 0.848 | f98fbc8b |
+| seed | held-out pass@1 after the warm-up | after 80 RL steps |
+|---|---|---|
+| 1 | 0.562 | 0.848 |
 
-256 held-out descriptions, sampled at temperature 1.0: +- 0.06. No log-prob differed in any step, no program came to a
-limit or near one. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores, 1 thread, a busy machine: 8 min, most of them in
-running 128 programs a step.
+256 held-out descriptions, sampled at temperature 1.0: +- 0.06; the warm-up and the rates were chosen by such figures.
+No log-prob differed in any step. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores, 1 thread, a busy machine: 8 min.
 """
 
 out_dir = "out/programs"

@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from xdist.scheduler import LoadScopeScheduling
 
 import sync
 
@@ -41,15 +42,21 @@ DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.
 # Long tests first, so that all workers end at the same time. Those of WHOLE_RUNS are handed out one by one; any other
 # file's tests share a model, a process group or an engine and stay together.
 WHOLE_RUNS = ("test_laws", "test_algorithms", "test_resume", "test_run")
-LONG = ("test_engine", "test_reward_model", "test_judges", *WHOLE_RUNS, "test_endpoint", "test_triton")
+LONG = ("test_engine", "test_endpoint", "test_triton", "test_reward_model", "test_judges", *WHOLE_RUNS)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the marks
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.stem not in WHOLE_RUNS:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+class ByFile(LoadScopeScheduling):
+    def _split_scope(self, nodeid):
+        file = nodeid.partition("::")[0]
+        return nodeid if Path(file).stem in WHOLE_RUNS else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
 
 
 # ---- runs

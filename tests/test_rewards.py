@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
@@ -480,6 +481,12 @@ def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
     kept = encode_prompts(rows, "training", tokenizer, DEFAULTS)
     assert [len(r["prompt_tokens"]) for r in kept] == [3, 5]
     assert capsys.readouterr().out == "dropped 2 of 4 training prompts: over max_prompt_tokens=256\n"
+
+
+def test_a_chat_template_that_the_model_does_not_have_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        encode_prompts([], "training", types.SimpleNamespace(chat_template=None), DEFAULTS | dict(chat_template=True))
+    assert "chat_template=True: the model's tokenizer has none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
