@@ -69,19 +69,19 @@ def canonical(value):
 
 
 # Inside: standard input starts with the program and the calls whose values are wanted, which become the output's last
-# line. With status 0 and without such a line the program has ended itself.
+# line. With status 0 and without such a line the program has ended itself. posix, as os would have to be imported.
 INSIDE = f"""
-import os
+import posix
 {inspect.getsource(canonical)}
-source, calls = eval(os.read(0, int(os.read(0, 8))))
+source, calls = eval(posix.read(0, int(posix.read(0, 8))))
 names = {{"__name__": "__main__"}}
 try:
     exec(compile(source, "program", "exec"), names)
     if calls:
-        os.write(1, b"\\n" + canonical([eval(call, names) for call in calls]).encode())
-        os._exit(0)
+        posix.write(1, b"\\n" + canonical([eval(call, names) for call in calls]).encode())
+        posix._exit(0)
 except MemoryError:
-    os._exit({NO_MEMORY})
+    posix._exit({NO_MEMORY})
 """
 
 

@@ -201,24 +201,34 @@ def sandbox():
     from train_grpo import DEFAULTS
 
     load_reward("code", DEFAULTS)
-    bare = [interpreter("bwrap"), "-I", "-S", "-c"]
+    python = interpreter("bwrap")
+    begun = time.process_time()
+    exec("for i in range(1000000): pass", {})  # a loop of the size that takes 10 ms here
+    loop = f"for i in range({int(1e6 * 0.01 / (time.process_time() - begun))}): pass\nprint(1)"
 
-    def plain(program):
+    def plain(program, *options):
         with RUNNING:
-            assert subprocess.run([*bare, program], capture_output=True, env={}).stdout == b"1\n"
+            assert subprocess.run([python, *options, "-c", program], capture_output=True, env={}).stdout == b"1\n"
+
+    def lean(program):
+        plain(program, "-I", "-S")  # as in the sandbox
 
     def boxed(program):
         assert run_program(program).output == "1\n"
 
-    for work, program in dict(nothing="print(1)", loop="for i in range(300000): pass\nprint(1)").items():
-        seconds = {plain: [], boxed: []}
-        for run in [plain, boxed] * 5:  # in turn, as the machine's speed drifts
+    for work, program in {"nothing": "print(1)", "10 ms": loop}.items():
+        seconds = {plain: 0, lean: 0, boxed: 0}
+        for run in [*seconds] * 5:  # in turn, as the machine's speed drifts
             with ThreadPoolExecutor(64) as pool:
                 began = time.perf_counter()
                 list(pool.map(run, [program] * 200))
-                seconds[run].append(time.perf_counter() - began)
-        one, other = (1000 * sum(seconds[run]) / 1000 for run in (plain, boxed))
-        print(f"{work}: {one:.1f} ms a program bare, {other:.1f} ms in the sandbox: {other / one:.2f}; {machine()}")
+                seconds[run] += time.perf_counter() - began
+        bare, own, other = seconds.values()  # of 1,000 programs, and so ms of one
+        print(
+            f"{work}: python3 {bare:.1f} ms, python3 -I -S {own:.1f} ms, in the sandbox {other:.1f} ms a program: ",
+            end="",
+        )
+        print(f"{other / bare:.2f} and {other / own:.2f} times as long; {machine()}")
 
 
 def trl_side(folder):
