@@ -82,11 +82,19 @@ def final_number(text):
 
 def numeric(prompt, response, answer):
     """1.0 if the response's final number equals the answer's: a plain number, or a text that ends in `#### 42`."""
+    return float(final_number(response) == expected_number(answer))
+
+
+def expected_number(answer):
+    """The number of a data set's answer. Raises ValueError."""
     number = NUMBER.fullmatch(_plain(answer).rpartition("####")[2].strip())
     expected = number and exact_value(number)
     if expected is None:  # a data set of another kind would otherwise score 0 (or worse, 1) without a word
         raise ValueError(f"answer {answer[-40:]!r} is neither a number nor ends in '#### 42'")
-    return float(final_number(response) == expected)
+    return expected
+
+
+numeric.reads = expected_number
 
 
 def exact(prompt, response, answer):
@@ -144,6 +152,8 @@ def load_reward(spec, config=None):
             noted[name] = {"reward": value, **notes}
         return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
+    weighted_sum.reads = [f.reads for _, _, f in terms if hasattr(f, "reads")]
+    weighted_sum.waits = any(name in ELSEWHERE for _, name, _ in terms)
     return weighted_sum
 
 
@@ -161,11 +171,29 @@ def find_reward(name):
     return find_function(name, BUILT_IN | ELSEWHERE, "reward")
 
 
+def check_answers(reward, rows, column):
+    """Ends the run with one line at the first row whose answer, of this column, a built-in reward cannot read."""
+    for row in rows:
+        try:
+            for reads in reward.reads:
+                reads(row["answer"])
+        except ValueError as error:
+            start = f"{row['prompt'][:60]!r}{'...' if len(row['prompt']) > 60 else ''}"
+            require(False, f"answer_column={column!r}: for prompt {start}: {error}; use another column or reward")
+
+
 def check_vocabulary(tokenizer):
     """Ends the run with one line where a reward model reads texts by another vocabulary than the policy writes them."""
     for name, model in MODELS.items():
         why = "of another vocabulary than the policy; use one that --mode=rm made of the same model"
         require(model.tokenizer.get_vocab() == tokenizer.get_vocab(), f"reward={name!r}: {why}")
+
+
+def score_all(calls):
+    """What `score` returns for each of these tuples of its arguments; reward models see them all at once."""
+    for model in MODELS.values():
+        model.expect([(prompt, response) for _, prompt, response, *_ in calls])
+    return [score(*call) for call in calls]
 
 
 def score(reward, prompt, response, answer, where):
@@ -389,14 +417,14 @@ def load_rows(config):
     return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
 
 
-def prompt_ids(prompt, tokenizer, config):
-    """The tokens of a prompt's text, which a chat template has begun in its own way."""
-    return tokenizer(prompt, add_special_tokens=not config["chat_template"])["input_ids"]
+def prompt_ids(prompts, tokenizer, config):
+    """The tokens of each prompt's text, which a chat template has begun in its own way."""
+    return tokenizer(prompts, add_special_tokens=not config["chat_template"])["input_ids"] if prompts else []
 
 
-def answer_ids(text, tokenizer, stop_tokens):
-    """The tokens of a whole response, with an EOS."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"] + stop_tokens[:1]
+def answer_ids(texts, tokenizer, stop_tokens):
+    """The tokens of each whole response, with an EOS."""
+    return [ids + stop_tokens[:1] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
 
 def encode_prompts(rows, what, tokenizer, config):
@@ -410,7 +438,8 @@ def encode_prompts(rows, what, tokenizer, config):
             row["prompt"] = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **arguments
             )
-        row["prompt_tokens"] = prompt_ids(row["prompt"], tokenizer, config)
+    for row, ids in zip(rows, prompt_ids([row["prompt"] for row in rows], tokenizer, config)):
+        row["prompt_tokens"] = ids
     return _short_enough(rows, "prompt_tokens", "max_prompt_tokens", f"{what} prompts", config)
 
 
@@ -420,10 +449,11 @@ def encode_answers(rows, tokenizer, stop_tokens, config):
     tokens than a sample may have. Ends the run with one line at a pair whose sides are the same tokens.
     """
     texts = sides(config["mode"])
+    for side in texts:
+        known = [row.get(f"shown_{side}", row[side]) for row in rows]
+        for row, ids in zip(rows, answer_ids(known, tokenizer, stop_tokens)):
+            row[f"{side}_tokens"] = ids
     for row in rows:
-        row |= {
-            f"{side}_tokens": answer_ids(row.get(f"shown_{side}", row[side]), tokenizer, stop_tokens) for side in texts
-        }
         same = len(texts) == 2 and row["chosen_tokens"] == row["rejected_tokens"]
         where = f"a pair of prompt {row['prompt']!r:.60} has equal sides"
         require(not same, f"mode='rm': {where}, {row[texts[-1]]!r:.60}; drop what nobody prefers")

@@ -48,7 +48,7 @@ import torch
 
 import kernels
 from configurator import close_bars, require
-from rewards import RewardError, rows_of_step, score
+from rewards import RewardError, rows_of_step, score_all
 from sync import RunError, Shard, TreeReduceScatter, claim, group_path, hidden_torchrun, tensor_hashes, write_group
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
@@ -586,7 +586,7 @@ class RolloutEngine:
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
         self.lends, self.asleep, self.model_type = lends, False, hf.model_type
-        self.asked, self.since = 0, 0.0  # requests that SGLang is to answer, and since when there are any
+        self.asked, self.since, self.busy = 0, 0.0, 0.0  # requests to answer, since when there are any, seconds before
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         try:
@@ -675,6 +675,11 @@ class RolloutEngine:
             return await request
         finally:
             self.asked -= 1
+            self.busy += 0 if self.asked else time.time() - self.since
+
+    def worked(self):
+        """Seconds so far in which SGLang was asked for something."""
+        return self.busy + (time.time() - self.since if self.asked else 0)
 
     async def generate(self, ids, params):
         """SGLang's output for these token ids, or for each list of them."""
@@ -822,8 +827,8 @@ class Sampler:
     """
     Makes samples with one of a run's `engines` engines: prompts in, group files out.
 
-    config has the keys of train_grpo.py's block, run is the run's id; reward(prompt, response, answer) -> number;
-    decode(tokens) -> text; a sample ends with the first of the stop_tokens.
+    config has the keys of train_grpo.py's block, run is the run's id; reward is load_reward's; decode(tokens) -> text; a
+    sample ends with the first of the stop_tokens.
     """
 
     def __init__(self, engine, config, run, engines, reward, decode, stop_tokens):
@@ -837,6 +842,7 @@ class Sampler:
         its share of the prompts in flight; who is done first takes what is left.
         """
         unclaimed, share = iter(job.rows), -(-len(job.rows) // self.engines)
+        self.began = time.time(), self.engine.worked()
         try:
             self.engine.run([self._work(unclaimed, folder, job) for _ in range(share)], f"in step {job.step}")
         except RewardError as e:
@@ -849,10 +855,11 @@ class Sampler:
                 continue
             row, began = job.rows[index], time.time()
             tensors, meta = await self._group(folder, index, job)
+            elapsed, worked = (now - then for now, then in zip((time.time(), self.engine.worked()), self.began))
             meta |= dict(
                 run=self.run, stream=job.stream, step=job.step, prompt=index, version=job.version,
                 prompt_text=row["prompt"], answer=row["answer"], engine=self.engine.index,
-                time=time.strftime("%Y-%m-%dT%H:%M:%S"), began=began,
+                time=time.strftime("%Y-%m-%dT%H:%M:%S"), began=began, elapsed=elapsed, idle=elapsed - worked,
             )  # fmt: skip
             await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
 
@@ -866,9 +873,12 @@ class Sampler:
         seconds, texts = time.time() - began, [self.decode(sample.tokens) for sample in samples]
         finished, scored = all(map(self._is_finished, samples)), [(0.0, {})] * len(samples)
         if finished:
-            where, loop = f"{job.stream} step {job.step}, prompt {index}, sample ", asyncio.get_running_loop()
-            calls = ((self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts))
-            scored = await asyncio.gather(*[loop.run_in_executor(SCORERS, score, *call) for call in calls])
+            where = f"{job.stream} step {job.step}, prompt {index}, sample "
+            calls = [(self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
+            # Those that wait for a process or an answer do so side by side; others would only wake each other.
+            parts = [[call] for call in calls] if self.reward.waits else [calls]
+            run = functools.partial(asyncio.get_running_loop().run_in_executor, SCORERS, score_all)
+            scored = [*itertools.chain(*await asyncio.gather(*map(run, parts)))]
         rewards, noted = zip(*scored)
         meta = dict(
             born=list(born), finished=finished, responses=texts, noted=noted, seconds=seconds, retractions=retractions

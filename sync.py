@@ -305,8 +305,8 @@ def fetch_model(name, key="init_from"):
         require(False, f"{key}={name!r}: neither a model folder nor to be had from the hub: {reason(e)}")
 
 
-def load_weights(shards, folder, tied, key="init_from"):
-    """Each rank reads its own rows of each parameter from the folder's safetensors files; `key` is what names it."""
+def weight_files(folder, key="init_from"):
+    """{parameter: the open safetensors file that has it} of a model folder; `key` is what names it."""
     files = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
@@ -314,6 +314,12 @@ def load_weights(shards, folder, tied, key="init_from"):
         except (SafetensorError, OSError) as e:
             require(False, f"{key}={str(folder)!r}: {path.name}: {e}")
         files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def load_weights(shards, folder, tied, key="init_from"):
+    """Each rank reads its own rows of each parameter from the folder's files; `key` is what names it."""
+    files = weight_files(folder, key)
     for s in shards:
         name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
         require(name in files, f"{key}={str(folder)!r}: no {name} in its safetensors files")
@@ -718,6 +724,7 @@ class Record:
         lengths = torch.stack([response_lengths(t) for t, _ in groups])
         cut = torch.cat([t["truncated"] for t, _ in groups])
         right = [t["rewards"] >= c.pass_reward for t, m in made if m["finished"]]
+        last = {m["engine"]: m for m in sorted((m for _, m in made), key=lambda m: m["elapsed"])}.values()  # of each
         wait, train, publish = (after - before for before, after in zip(times, times[1:]))
         seconds = time.monotonic() - times[0]
         line = dict(
@@ -729,6 +736,7 @@ class Record:
             response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
             truncated_fraction=float(cut.double().mean()), weight_version=meta[0]["version"],
             engine_retractions=sum(m["retractions"] for _, m in made),
+            engine_idle=sum(m["idle"] / m["elapsed"] for m in last) / len(last),  # while all else was tools and rewards
             wait_seconds=wait, train_seconds=train,
             rollout_seconds=max(m["began"] + m["seconds"] for _, m in made) - min(m["began"] for _, m in made),
             sync_seconds=publish, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,

@@ -952,8 +952,11 @@ if __name__ == "__main__":
         from agents.sampler import Agent
 
         its = Agent(config, model_path, tokenizer, stop_tokens)
+    train_rows, eval_rows = rewards.load_rows(config)
+    if not (supervised or its):
+        rewards.check_answers(reward_function, train_rows + eval_rows, answer_column)
     encode = partial(rewards.encode_prompts, tokenizer=tokenizer, config=config)
-    train_rows, eval_rows = map(encode, rewards.load_rows(config), ("training", "held-out"))
+    train_rows, eval_rows = encode(train_rows, "training"), encode(eval_rows, "held-out")
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads())
 

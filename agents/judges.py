@@ -22,6 +22,7 @@ from queue import SimpleQueue
 import torch
 
 import sync
+from configurator import require
 from rewards import NUMBER, SETTINGS, answer_ids, exact_value, prompt_ids
 from rollout_server import build_model, check_model
 from sync import Shard, reason
@@ -79,10 +80,7 @@ def math(prompt, response, answer):
     with \\boxed{..} or $..$. 1/2, 0.5 and \\frac12 are equal, and {1, 2} and {2, 1}; decimals to 6 places. What takes
     more CPU time than MATH_SECONDS gets no reward, and the verdict 'limit'.
     """
-    text = answer.rpartition("####")[2].strip()
-    if re.fullmatch(r"[A-Za-z\s]{4,}", text):  # to SymPy a product of letters: Paris = pairs
-        raise ValueError(f"answer {text[-40:]!r} is words; --reward=exact, or write them as \\text{{..}}")
-    text = text if "\\boxed" in text or text.count("$") > 1 else f"\\boxed{{{text}}}"
+    text = expression(answer)
     worker = MATH_WORKERS.get() or start_math_worker()
     try:
         print(json.dumps([response, text]), file=worker.stdin, flush=True)
@@ -98,13 +96,21 @@ def math(prompt, response, answer):
     return float(status == 10), dict(verdict=MATH_VERDICTS[status], near_limit=near_limit)
 
 
+def expression(answer):
+    """A data set's answer as math-verify is to read it. Raises ValueError for words."""
+    text = answer.rpartition("####")[2].strip()
+    if re.fullmatch(r"[A-Za-z\s]{4,}", text):  # to SymPy a product of letters: Paris = pairs
+        raise ValueError(f"answer {text[-40:]!r} is words; --reward=exact, or write them as \\text{{..}}")
+    return text if "\\boxed" in text or text.count("$") > 1 else f"\\boxed{{{text}}}"
+
+
 def needs_math():
     found = next((x.version for x in distributions(name="math-verify")), "none")
     if found != MATH_VERIFY:
         raise ValueError(f"needs math-verify {MATH_VERIFY}, and there is {found}; install it by `uv sync --group math`")
 
 
-math.check = needs_math
+math.check, math.reads = needs_math, expression
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -193,6 +199,8 @@ class RewardModel:
     def __init__(self, name, config):
         self.folder, self.config = sync.fetch_model(name, "reward"), config
         self.hf = check_model(self.folder, config, "reward")
+        head = "score.weight" in sync.weight_files(self.folder, "reward")
+        require(head, f"reward={str(self.folder)!r}: no score.weight in its safetensors files; --mode=rm trains one")
         self.tokenizer, stop_tokens = sync.load_tokenizer(self.folder)
         # A model whose EOS is its padding, too, was trained to be read before it, as Hugging Face's class does.
         self.stop_tokens = [] if self.hf.pad_token_id == stop_tokens[0] else stop_tokens
@@ -200,15 +208,22 @@ class RewardModel:
         self.known, self.lock = {}, threading.Lock()  # {(prompt, response): Future}
 
     def __call__(self, prompt, response, answer):
-        """From any number of threads: who waits while one pass is made is in the next one, equal texts once."""
+        return self.expect([(prompt, response)])[0].result()
+
+    def expect(self, texts):
+        """
+        The Futures of the scores of (prompt, response)s, from any number of threads: what comes while a pass is made
+        is in the next one, equal texts once.
+        """
         with self.lock:
             if len(self.known) > 10_000:  # they are worth no more memory
                 self.known.clear()
-            if (score := self.known.get((prompt, response))) is None:
-                score = self.known[prompt, response] = Future()
-                self.waiting.put(((prompt, response), score))
-                self.thread.submit(self._score)
-        return score.result()
+            for text in texts:
+                if text not in self.known:
+                    self.known[text] = Future()
+                    self.waiting.put((text, self.known[text]))
+            self.thread.submit(self._score)
+            return [self.known[text] for text in texts]
 
     def _score(self):
         """Gives all that wait their scores, or the error that there was."""
@@ -230,10 +245,9 @@ class RewardModel:
             self.model = build_model(self.hf, None, device, self.config["batch_invariant"])
             weights = [Shard(name, tuple(p.shape), 0, p.data) for name, p in self.model.named_parameters()]
             sync.load_weights(weights, self.folder, False, "reward")
-        ids = [
-            torch.tensor(prompt_ids(x, self.tokenizer, self.config) + answer_ids(y, self.tokenizer, self.stop_tokens))
-            for x, y in texts
-        ]
+        prompts, responses = map(list, zip(*texts))
+        prompts = prompt_ids(prompts, self.tokenizer, self.config)
+        ids = [torch.tensor(x + y) for x, y in zip(prompts, answer_ids(responses, self.tokenizer, self.stop_tokens))]
         packed = dict(ids=torch.cat(ids), positions=torch.cat([torch.arange(len(x)) for x in ids]))
         packed["lengths"] = torch.tensor([len(x) for x in ids])
         leaf = types.SimpleNamespace(**{name: x.to(device) for name, x in packed.items()})

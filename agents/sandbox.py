@@ -242,4 +242,4 @@ def python(code: str) -> str:
 python.impure = True  # for agents/chat.py: near a limit it may say something else
 
 
-code.check = lambda: interpreter(SETTINGS["sandbox"])
+code.check, code.reads = lambda: interpreter(SETTINGS["sandbox"]), tests_of

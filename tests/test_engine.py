@@ -29,6 +29,7 @@ import sync
 import train_grpo as train
 from configurator import block
 from kernels import finite_hash, murmur_hash32
+from rewards import load_reward
 from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
 
 DEFAULTS = block(vars(train))
@@ -174,7 +175,7 @@ def prompts(n, seed, shared=0):
 def roll_out(engine, folder, rows, temperature):
     """The group files' tensors of 4 samples of each row of tokens."""
     rows = {i: dict(prompt="", answer="", prompt_tokens=tokens) for i, tokens in enumerate(rows)}
-    sampler = Sampler(engine, CONFIG, "test", engines=1, reward=lambda *_: 1.0, decode=str, stop_tokens=[1])
+    sampler = Sampler(engine, CONFIG, "test", engines=1, reward=load_reward("exact"), decode=str, stop_tokens=[1])
     sampler.sample(folder, Job("rl", 0, engine.version, rows, 4, temperature))
     return [sync.read_group(folder, i, {})[0] for i in range(len(rows))]
 

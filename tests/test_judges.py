@@ -450,7 +450,10 @@ def gate(served, alive=2**62):
 
 
 def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served, prompt_file, tmp_path):
-    """The judge of the second run is gone in the middle of a step, and back, at another address, for its resume."""
+    """
+    The judge of the second run is gone in the middle of a step, and back, at another address, for its resume by two
+    trainers and an engine with other batches.
+    """
     flags = "--reward=judge --judge_tries=2 --judge_model=policy --eval_size=0 --max_steps=4".split()
     flags += ["--checkpoint_every=1", f"--judge_prompt={prompt_file}"]
     with gate(served) as (url, asked):
@@ -466,7 +469,8 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
     wait_for(lambda: not processes_of(tmp_path / "b"), 10)
     made = {path: path.read_bytes() for path in (tmp_path / "b/queue/rl_000002").glob("group_*")}
     with gate(served) as (url, asked):
-        finish(tmp_path / "b", *flags, "--init_from=resume", f"--judge={url}", launch=launch_warm)
+        others = "--init_from=resume", f"--judge={url}", "--engine_max_running=5"
+        finish(tmp_path / "b", *flags, *others, ranks=3, launch=launch_warm)
     assert len(asked) == 2 * 64 - 8 * len(made)  # for what is in no group file, and for nothing else
     assert all(path.read_bytes() == content for path, content in made.items())
     ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "ab"]

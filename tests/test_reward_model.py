@@ -281,13 +281,13 @@ def test_what_is_no_reward_model_of_the_policys_is_refused_at_the_start(scratch,
     rewards.MODELS.clear()
 
 
-def test_a_folder_without_a_head_ends_the_run_when_it_is_first_asked(judge, tmp_path, capsys, monkeypatch):
+def test_a_folder_without_a_head_is_refused_at_the_start(judge, tmp_path, capsys, monkeypatch):
     from safetensors.torch import save_file
 
     shutil.copytree(judge, tmp_path, dirs_exist_ok=True)
     weights = load_file(judge / "model.safetensors")
     save_file({k: x for k, x in weights.items() if k != "score.weight"}, tmp_path / "model.safetensors")
-    err = refusal(capsys, monkeypatch, lambda: RewardModel(tmp_path, DEFAULTS)("1", "2", ""))
+    err = refusal(capsys, monkeypatch, lambda: RewardModel(tmp_path, DEFAULTS))
     assert f"reward='{tmp_path}': no score.weight in its safetensors files" in err
 
 
@@ -382,7 +382,7 @@ def test_runs_rewarded_by_a_model_have_one_ledger_and_so_has_their_replay(traine
     flags += ("--advantage=gae", "--kl_coef=0.05", "--kl_in_reward", f"--init_from={trained[0]}/model")
     outputs = [
         finish(tmp_path / "a", *flags, launch=launch_warm),
-        finish(tmp_path / "b", *flags, ranks=2, launch=launch_warm),
+        finish(tmp_path / "b", *flags, "--rollout_ranks=2", "--radix_cache=False", ranks=4, launch=launch_warm),
     ]
     outputs.append(finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"), launch=launch_warm))
     ledgers = [(tmp_path / name / "ledger.jsonl").read_bytes() for name in "abc"]

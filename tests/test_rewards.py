@@ -23,6 +23,7 @@ import rewards
 from rewards import (
     RewardError,
     arithmetic,
+    check_answers,
     encode_prompts,
     exact,
     final_number,
@@ -402,6 +403,24 @@ def test_wrong_arguments_and_bad_answers_are_reported(write):
     assert "ValueError: answer 'Paris' is neither a number" in failure(load_reward("numeric"), answer="Paris")
 
 
+@pytest.mark.parametrize(
+    "spec,good,bad",
+    [
+        ("0.5*numeric + format", "so #### 42", "Paris"),
+        ("math", r"\frac{1}{2}", "Paris"),
+        ("code", "assert f(1) == 2", "assert f(1)"),
+    ],
+)
+def test_an_answer_that_a_reward_cannot_read_is_refused_before_anything_is_sampled(spec, good, bad, capsys):
+    rows = [dict(prompt="How many?", answer=good)]
+    check_answers(load_reward(spec, DEFAULTS), rows, "answer")
+    with pytest.raises(SystemExit) as error:
+        check_answers(load_reward(spec, DEFAULTS), [*rows, dict(prompt="Where?", answer=bad)], "answer")
+    line = capsys.readouterr().err
+    assert error.value.code == 2 and line.count("\n") == 1 and "answer_column='answer': for prompt 'Where?'" in line
+    check_answers(load_reward("exact", DEFAULTS), [dict(prompt="Where?", answer=bad)], "answer")
+
+
 def test_ctrl_c_is_not_caught():
     def interrupted(prompt, response, answer):
         raise KeyboardInterrupt
@@ -474,8 +493,8 @@ def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path):
 
 
 def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
-    def tokenizer(text, add_special_tokens):
-        return {"input_ids": list(text.encode())}
+    def tokenizer(texts, add_special_tokens):
+        return {"input_ids": [list(text.encode()) for text in texts]}
 
     rows = [{"prompt": "x" * n, "answer": ""} for n in (3, 300, 5, 400)]
     kept = encode_prompts(rows, "training", tokenizer, DEFAULTS)
