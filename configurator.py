@@ -190,13 +190,14 @@ FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
     cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict weight_sync
     checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward reject_best host port
-    api_key judge judge_tries""".split()
+    api_key judge judge_tries watch""".split()
 CHOICES = {
     "device": ("", "cpu", "cuda"),
     "mode": ("grpo", "replay", "sft", "rm", "rollout", "reject", "eval", "serve"),
     "weight_sync": ("", "broadcast", "ipc", "disk"),
     "credit": ("sample", "turn"),
     "sandbox": ("bwrap", "none"),
+    "watch": ("", "stop"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
     "loss": ("ppo", "gspo", "cispo", "decoupled", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
@@ -330,6 +331,9 @@ def check_config(config, world, defaults):
         chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=c.mode in ("reject", "rm")
     ).items():
         check(key, not (used and c.agent), "is for samples of one turn, which an agent's are not")
+    check("truth_reward", not (c.truth_reward and c.agent), "is noted beside `reward`, which an agent does not get")
+    samples = c.mode in ("grpo", "replay", "rollout", "reject")
+    check("watch", samples or not c.watch, f"watches RL steps, and mode={c.mode!r} has none")
     by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")
     check("credit", c.agent or not by_turn, "is for an agent")
     check("credit", not by_turn or c.advantage in known, f"is for advantage {', '.join(known)}")

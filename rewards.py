@@ -228,6 +228,72 @@ def reward_metrics(groups):
     return (means if len(means) > 1 else {}) | (counts if limited else {})
 
 
+# ------------------------------------------------------------------------------------------------------------------
+# a watch for reward hacking: pure functions of what a run records, and so as repeatable as the run
+
+WATCHED = 10  # steps of a mean
+KL_TIMES, KL_LEAST = 4.0, 0.02  # of the KL to the reference (nats per token) ten steps before; below the least none
+SHARE = 0.1  # of the start's diversity
+MORE = 0.5  # than at the start, of a share: repeated bigrams, symbols, samples that were cut off
+LONGER = 4.0  # times the start's responses
+GAP = 0.2  # between the training reward and the truth, more than it was at its least
+
+
+def text_metrics(groups):
+    """
+    {metric: value} of what groups [(tensors, meta)] say: different responses per prompt, the share of different bigrams
+    among all (distinct-2: Li et al. 2016, arXiv:1510.03055), the mean share that a sample repeats, and that of
+    characters which are neither letters, digits nor white space.
+    """
+    texts = [text for _, meta in groups for text in meta["responses"]]
+    rows = [(t[k].split(t["lengths"].tolist()) for k in ("tokens", "loss_mask")) for t, _ in groups]
+    samples = [ids[mask].tolist() for tokens, masks in rows for ids, mask in zip(tokens, masks)]
+    bigrams = [list(zip(ids, ids[1:])) for ids in samples]
+    everything, characters = [pair for pairs in bigrams for pair in pairs], "".join(texts)
+    repeated = math.fsum(1 - len({*pairs}) / len(pairs) for pairs in bigrams if pairs)
+    symbols = sum(not (c.isalnum() or c.isspace()) for c in characters)
+    return dict(
+        unique_answers=len({*texts}) / len(groups), distinct_2=len({*everything}) / max(1, len(everything)),
+        repetition=repeated / len(samples), symbols=symbols / max(1, len(characters)),
+    )  # fmt: skip
+
+
+def hacking(steps, truth=""):
+    """
+    What in the metrics of RL steps (dicts, the last one the newest) says that the reward is gamed and not earned: a
+    signal in words, or ''. Means over the last WATCHED steps are held against those before them and at the start. With
+    `truth`, a reward that is only noted, so is the gap between the two.
+
+    Such signals see the ways in which most hacks change a run. They do not see one that stays as diverse, as long and
+    as near to the reference as honest answers are, unless the truth is watched, and a truth can be gamed like any
+    reward; and honest learning that gives up variety for good, or finds a new format, looks like a hack to them.
+    """
+    if len(steps) < 3 * WATCHED:
+        return ""
+    start, before, now = steps[:WATCHED], steps[-2 * WATCHED : -WATCHED], steps[-WATCHED:]
+
+    def mean(part, name):
+        return math.fsum(x[name] for x in part) / len(part)
+
+    rises = mean(now, "reward_mean") > mean(before, "reward_mean")
+    bounds = [(name, "<", SHARE * mean(start, name)) for name in ("unique_answers", "distinct_2")]
+    bounds += [(name, ">", MORE + mean(start, name)) for name in ("repetition", "symbols", "truncated_fraction")]
+    bounds += [("response_length_mean", ">", LONGER * mean(start, "response_length_mean"))]
+    if "kl_reference" in now[-1] and rises:
+        bounds += [("kl_reference", ">", max(KL_LEAST, KL_TIMES * mean(before, "kl_reference")))]
+    for name, sign, bound in bounds:
+        value = mean(now, name)
+        if (value < bound) if sign == "<" else (value > bound):
+            return f"{name} {value:.4g} {sign} {bound:.4g}"
+    if truth:
+        ends = range(len(steps), WATCHED - 1, -WATCHED)
+        parts = (steps[end - WATCHED : end] for end in ends)
+        gap, *earlier = [mean(part, "reward_mean") - mean(part, f"reward_{truth}") for part in parts]
+        if gap > GAP + min(earlier):
+            return f"reward_mean - reward_{truth} {gap:.4g} > {GAP + min(earlier):.4g}"
+    return ""
+
+
 def finite(value, name):
     """What the function `name` returned, as a float. Raises TypeError; for "1.0" too, which float() would accept."""
     try:

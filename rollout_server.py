@@ -827,8 +827,8 @@ class Sampler:
     """
     Makes samples with one of a run's `engines` engines: prompts in, group files out.
 
-    config has the keys of train_grpo.py's block, run is the run's id; reward is load_reward's; decode(tokens) -> text; a
-    sample ends with the first of the stop_tokens.
+    config has the keys of train_grpo.py's block, run is the run's id; reward is load_reward's; decode(tokens) -> text;
+    a sample ends with the first of the stop_tokens.
     """
 
     def __init__(self, engine, config, run, engines, reward, decode, stop_tokens):

@@ -379,6 +379,14 @@ def meet(group=None):
     work.wait()
 
 
+def from_first_rank(x, group):
+    """What rank 0 has, on every rank. group: one of all ranks that no thread uses meanwhile."""
+    meet(group)
+    shared = [x]
+    dist.broadcast_object_list(shared, src=0, group=group)
+    return shared[0]
+
+
 class WeightSync:
     """
     Sends the trainers' weights to every engine, which proves by a hash of each parameter it then holds that they
@@ -676,6 +684,8 @@ class Record:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
         (folder / "best.jsonl").unlink(missing_ok=True)  # mode='reject' has no checkpoints: it starts again
+        lines = map(json.loads, (folder / LOGS[1]).read_text().splitlines())
+        self.steps = [line for line in lines if line["phase"] == "rl"]
 
     def state(self):
         """What a checkpoint must say of the run and of its logs."""
@@ -728,7 +738,7 @@ class Record:
         wait, train, publish = (after - before for before, after in zip(times, times[1:]))
         seconds = time.monotonic() - times[0]
         line = dict(
-            phase="rl", step=step, reward_mean=float(rewards.double().mean()),
+            phase="rl", step=step, reward_mean=math.fsum(rewards.flatten().tolist()) / rewards.numel(),
             reward_std=float(rewards.double().std()), zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
             groups=len(made), easy_groups=sum(x.all().item() for x in right),
             hard_groups=sum((~x).all().item() for x in right),
@@ -743,6 +753,7 @@ class Record:
             sync_gb_per_second=sent and sent / 1e9 / publish,
         )  # fmt: skip
         self.line("metrics.jsonl", **line)
+        self.steps.append(line)
         for t, m in groups if c.mode == "reject" else ():
             best = sorted(range(c.group_size), key=lambda g: (-t["rewards"][g], g))[: c.reject_best]
             for g in (g for g in best if t["rewards"][g] >= c.pass_reward):
@@ -758,6 +769,15 @@ class Record:
         if c.mode == "grpo" and c.keep_rollouts and old >= 0:
             shutil.rmtree(self.folder / "queue" / f"rl_{old:06d}", ignore_errors=True)
         return line
+
+    def alarm(self, signal, steps):
+        """A line for a run that its watch ends, which was healthy so many steps ago, and how to go on from there."""
+        done, cure = self.steps[-1]["step"] + 1, "none is kept (--keep_checkpoints)"
+        healthy = [path for path in checkpoints(self.folder / "ckpt") if int(path.name[5:]) <= done - steps]
+        if healthy:
+            step = int(healthy[-1].name[5:])
+            cure = f"{healthy[-1]}, from which tools/branch.py {self.folder} --step={step} goes on with other flags"
+        return f"watch: {signal} after step {done}; the last healthy checkpoint: {cure}"
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -84,6 +84,8 @@ judge_tries = 3  # after which a failure ends the run
 sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
 sandbox_seconds = 2.0  # of CPU time that a program may take
 sandbox_memory = 256  # MiB, of each of its processes
+truth_reward = ""  # another reward, which is only noted: what `reward` is to stand for
+watch = ""  # 'stop': end the run, with status 3, where the reward looks gamed (rewards.hacking); '': nobody looks
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: none
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards count in the group all the same
 dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept
@@ -910,7 +912,7 @@ if __name__ == "__main__":
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
     sys.excepthook = sync.report_error
-    reward_function = rewards.load_reward(reward, config)
+    reward_function = rewards.load_reward(reward + f" + 0*{truth_reward}" * bool(truth_reward), config)
     # What the mode means, said once: below nobody asks for it. Who trains and who samples is in `ranks`.
     supervised, only_eval, publishes = mode in ("sft", "rm"), mode == "eval", mode == "grpo"
     rl_steps = 0 if supervised or only_eval else max_steps
@@ -1056,8 +1058,9 @@ if __name__ == "__main__":
 
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
     # that only sample wait in 3 for the weights; a rank that is both does one after the other.
+    signal, told = "", dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
     bar = tqdm(total=rl_steps, initial=step, disable=not (record and rl_steps), unit="step", mininterval=0.5)
-    while step < rl_steps:
+    while step < rl_steps and not signal:
         times = [time.monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
         #    is to be sampled next depends on what came.
@@ -1093,14 +1096,16 @@ if __name__ == "__main__":
         times.append(time.monotonic())
         # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
         if record:
-            metrics |= rewards.reward_metrics(made)
+            metrics |= rewards.reward_metrics(made) | (rewards.text_metrics(made) if watch else {})
             line = record.step(step - 1, groups, made, metrics, hashes, times, transport.bytes if transport else 0)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
+        if watch:
+            signal = sync.from_first_rank(record and rewards.hacking(record.steps, truth_reward), told)
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(step, eval_every, rl_steps):
             evaluate(queue, step, eval_rows, c, step, record)
-        if saves and due(step, checkpoint_every, rl_steps):
+        if saves and (signal or due(step, checkpoint_every, rl_steps)):
             save(step, flight)
     bar.close()
     if transport:
@@ -1111,3 +1116,7 @@ if __name__ == "__main__":
         engine.close()
     if record:
         print(f"digest {record.ledger.digest}")
+        if signal:
+            print(record.alarm(signal, 2 * rewards.WATCHED), file=sys.stderr, flush=True)
+    if signal:
+        sys.exit(3)

@@ -79,7 +79,12 @@ def launch_warm(folder, *flags, ranks=0, broken=None, file_size=0, timeout=600):
     `launch` of a run by forks of a process that has imported the libraries: (status, output). file_size: bytes that a
     file may have, as on a full disk; 0: any number.
     """
-    command, output = command_of(folder, *flags, broken=broken)[1:], folder.parent / f"{folder.name}.output"
+    output = folder.parent / f"{folder.name}.output"
+    return run_warm(command_of(folder, *flags, broken=broken)[1:], output, ranks, file_size, timeout)
+
+
+def run_warm(command, output, ranks=0, file_size=0, timeout=600):
+    """(status, output) of a script and its arguments, whose output goes to a file."""
     envs = [{}]
     if ranks:  # as torchrun says it
         with socket.create_server(("127.0.0.1", 0)) as free:

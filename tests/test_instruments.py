@@ -1,0 +1,198 @@
+"""
+tools/verify.py, branch.py and compare.py, on a real run.
+
+    pytest tests/test_instruments.py
+"""
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from conftest import digest, run_warm
+from safetensors.torch import load_file, save_file
+
+import sync
+
+TOOLS = Path(__file__).parent.parent / "tools"
+sys.path.insert(0, str(TOOLS))
+import branch  # noqa: E402
+import compare  # noqa: E402
+import verify  # noqa: E402
+from compare import figure, intervals  # noqa: E402
+from diff import first_difference, read_ledger  # noqa: E402
+from verify import chosen, differing_weight  # noqa: E402
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch, capsys):
+    """tool(name, arguments): (exit status, output) of a tool in this process, whose runs are forks of a warm one."""
+
+    def run(command, **_):
+        script = next(i for i, part in enumerate(command) if part.endswith("train_grpo.py"))
+        status, output = run_warm(command[script:], tmp_path / "output")
+        return subprocess.CompletedProcess(command, status, output)
+
+    def call(name, *args):
+        for module in (compare, verify):
+            monkeypatch.setattr(module, "subprocess", types.SimpleNamespace(run=run, PIPE=None, STDOUT=None))
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        capsys.readouterr()
+        try:
+            status = dict(verify=verify.main, branch=branch.main, compare=compare.main)[name]()
+        except SystemExit as end:
+            status = end.code
+        said = capsys.readouterr()
+        return status or 0, said.out + said.err
+
+    return call
+
+
+def forged(run, folder, step, field):
+    """A copy of a run whose ledger claims something else of a step, with a chain that fits; its digest."""
+    shutil.copytree(run, folder)
+    lines = read_ledger(run)
+    (folder / "ledger.jsonl").unlink()
+    ledger = sync.Ledger(folder / "ledger.jsonl", "onecurve 1")
+    for line in lines:
+        del line["chain"]
+        if (line["phase"], line["step"]) == ("rl", step):
+            line[field] = "0" * 16
+        ledger.append(**line)
+    return ledger.digest
+
+
+# ---- verify
+
+
+def test_a_run_made_elsewhere_on_two_ranks_is_verified_by_one_process(tool, two_ranks, tmp_path):
+    run, output = two_ranks
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    status, said = tool("verify", run, "--steps=2", "--threads=1", f"--keep={tmp_path}/again")
+    steps = chosen(digest(output).split()[1], range(24), 2)
+    assert (status, said) == (0, f"verified: steps {steps[0]}, {steps[1]} of 24, {digest(output)}\n")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    for folder in (tmp_path / "again").iterdir():  # the engine was asked for the chosen steps, and for them alone
+        own = {int(path.parent.name[3:]) for path in folder.glob("queue/rl_*/group_0000*") if path.stat().st_nlink == 1}
+        assert own and own <= set(steps)
+
+
+def test_an_edited_step_is_found_and_named(tool, two_ranks, tmp_path):
+    forged(two_ranks[0], tmp_path / "run", 3, "rewards")
+    status, said = tool("verify", tmp_path / "run", "--steps=all", "--threads=1")
+    assert (status, said) == (1, "parted: rl step 3, rewards\n")
+
+
+def test_a_checkpoint_of_other_weights_is_found_before_anything_is_computed(two_ranks, tmp_path):
+    run = shutil.copytree(two_ranks[0], tmp_path / "run")
+    last = sorted((run / "ckpt").iterdir())[-2]
+    line = next(x for x in read_ledger(run) if (x["phase"], x["step"]) == ("rl", int(last.name[5:]) - 1))
+    assert differing_weight(last, line) is None
+    for file, name in ("model-00001-of-00001", "model.norm.weight"), ("optimizer/optimizer-00001-of-00001", None):
+        path = last / f"{file}.safetensors"
+        tensors = load_file(path)
+        name = name or "exp_avg.model.norm.weight"
+        tensors[name].view(-1)[5] += 2**-20
+        right = path.read_bytes()
+        save_file(tensors, path)
+        assert differing_weight(last, line) == "model.norm.weight"
+        path.write_bytes(right)
+    assert differing_weight(last, line) is None
+
+
+def test_an_altered_line_of_the_ledger_does_not_fit_its_chain(tool, two_ranks, tmp_path):
+    (tmp_path / "config.py").write_text("")
+    text = (two_ranks[0] / "ledger.jsonl").read_text().replace('"rewards": "', '"rewards": "0', 1)
+    (tmp_path / "ledger.jsonl").write_text(text)
+    status, said = tool("verify", tmp_path)
+    assert status == 1 and said.startswith(f"parted: {tmp_path}/ledger.jsonl: line 61 is altered or torn")
+
+
+@pytest.mark.parametrize(
+    "args,line",
+    [
+        ((), "no config.py in it, and so nothing to verify"),
+        (("--steps=0",), "--steps=0: a number or all"),
+    ],
+)
+def test_nothing_to_verify_is_status_2(tool, args, line, two_ranks, tmp_path):
+    status, said = tool("verify", two_ranks[0] if args else tmp_path, *args)
+    assert status == 2 and said.startswith("error: ") and line in said and said.count("\n") == 1
+
+
+def test_the_digest_chooses_the_steps():
+    assert chosen("a", range(100), 5) != chosen("b", range(100), 5) == sorted(chosen("b", range(100), 5))
+    assert chosen("a", range(7), 9) == [*range(7)]
+
+
+# ---- branch
+
+
+def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_ranks, tmp_path):
+    """From a step without a checkpoint. Nothing changed, it is the run itself: the control."""
+    run, output = two_ranks
+    for change, same in ("--learning_rate=1e-3", False), ("--learning_rate=2e-4", True):
+        status, said = tool("branch", run, "--step=20", f"--out_dir={tmp_path}/{same}", "--threads=1", change)
+        assert status == 0, said
+        a, b = read_ledger(run), read_ledger(tmp_path / str(same))
+        if same:
+            assert f"digest {b[-1]['chain']}" == digest(output)
+        else:
+            line, stage, _ = first_difference(a, b)
+            assert (a[line]["phase"], a[line]["step"], stage) == ("rl", 20, "weights")
+            assert a[line]["tokens"] == b[line]["tokens"] and len(a) == len(b)
+            assert "learning_rate=0.001 (the run has 0.0002)" in said
+
+
+def test_what_cannot_be_branched_is_one_line(tool, two_ranks, tmp_path):
+    for args, line in (
+        ((tmp_path, "--step=1"), "no config.py in it: not the folder of a run"),
+        ((two_ranks[0], "--step=99", f"--out_dir={tmp_path}/x"), "--step=99: the run has steps 0 to 23"),
+        ((two_ranks[0], "--step=9"), "choose a folder that is not there yet"),
+        ((two_ranks[0], "--step=9", "--learning_rat=1"), "--learning_rat: no such key; did you mean learning_rate?"),
+        ((), "wants a run, a step and flags"),
+    ):
+        status, said = tool("branch", *args)
+        assert status == 2 and line in said and said.count("\n") == 1, said
+
+
+# ---- compare
+
+
+def test_intervals_are_those_of_the_textbook():
+    """Student's sleep data (1908), whose paired and Welch intervals are in R's documentation of t.test."""
+    a = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+    b = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+    found = intervals(a, b)
+    assert found["mean"] == pytest.approx(1.58)
+    assert found["mean"] - found["paired"] == pytest.approx(0.7001142, abs=1e-6)
+    assert found["mean"] - found["unpaired"] == pytest.approx(-0.2054832, abs=1e-6)
+    ratio = (statistics.variance(a) + statistics.variance(b)) / statistics.variance(y - x for x, y in zip(a, b))
+    assert found["seeds"] == pytest.approx(10 * ratio)
+    assert intervals([1, 2], [2, 3])["seeds"] == math.inf and intervals([1, 1], [1, 1])["seeds"] == 2
+
+
+def test_a_figure_is_the_last_evaluation_or_a_mean_of_the_last_steps():
+    steps = [dict(phase="rl", step=i, reward_mean=i) for i in range(8)]
+    lines = [*steps, {"phase": "eval", "pass@1": 0.25}, {"phase": "eval", "pass@1": 0.5}]
+    assert figure(lines, "pass@1") == 0.5 and figure(lines, "reward_mean") == 6.5
+    with pytest.raises(SystemExit, match="--metric=pass@2: the runs have pass@1, reward_mean"):
+        figure(lines, "pass@2")
+
+
+def test_two_settings_are_compared_on_equal_noise_and_runs_are_made_once(tool, tmp_path):
+    both = "config/small.py", "--max_steps=2", "--checkpoint_every=0", "--threads=1", "--warmup_sft_steps=20"
+    args = "compare", "", "--learning_rate=1e-2", *both, "--seeds=2", f"--out={tmp_path}", "--metric=entropy"
+    status, said = tool(*args)
+    assert status == 0 and "the first step's samples are equal with 2 of 2 seeds" in said, said
+    runs = sorted(tmp_path.glob("*/seed_*"))
+    figures = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])["entropy"] for run in runs]
+    assert len(runs) == 4 and len({*figures}) == 4
+    times = [(run / "finished").stat().st_mtime_ns for run in runs]
+    assert tool(*args)[1].splitlines()[-3:] == said.splitlines()[-3:]
+    assert [(run / "finished").stat().st_mtime_ns for run in runs] == times

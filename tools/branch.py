@@ -1,0 +1,95 @@
+"""
+Two futures of a run: from one of its steps on, something is changed, and all else is what it was.
+
+    python tools/branch.py out/tiny --step=40 --out_dir=out/tiny_high --learning_rate=1e-3
+
+The new folder has the run's past up to the step (ledger, metrics, the state of weights and moments) and then its own:
+the same prompts and the same noise under another config, so what differs comes from what was changed. If the run kept
+no checkpoint of that step, it is made first, from the one before it and the rollout files. The new run is one like any
+other: it can be resumed, replayed, compared (tools/diff.py, tools/plot.py) and branched again.
+
+Exit status 2: no such run or step, or flags that the run cannot have.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = str(ROOT), str(ROOT / "tools")
+from diff import read_ledger  # noqa: E402
+from verify import copy_run, go_on, link, starts_of  # noqa: E402
+
+import configurator  # noqa: E402
+import sync  # noqa: E402
+from configurator import FREE_KEYS, require  # noqa: E402
+
+
+def saved_config(run):
+    """{key: value} of a run's config.py."""
+    scope = {}
+    exec((run / "config.py").read_text(), scope)
+    return {key: value for key, value in scope.items() if not key.startswith("__")}
+
+
+def checkpoint_of(run, step, scratch):
+    """The run's checkpoint of this step: its own, or one made in the folder `scratch` from the one before it."""
+    starts = starts_of(run)
+    if step in starts:
+        return starts[step]
+    before = max((s for s in starts if s < step), default=None)
+    copy_run(run, scratch / "past", starts.get(before))
+    problem = go_on(scratch / "past", [f"--max_steps={step}", f"--checkpoint_every={step}", "--eval_samples=1"])
+    require(not problem, f"{run}: up to step {step} it cannot be done again: {problem}")
+    require((made := starts_of(scratch / "past")).get(step), f"{run}: no checkpoint of step {step} could be made")
+    return made[step]
+
+
+def branch(run, checkpoint, folder, config):
+    """Makes `folder` the run as it was at the checkpoint, with another config from there on."""
+    record = json.loads((checkpoint / "checkpoint.json").read_text())
+    state = {key: value for key, value in record.items() if key not in ("files", "sha256")}
+    state["run"] = sync.content_hash({key: value for key, value in config.items() if key not in FREE_KEYS})
+    past = checkpoint.parent.parent  # `run`, or what went from there to this step
+    (folder / "ckpt").mkdir(parents=True)
+    for name in sync.LOGS:
+        (folder / name).write_bytes((past / name).read_bytes()[: record["bytes"][name]])
+    shutil.copytree(checkpoint, folder / "ckpt" / ".made", copy_function=link)
+    (folder / "ckpt" / ".made" / "checkpoint.json").unlink()
+    sync.seal_checkpoint(folder / "ckpt" / ".made", folder / "ckpt" / checkpoint.name, **state)
+    origin = f"# branched from {run}, digest {read_ledger(run)[-1]['chain']}, at step {record['step']}\n"
+    (folder / "config.py").write_text(origin + configurator.config_source(config))
+
+
+def main():
+    argv = sys.argv[1:]
+    if len(argv) < 2 or argv[0].startswith("-"):
+        configurator.fail(
+            "wants a run, a step and flags, as in: out/tiny --step=40 --out_dir=out/b --learning_rate=1e-3"
+        )
+    run = Path(argv[0])
+    for name in ("config.py", "ledger.jsonl"):
+        require((run / name).is_file(), f"{run}: no {name} in it: not the folder of a run")
+    saved = saved_config(run)
+    config = configurator.configure(saved | {"step": -1, "__file__": ""}, argv[1:])
+    step, folder = config.pop("step"), Path(config["out_dir"])
+    steps = sum(line["phase"] == "rl" for line in read_ledger(run))
+    require(0 <= step < steps, f"--step={step}: the run has steps 0 to {steps - 1}")
+    require(folder != run and not folder.exists(), f"--out_dir={folder}: choose a folder that is not there yet")
+    changed = [f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in saved if config[key] != saved[key]]
+    print(f"from step {step} on: {', '.join(changed)}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        branch(run, checkpoint_of(run, step, Path(scratch)), folder, config)
+    problem = go_on(folder, [])
+    require(not problem, f"{folder}: {problem}")
+    for name in "reward_mean", "pass@1":
+        for future in run, folder:
+            lines = map(json.loads, (future / "metrics.jsonl").read_text().splitlines())
+            figures = [f"{x['step']}: {x[name]:.4f}" for x in lines if name in x and x["step"] >= step]
+            print(f"{name} of {future} from step {', '.join(figures[:: -(-len(figures) // 8)])}")
+
+
+if __name__ == "__main__":
+    main()

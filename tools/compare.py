@@ -1,0 +1,108 @@
+"""
+Two settings beside each other over some seeds, on equal noise: what the second one changes, and how sure that is.
+
+    python tools/compare.py '--advantage=grpo' '--advantage=rloo' config/tiny.py --seeds=5
+    python tools/compare.py '' '--kl_coef=0.02' config/tiny.py --init_from=out/sft/ckpt/step_000257 --metric=reward_mean
+
+What stands behind the two is for both. Runs with one seed have the same prompts, the same order and the same noise in
+every sample, and, as nothing else moves them, differ by the setting alone: so their differences, seed by seed, vary
+less than the runs do. Beside the mean of these paired differences with its 95 % interval (Student's t) stand that of
+unpaired runs (Welch 1947), and how many seeds it would take to be as sure without equal noise.
+
+--metric is one of metrics.jsonl's: of the held-out prompts (pass@1, the last one counts) or of the steps (the mean over
+the last quarter). Runs are kept in --out and done once, so that several comparisons share a side.
+"""
+
+import argparse
+import json
+import math
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from scipy import stats  # SGLang's own dependency
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from configurator import commit  # noqa: E402
+from sync import content_hash  # noqa: E402
+
+
+def run(folder, flags):
+    """The lines of metrics.jsonl of a finished run with these flags in this folder; it is made if it is not there."""
+    finished = folder / "finished"  # by which code
+    if not finished.exists() or finished.read_text() != commit():
+        shutil.rmtree(folder, ignore_errors=True)
+        print(f"{folder}: {shlex.join(flags)}", file=sys.stderr, flush=True)
+        command = [sys.executable, "train_grpo.py", *flags, f"--out_dir={folder.resolve()}"]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            lines = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+            sys.exit((lines or done.stdout.splitlines())[-1])
+        finished.write_text(commit())
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def figure(lines, metric):
+    """A run's figure: of its last evaluation, or the mean over the last quarter of its steps."""
+    held_out = [x[metric] for x in lines if x["phase"] == "eval" and metric in x]
+    steps = [x[metric] for x in lines if x["phase"] == "rl" and x.get(metric) is not None]
+    if not held_out and not steps:
+        known = sorted({name for x in lines if x["phase"] in ("eval", "rl") for name in x if name != "phase"})
+        sys.exit(f"error: --metric={metric}: the runs have {', '.join(known)}")
+    return held_out[-1] if held_out else statistics.mean(steps[-max(1, len(steps) // 4) :])
+
+
+def intervals(a, b):
+    """
+    {name: float} of figures a and b (lists, seed by seed): the mean of b - a, the half-widths of its 95 % intervals,
+    `paired` and `unpaired`, and the number of `seeds` at which the second would be as narrow as the first is.
+    """
+    n, differences = len(a), [y - x for x, y in zip(a, b)]
+    paired, apart = statistics.variance(differences) / n, (statistics.variance(a) + statistics.variance(b)) / n
+    squares = sum((statistics.variance(x) / n) ** 2 for x in (a, b))
+    freedom = apart**2 * (n - 1) / squares if squares else n - 1  # Welch and Satterthwaite's
+    half = [stats.t.ppf(0.975, df) * math.sqrt(v) for df, v in ((n - 1, paired), (freedom, apart))]
+    seeds = n * apart / paired if paired else math.inf if apart else n
+    return dict(mean=statistics.mean(differences), paired=half[0], unpaired=half[1], seeds=seeds)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--metric", default="pass@1")
+    parser.add_argument("--out", type=Path, default=Path("out/compare"))
+    args, rest = parser.parse_known_args()
+    if len(rest) < 2:
+        sys.exit("error: wants the flags of two sides, in quotes, as in '--advantage=grpo' '--advantage=rloo'")
+    a, b, *both = rest
+    if args.seeds < 2:
+        sys.exit("error: --seeds: an interval wants two seeds or more")
+    sides, firsts = [[], []], []
+    for seed in range(1, args.seeds + 1):
+        ledgers = []
+        for side, flags in zip(sides, (a, b)):
+            flags = [*both, *shlex.split(flags)]
+            name = re.sub(r"[^\w.=-]", "_", " ".join(flags))[-80:]
+            folder = args.out / f"{name}_{content_hash(flags)[:8]}" / f"seed_{seed}"
+            side.append(figure(run(folder, [*flags, f"--seed={seed}"]), args.metric))
+            ledgers.append(map(json.loads, (folder / "ledger.jsonl").read_text().splitlines()))
+        firsts.append([next((x["tokens"] for x in lines if x["phase"] == "rl"), None) for lines in ledgers])
+        print(f"seed {seed}: {sides[0][-1]:.4f} | {sides[1][-1]:.4f}", flush=True)
+    found = intervals(*sides)
+    print(f"{args.metric}: {a!r} {statistics.mean(sides[0]):.4f}, {b!r} ", end="")
+    print(f"{statistics.mean(sides[1]):.4f}; difference {found['mean']:+.4f} +- {found['paired']:.4f} paired, ", end="")
+    print(
+        f"+- {found['unpaired']:.4f} unpaired: {args.seeds} seeds on equal noise are worth {found['seeds']:.1f} without"
+    )
+    print(f"the first step's samples are equal with {sum(x == y for x, y in firsts)} of {args.seeds} seeds")
+
+
+if __name__ == "__main__":
+    main()

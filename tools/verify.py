@@ -1,0 +1,161 @@
+"""
+Does steps of a published run once more and says whether they come out the same.
+
+    python tools/verify.py out/tiny                          # five steps, chosen by the run's digest
+    python tools/verify.py out/tiny --steps=all --threads=1  # every step; other flags are train_grpo.py's
+
+A chosen step starts from the last checkpoint before it, whose weights and moments must be those of the ledger, in a
+folder of its own: updates up to the step come from the published rollout files, the step's samples, log-probs and
+rewards from the engine, and every line of the ledger on the way must come out as published. The digest decides which
+steps: whoever changes one to hide it changes the choice.
+
+config.py and ledger.jsonl are enough. What else of queue/ and ckpt/ is there saves time: without the rollout files
+between a checkpoint and a step the engine makes them again, without a checkpoint the run begins anew.
+
+Exit status 0: verified; 1: it parted, and where; 2: nothing to verify.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = str(ROOT), str(ROOT / "tools")
+from diff import first_difference, read_ledger  # noqa: E402
+
+import sync  # noqa: E402
+from configurator import fail, require, versions  # noqa: E402
+
+
+def chosen(digest, steps, count):
+    """`count` of the steps, in their order: those with the least hashes of (digest, step)."""
+    by_hash = sorted(steps, key=lambda step: hashlib.sha256(f"{digest} {step}".encode()).digest())
+    return sorted(by_hash[:count])
+
+
+def starts_of(run):
+    """{step: folder} of the run's checkpoints that these versions of the libraries can go on from."""
+    found = {}
+    for folder in sync.checkpoints(run / "ckpt"):
+        record = json.loads((folder / "checkpoint.json").read_text())
+        why = f"{folder} is of {record['versions']}, here are {versions()}: bits may differ"
+        require(record["versions"] == versions(), why)
+        found[record["step"]] = folder
+    return found
+
+
+def differing_weight(checkpoint, line):
+    """The first parameter of a checkpoint whose value or moments are not those of the ledger's line; or None."""
+    files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("optimizer/*.safetensors")]
+    tensors = {name: x for file in files for name, x in load_file(file).items()}
+    shards = [sync.Shard(name, tuple(x.shape), 0, x) for name, x in tensors.items()]
+    hashes = sync.tensor_hashes([s.data for s in shards], shards, None)
+    for name in line["weights"]:
+        moments = "".join(hashes.get(f"{kind}.{name}", "") for kind in ("exp_avg", "exp_avg_sq"))
+        if (hashes.get(name), moments) != (line["weights"][name], line["optimizer"][name]):
+            return name
+
+
+def link(source, target):
+    """A second name for a file that nobody writes into, or where that cannot be a copy of it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def copy_run(run, folder, start, without=()):
+    """
+    The run as it was after checkpoint `start` (a folder, or None for the beginning), with all that it wrote later for
+    comparison: its whole ledger, and the rollout files but for those of the steps `without`.
+    """
+    folder.mkdir(parents=True)
+    for name in ("config.py", *sync.LOGS):
+        if (run / name).is_file():
+            shutil.copy2(run / name, folder)
+    if start:
+        shutil.copytree(start, folder / "ckpt" / start.name, copy_function=link)
+    for step in sorted(run.glob("queue/rl_*")):
+        if int(step.name[3:]) not in without:
+            shutil.copytree(step, folder / "queue" / step.name, copy_function=link)
+
+
+def go_on(folder, flags, nproc=1):
+    """Runs train_grpo.py from the latest checkpoint in the folder; what it says, if it fails, in a line."""
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}"] * (nproc > 1)
+    command = [sys.executable, *torchrun, str(ROOT / "train_grpo.py"), "--init_from=resume", f"--out_dir={folder}"]
+    done = subprocess.run([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("error: ")] or done.stdout.splitlines()
+    return lines[0].removeprefix("error: ") if done.returncode else ""
+
+
+def parted(run, folder, start, steps, flags, nproc):
+    """Where doing the steps of `run` from a checkpoint parts from its ledger, in words; '' if nowhere."""
+    ledger = read_ledger(run)
+    phase, first = ledger[-1]["phase"], int(start.name[5:]) if start else 0
+    if start:
+        before = [line for line in ledger if line["phase"] != phase or line["step"] < first]
+        if before and (name := differing_weight(start, before[-1])):
+            return f"{start}: {name} is not that of {before[-1]['phase']} step {before[-1]['step']} in the ledger"
+    copy_run(run, folder, start, steps)
+    quiet = ["--checkpoint_every=0", "--eval_samples=1", "--sample_every=0", "--strict=False"]
+    problem = go_on(folder, [f"--max_steps={steps[-1] + 1}", *quiet, *flags], nproc)
+    again = read_ledger(folder)
+    if difference := first_difference(ledger, again):
+        line, stage, item = difference
+        return f"{ledger[line]['phase']} step {ledger[line]['step']}, {stage}{f' of {item}' * bool(item)}"
+    if problem:
+        return problem
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if line["phase"] == "rl" and line["step"] >= first and line.get("logprob_mismatch_tokens"):
+            return f"rl step {line['step']}, {line['logprob_mismatch_tokens']} log-probs of engine and trainer differ"
+    return ""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--steps", default="5", help="how many, or 'all'")
+    parser.add_argument("--nproc", type=int, default=1, help="processes; more than one are torchrun's")
+    parser.add_argument("--keep", type=Path, help="a folder for what is done again, for tools/diff.py")
+    args, flags = parser.parse_known_args()
+    run = args.run
+    for name in ("config.py", "ledger.jsonl"):
+        require((run / name).is_file(), f"{run}: no {name} in it, and so nothing to verify")
+    require(args.steps == "all" or args.steps.isdigit() and args.steps != "0", f"--steps={args.steps}: a number or all")
+    if args.keep and args.keep.exists():
+        fail(f"--keep={args.keep}: exists; choose another folder")
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = Path(scratch) / "ledger.jsonl"
+        shutil.copy2(run / "ledger.jsonl", whole)
+        try:
+            digest = sync.Ledger(whole, "onecurve 1", whole.stat().st_size).digest
+        except sync.RunError as error:
+            print(f"parted: {str(error).replace(str(whole), str(run / 'ledger.jsonl'))}")
+            return 1
+        ledger = read_ledger(run)
+        require(ledger, f"{run}: its ledger is empty, and so nothing to verify")
+        everything = [line["step"] for line in ledger if line["phase"] == ledger[-1]["phase"]]
+        steps = chosen(digest, everything, len(everything) if args.steps == "all" else int(args.steps))
+        starts, legs = starts_of(run), {}
+        for step in steps:
+            legs.setdefault(max((s for s in starts if s <= step), default=None), []).append(step)
+        for start, some in legs.items():
+            folder = (args.keep or Path(scratch)) / f"from_{start}"
+            if problem := parted(run, folder, starts.get(start), some, flags, args.nproc):
+                print(f"parted: {problem}")
+                return 1
+    print(f"verified: steps {', '.join(map(str, steps))} of {len(everything)}, digest {digest}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
