@@ -134,10 +134,10 @@ def test_the_digest_chooses_the_steps():
 
 
 def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_ranks, tmp_path):
-    """From a step without a checkpoint. Nothing changed, it is the run itself: the control."""
+    """The first from a step without a checkpoint. The second, with nothing changed, is the run itself: the control."""
     run, output = two_ranks
-    for change, same in ("--learning_rate=1e-3", False), ("--learning_rate=2e-4", True):
-        status, said = tool("branch", run, "--step=20", f"--out_dir={tmp_path}/{same}", "--threads=1", change)
+    for change, same in ("--step=20 --learning_rate=1e-3", False), ("--step=16 --learning_rate=2e-4", True):
+        status, said = tool("branch", run, f"--out_dir={tmp_path}/{same}", "--threads=1", *change.split())
         assert status == 0, said
         a, b = read_ledger(run), read_ledger(tmp_path / str(same))
         if same:
@@ -186,13 +186,15 @@ def test_a_figure_is_the_last_evaluation_or_a_mean_of_the_last_steps():
 
 
 def test_two_settings_are_compared_on_equal_noise_and_runs_are_made_once(tool, tmp_path):
-    both = "config/small.py", "--max_steps=2", "--checkpoint_every=0", "--threads=1", "--warmup_sft_steps=20"
-    args = "compare", "", "--learning_rate=1e-2", *both, "--seeds=2", f"--out={tmp_path}", "--metric=entropy"
+    both = (
+        "config/small.py --mode=rm --max_steps=3 --checkpoint_every=0 --warmup_sft_steps=0 --arithmetic_size=20".split()
+    )
+    args = "compare", "", "--learning_rate=1e-2", *both, "--seeds=2", f"--out={tmp_path}", "--metric=eval_loss"
     status, said = tool(*args)
     assert status == 0 and "the first step's samples are equal with 2 of 2 seeds" in said, said
     runs = sorted(tmp_path.glob("*/seed_*"))
-    figures = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])["entropy"] for run in runs]
+    figures = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"] for run in runs]
     assert len(runs) == 4 and len({*figures}) == 4
     times = [(run / "finished").stat().st_mtime_ns for run in runs]
-    assert tool(*args)[1].splitlines()[-3:] == said.splitlines()[-3:]
+    assert tool(*args)[1].splitlines() == said.splitlines()[:4]
     assert [(run / "finished").stat().st_mtime_ns for run in runs] == times

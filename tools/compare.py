@@ -92,8 +92,8 @@ def main():
             name = re.sub(r"[^\w.=-]", "_", " ".join(flags))[-80:]
             folder = args.out / f"{name}_{content_hash(flags)[:8]}" / f"seed_{seed}"
             side.append(figure(run(folder, [*flags, f"--seed={seed}"]), args.metric))
-            ledgers.append(map(json.loads, (folder / "ledger.jsonl").read_text().splitlines()))
-        firsts.append([next((x["tokens"] for x in lines if x["phase"] == "rl"), None) for lines in ledgers])
+            ledgers.append([*map(json.loads, (folder / "ledger.jsonl").read_text().splitlines())])
+        firsts.append([next(x["tokens"] for x in lines if x["phase"] == lines[-1]["phase"]) for lines in ledgers])
         print(f"seed {seed}: {sides[0][-1]:.4f} | {sides[1][-1]:.4f}", flush=True)
     found = intervals(*sides)
     print(f"{args.metric}: {a!r} {statistics.mean(sides[0]):.4f}, {b!r} ", end="")

@@ -139,7 +139,8 @@ def main():
         try:
             digest = sync.Ledger(whole, "onecurve 1", whole.stat().st_size).digest
         except sync.RunError as error:
-            print(f"parted: {str(error).replace(str(whole), str(run / 'ledger.jsonl'))}")
+            where = str(error).removeprefix("error: ").replace(str(whole), str(run / "ledger.jsonl"))
+            print(f"parted: {where}")
             return 1
         ledger = read_ledger(run)
         require(ledger, f"{run}: its ledger is empty, and so nothing to verify")
