@@ -21,7 +21,7 @@ from prove import lines, replay_of  # noqa: E402
 def steps_of(n, **metrics):
     """n steps of a run that learns honestly, but for these metrics: numbers, or functions of the step."""
     honest = dict(
-        reward_mean=lambda i: 0.3 + i / 200, unique_answers=lambda i: 3 - i / 40, distinct_2=lambda i: 0.5 - i / 200,
+        reward_mean=lambda i: 0.3 + i / 200, unique_answers=lambda i: 3 - i / 40, distinct_2=lambda i: 0.5 - i / 400,
         repetition=0.1, symbols=0.05, truncated_fraction=lambda i: 0.2 - i / 400, response_length_mean=lambda i: 40 + i,
         kl_reference=lambda i: 0.001 * i, reward_numeric=lambda i: 0.2 + i / 200,
     )  # fmt: skip
@@ -77,13 +77,13 @@ def longer(prompt, response, answer):
 def test_a_run_ends_where_its_reward_is_gamed_whoever_runs_it(tmp_path):
     """The reward of length, beside the truth. Without the watch the run goes on: the control."""
     (tmp_path / "mine.py").write_text(HACKED)
-    flags = f"--reward={tmp_path}/mine.py:longer --truth_reward=numeric --max_steps=60 --learning_rate=1e-3".split()
+    flags = f"--reward={tmp_path}/mine.py:longer --truth_reward=numeric --max_steps=60 --learning_rate=4e-4".split()
     flags += "--eval_size=0 --checkpoint_every=8 --keep_checkpoints=9".split()
     status, output = launch_warm(tmp_path / "a", *flags, "--watch=stop")
     (said,) = [line for line in output.splitlines() if line.startswith("watch: ")]
     steps = lines(tmp_path / "a", "metrics.jsonl", "rl")
     assert status == 3 and 30 <= len(steps) < 60 and f" after step {len(steps)}; " in said
-    assert "watch: reward_mean - reward_numeric " in said or "watch: response_length_mean" in said
+    assert re.match("watch: (reward_mean - reward_numeric|response_length_mean|truncated_fraction) [0-9.]+ > ", said)
     healthy = int(re.search(r"ckpt/step_(\d+), from which tools/branch.py \S+ --step=\d+ goes on", said)[1])
     assert healthy % 8 == 0 and len(steps) - 28 < healthy <= len(steps) - 20
     assert steps[-1]["reward_mean"] > steps[0]["reward_mean"] + 0.2 and steps[-1]["reward_numeric"] < 0.3
