@@ -37,7 +37,7 @@ def steps_of(n, **metrics):
         ("repetition", lambda i: 0.1 if i < 50 else 0.9, lambda i: 0.1 if i < 50 else 0.4),
         ("symbols", lambda i: 0.1 if i < 50 else 0.9, lambda i: 0.1 if i < 50 else 0.3),
         ("truncated_fraction", lambda i: float(i > 50), lambda i: 0.3),
-        ("response_length_mean", lambda i: 40 if i < 50 else 400, lambda i: 40 + 2 * i),
+        ("response_length_mean", lambda i: 40 if i < 50 else 400, lambda i: 40 + 1.5 * i),
         ("reward_numeric", lambda i: 0.2 + i / 200 - (i > 50) * 0.4, lambda i: 0.2 + i / 250),
     ],
 )
@@ -97,5 +97,5 @@ def test_a_run_ends_where_its_reward_is_gamed_whoever_runs_it(tmp_path):
     )
     # It stopped with a checkpoint; with the watch it stops again, without it it goes on.
     assert (tmp_path / "a" / "ckpt" / f"step_{len(steps):06d}").is_dir()
-    finish(tmp_path / "a", "--init_from=resume", "--watch=", launch=launch_warm)
+    finish(tmp_path / "a", *flags, "--init_from=resume", "--watch=", launch=launch_warm)
     assert len(lines(tmp_path / "a", "metrics.jsonl", "rl")) == 60
