@@ -8,20 +8,22 @@ What README and RESULTS say of files, keys and metrics is true.
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-import train_grpo
-from configurator import block, configure
-
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+import train_grpo  # noqa: E402
+from configurator import block, configure  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 LINK = re.compile(r"\[`(\w+)`\]\(([\w./]+\.py)#L(\d+)\)")
 COMMANDS = [
     line.partition("  #")[0]
     for line in README.replace("\\\n", " ").splitlines()
-    if line.startswith("    ") and "train_grpo.py" in line
+    if line.startswith("    uv run ") and " train_grpo.py" in line
 ]
 
 

@@ -3,10 +3,16 @@ Runs train_grpo.py again and again, but imports the libraries only once: a proce
 run, which saves 5 to 10 s of each. From the fork on it is as if the user had typed the command. `launch_warm` in
 conftest.py talks to it: a line of JSON in, the run's process id and then its exit status out. With several ranks it
 does what torchrun would: each is such a process, and when one fails the others end, too.
+
+SGLang's scheduler would be spawned by the run, and import all of it again: here it is a fork, too, made before the run
+has a thread, that waits until the run wants one.
 """
+
+import atexit
 
 import gc
 import json
+import multiprocessing
 import os
 import resource
 import runpy
@@ -18,7 +24,40 @@ os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # as train_grpo.py, before transform
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # transformers has an optional `kernels`: let it be ours
 
 import sglang.srt.entrypoints.engine  # noqa: E402, F401
+import sglang.srt.managers.scheduler  # noqa: E402, F401
+import sglang.srt.models.qwen3  # noqa: E402, F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
+
+
+
+def wait_for_job(orders, jobs):
+    """What the fork does: at most one thing that a process was to be spawned for, with the output of who wanted it."""
+    jobs.close()
+    try:
+        output, target, args = orders.recv()
+    except EOFError:  # the run has ended without it
+        return
+    for fd in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), fd)
+    target(*args)
+
+
+def fork_for_spawn():
+    """From here on the first process to be spawned is one that is forked now."""
+    fork, spawn = multiprocessing.get_context("fork"), multiprocessing.context.SpawnContext
+    orders, jobs = fork.Pipe(duplex=False)
+    process, own = fork.Process(target=wait_for_job, args=(orders, jobs)), spawn.Process
+    process.start()
+    orders.close()
+    atexit.register(jobs.close)
+
+    def take(target, args):
+        spawn.Process = own
+        process.start = lambda: jobs.send((os.readlink("/proc/self/fd/1"), target, args))
+        return process
+
+    spawn.Process = staticmethod(take)
+
 
 gc.freeze()  # or each fork would end with a search for garbage through the libraries: 3 s
 for line in sys.stdin:
@@ -41,6 +80,7 @@ for line in sys.stdin:
                     os.kill(other, signal.SIGKILL)
         print(status, flush=True)
         continue
+    fork_for_spawn()
     os.environ.update(env)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
