@@ -43,7 +43,7 @@ def steps(folder, file):
 def main(folder):
     whole, killed, damaged = folder / "whole", folder / "killed", folder / "damaged"
     runs = start(whole), start(killed)
-    while runs[1].poll() is None and len(steps(killed, "ledger.jsonl")) < 6:
+    while runs[1].poll() is None and len(steps(killed, "ledger.jsonl")) < 5:
         time.sleep(0.02)
     runs[1].send_signal(signal.SIGKILL)
     print("the exit status of the run that was killed:", runs[1].wait())
