@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 ROOT = Path(__file__).resolve().parent.parent
 # As small as can be: nothing is learned before RL begins, and the reward is the function below.
-FLAGS = "--warmup_sft_steps=0 --eval_size=0 --max_steps=12 --checkpoint_every=4 --learning_rate=1e-3".split()
-FLAGS.append("--reward=lessons/8_resume.py:digits")
+FLAGS = "--device=cpu --warmup_sft_steps=0 --eval_size=0 --learning_rate=1e-3 --max_steps=12 --checkpoint_every=4"
+FLAGS = [*FLAGS.split(), "--reward=lessons/8_resume.py:digits"]
 
 
 def digits(prompt, response, answer):
