@@ -1,0 +1,104 @@
+"""
+The lessons: what each prints is what its page shows, on this CPU and on others.
+
+    pytest tests/test_lessons.py
+"""
+
+import ast
+import io
+import os
+import platform
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+from conftest import shared_memory
+from prove import ROOT
+
+SCRIPTS = sorted((ROOT / "lessons").glob("[1-9]_*.py"))
+WITHOUT_ENGINE, RESUME = SCRIPTS[:-1], SCRIPTS[-1]
+# As in test_laws.py, which has the loops compiled for it: the other instruction set.
+SSE2 = dict(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="", ATEN_CPU_CAPABILITY="default")
+
+# Imports what the lessons import, once, and runs each in a fork, from which on it is as if it had been typed. What is
+# printed goes into a folder, the first argument; a script after the argument 'plain' has torch's own operators.
+RUN = """
+import os, runpy, sys
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+import kernels, train_grpo, transformers.models.qwen3.modeling_qwen3
+folder, *scripts = sys.argv[1:]
+for script in scripts:
+    if script == "plain":
+        kernels.enable_batch_invariant = lambda: None
+    elif not os.fork():
+        os.dup2(os.open(Path(folder, Path(script).stem), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        runpy.run_path(script, run_name="__main__")
+        sys.stdout.flush()
+        os._exit(0)
+    else:
+        assert os.wait()[1] == 0, script
+"""
+
+
+def on_the_page(script):
+    """The output that a lesson's page promises: its only block of this kind."""
+    (block,) = re.findall(r"```text\n(.*?)```", script.with_suffix(".md").read_text(), re.DOTALL)
+    return block
+
+
+def printed(folder, scripts, env=None):
+    """{script: what it printed}."""
+    command = [sys.executable, "-c", RUN, folder, *scripts]
+    subprocess.run(command, cwd=ROOT, env=os.environ | (env or {}), check=True, timeout=120 * len(scripts))
+    return {script: (folder / script.stem).read_text() for script in scripts if script != "plain"}
+
+
+def typed(script, timeout):
+    """What a lesson prints that is run as its page says."""
+    command = [sys.executable, str(script.relative_to(ROOT))]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=timeout).stdout
+
+
+def test_seven_lessons_print_what_their_pages_show(tmp_path):
+    assert len(WITHOUT_ENGINE) == 7
+    for script, output in printed(tmp_path, WITHOUT_ENGINE).items():
+        assert output == on_the_page(script), script.name
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the other setting is that of an x86 CPU")
+def test_on_another_cpu_they_print_the_same_and_with_torchs_own_operators_other_bits(tmp_path):
+    """The last is the control: that a page has bits that can be wrong."""
+    by_hand, gradient, mismatch, hacking = (SCRIPTS[i - 1] for i in (3, 4, 5, 7))
+    outputs = printed(tmp_path, [by_hand, gradient, hacking, "plain", mismatch], env=SSE2)
+    theirs, ours = outputs.pop(mismatch).splitlines(), on_the_page(mismatch).splitlines()
+    assert len(theirs) == len(ours) and theirs != ours  # in the digests of the weights at least
+    for script, output in outputs.items():
+        assert output == on_the_page(script), script.name
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem in ("1_order", "3_by_hand")], ids=lambda s: s.stem)
+def test_a_lesson_runs_as_its_page_says(script):
+    assert typed(script, timeout=120) == on_the_page(script)
+
+
+def test_the_lesson_with_a_kill_prints_what_its_page_shows():
+    """Three engines beside other workers' take longer than on a machine that has nothing else to do."""
+    with shared_memory():
+        assert typed(RESUME, timeout=400) == on_the_page(RESUME)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)
+def test_a_lesson_is_a_page_and_at_most_60_lines_of_code(script):
+    source, page = script.read_text(), script.with_suffix(".md").read_text()
+    lines = {t.start[0] for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.string.strip()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    lines -= {i for i, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
+    assert 0 < len(lines) <= 60, len(lines)
+    assert f"    python lessons/{script.name}\n" in page and page.count("<summary>Answer</summary>") == 3
+    assert f"({script.stem}.md)" in (Path(script).parent / "README.md").read_text()
