@@ -675,7 +675,7 @@ def open_tracker(folder, c):
                 project="onecurve", name=folder.name, id=path.read_text(), dir=folder, config=vars(c), settings=settings
             )
         except wandb.Error as e:
-            fail(f"track='wandb': {reason(e)}; `wandb login`, or WANDB_MODE=offline")
+            fail(f"track='wandb': {reason(e).rstrip('.')}; or set WANDB_MODE=offline")
         for phase in ("sft", "rm", "rl", "eval"):
             run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
         # A run that fails ends its engine on the way out, and with it every child of this process, wandb's too. What
