@@ -132,9 +132,10 @@ def new_panel(title, runs):
 
 
 def line_style(runs, i):
-    """The first run is the widest: whoever lies on it leaves it to be seen; who equals an earlier one is dashed."""
-    equal, below = any(runs[i].ledger == earlier.ledger for earlier in runs[:i]), i == 0 < len(runs) - 1
-    shape = dict(linewidth=5 if below else 1.5, linestyle=(0, (4, 4)) if equal else "-", alpha=0.45 if below else 1.0)
+    """Equal runs lie on each other: the first of them is a broad pale line, the others are dashed."""
+    above = any(runs[i].ledger == earlier.ledger for earlier in runs[:i])
+    below = any(runs[i].ledger == later.ledger for later in runs[i + 1 :]) and not above
+    shape = dict(linewidth=5 if below else 1.5, alpha=0.45 if below else 1.0, linestyle=(0, (4, 4)) if above else "-")
     return dict(color=COLORS[i % len(COLORS)], **shape)
 
 
@@ -164,7 +165,8 @@ def draw_panel(runs, marks, title, phases, metrics):
         axis.text(0.5, 0.5, "0 in every step", transform=axis.transAxes, ha="center", color="#444444")
     for i, mark in marks.items():
         draw_mark(axis, mark, phases, COLORS[i % len(COLORS)])
-    axis.set_xlabel("supervised step" if "sft" in phases else "RL steps done")
+    supervised = "sft" in phases or not any(x["phase"] == "rl" for run in runs for x in run.lines)
+    axis.set_xlabel(f"{'supervised' if supervised else 'RL'} steps done")
     return figure
 
 
@@ -189,7 +191,8 @@ def draw_seconds(run, most):
     axis.set(ylim=(0, most), xlabel="RL steps done", axisbelow=True)
     if (longest := max(x["step_seconds"] for x in lines)) > most:
         note = f"cut off: the longest took {longest:.1f} s"
-        axis.text(1, 1, note, transform=axis.transAxes, ha="right", va="top", fontsize=8)
+        paper = dict(facecolor="white", edgecolor="none", pad=1)
+        axis.text(1, 1, note, transform=axis.transAxes, ha="right", va="top", fontsize=8, bbox=paper)
     figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=8, handlelength=1, columnspacing=1)
     return figure
 
@@ -251,18 +254,19 @@ def row_html(t, tokens, logprobs, mask, turn, decode):
 def group_html(t, meta, config, decode):
     """A group file: the prompt, and each sample with its figure."""
     sizes, rewards = t["lengths"].tolist(), t["rewards"]
-    plain = (
-        config.get("credit", "sample") == "sample" and not config.get("overlong_cache") and meta.get("finished", True)
+    finished, kind = meta.get("finished", True), config.get("advantage")
+    by_turn = config.get("credit") == "turn"
+    known = (
+        finished and kind in BY_GROUP and not (by_turn or config.get("overlong_cache") or config.get("kl_in_reward"))
     )
-    known = plain and config.get("advantage") in BY_GROUP and not config.get("kl_in_reward")
-    advantages = advantages_of(rewards[None], config["advantage"] if known else "dr_grpo")[0]  # dr_grpo: for the border
+    advantages = advantages_of(rewards[None], kind if known else "dr_grpo")[0]  # or only for the border
     columns = [t[key].split(sizes) for key in ("tokens", "logprobs", "loss_mask")]
     columns.append(t["turn"].split(sizes) if "turn" in t else [None] * len(sizes))
     of = t["sample"].tolist() if "sample" in t else range(len(sizes))
     rows = []  # HTML
     for g, *row in zip(of, *columns):
         sign = "more" if advantages[g] > 0 else "less" if advantages[g] < 0 else "same"
-        figure = f"reward {rewards[g]:g}" if meta.get("finished", True) else "not finished"
+        figure = f"reward {rewards[g]:g}" if finished else "not finished"
         figure += f", advantage {advantages[g]:+.3f}" * known
         rows.append(f'<div class="sample {sign}"><small>sample {g}: {figure}</small>{row_html(t, *row, decode)}</div>')
     prompt = "".join(f"<i>{visible(decode(token))}</i>" for token in t["prompt_tokens"].tolist())
@@ -302,7 +306,7 @@ STYLE += "".join(
     f".p{i} {{ background: rgba(230, 159, 0, {0.05 + 0.85 * i / (SHADES - 1):.2f}) }} " for i in range(SHADES)
 )
 KEY = '<p>Tokens that were sampled, by log-prob: <code>{}</code>. <i>Grey: told</i>, not trained on. A border is \
-<span style="color:#0072B2">blue</span> where the sample did better than its group, <span style="color:#D55E00">red\
+<span style="color:#0072B2">blue</span> where the sample did better than its group, <span style="color:#D55E00">orange\
 </span> where it did worse.</p>'
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser is told to run and to fetch nothing
 
@@ -316,11 +320,15 @@ def page(runs, words, panels, samples):
 <div class="panels">{"".join(panels)}</div>{KEY.format(shades) if samples else ""}{samples}</body></html>"""
 
 
+def numbers(text):
+    return [*map(int, text.split(","))]
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, help="folder to write to; else 'plot' in the first run's")
-    parser.add_argument("--steps", default=[], type=lambda text: [*map(int, text.split(","))], help="such as 3,40")
+    parser.add_argument("--steps", default=[], type=numbers, help="whose samples are shown, such as 3,40")
     parser.add_argument("--prompts", type=int, default=2, help="whose samples are shown, of each of these steps")
     args = parser.parse_args(argv)
     folders = [folder.resolve() for folder in args.runs]
