@@ -21,7 +21,7 @@ import time
 import types
 from ast import literal_eval, parse
 from difflib import get_close_matches
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from traceback import walk_tb
 
@@ -190,7 +190,7 @@ FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
     cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict weight_sync
     checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward reject_best host port
-    api_key judge judge_tries watch""".split()
+    api_key judge judge_tries watch track""".split()
 CHOICES = {
     "device": ("", "cpu", "cuda"),
     "mode": ("grpo", "replay", "sft", "rm", "rollout", "reject", "eval", "serve"),
@@ -203,6 +203,7 @@ CHOICES = {
     "loss_aggregation": ("token", "sequence", "constant"),
     "importance": ("", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
+    "track": ("", "tensorboard", "wandb"),
 }
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout
@@ -282,6 +283,8 @@ def check_config(config, world, defaults):
         check(key, config[key] == defaults[key] or config[other] == value, f"is for --{other}={value}")
     for key in ("reference", "kl_in_reward"):
         check(key, c.kl_coef or not config[key], "is for kl_coef, which is 0")
+    # Not by an import: a folder `wandb` here, which wandb makes, is a package to Python.
+    check("track", not c.track or any(distributions(name=c.track)), f"not installed; uv sync --group {c.track}")
     # the algorithm
     grouped, distills = c.advantage not in ("reinforce++", "gae", "distill"), c.advantage == "distill"
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"

@@ -667,6 +667,37 @@ def response_lengths(t):
     return torch.zeros_like(rows)[: len(t["rewards"])].index_add(0, t["sample"], rows)
 
 
+def open_tracker(folder, c):
+    """
+    What the key `track` names: TensorBoard's writer, wandb's run, or None. Either begins anew whenever the run goes on,
+    and gets all of metrics.jsonl again, as far as the checkpoint: so no step is in it twice.
+    """
+    if c.track == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+        return SummaryWriter(folder / "tensorboard", purge_step=0)  # and a TensorBoard that is open forgets its points
+    if c.track == "wandb":
+        import wandb
+
+        path = folder / "wandb_id"
+        if not path.exists():
+            path.write_text(os.urandom(8).hex())
+        settings = wandb.Settings(console="off")
+        try:  # a run of an id that is there already takes the earlier one's place
+            run = wandb.init(
+                project="onecurve", name=folder.name, id=path.read_text(), dir=folder, config=vars(c), settings=settings
+            )
+        except wandb.Error as e:
+            fail(f"track='wandb': {reason(e).rstrip('.')}; or set WANDB_MODE=offline")
+        for phase in ("sft", "rm", "rl", "eval"):
+            run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
+        # A run that fails ends its engine on the way out, and with it every child of this process, wandb's too. What
+        # waits for the main thread comes before that.
+        threading.Thread(target=lambda: (threading.main_thread().join(), wandb.teardown(1))).start()
+        return run
+
+
 class Record:
     """
     What the first rank writes down of a run: the ledger, metrics.jsonl, samples.md to read and, with mode='reject',
@@ -684,8 +715,10 @@ class Record:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
         (folder / "best.jsonl").unlink(missing_ok=True)  # mode='reject' has no checkpoints: it starts again
-        lines = map(json.loads, (folder / LOGS[1]).read_text().splitlines())
-        self.steps = [line for line in lines if line["phase"] == "rl"]
+        self.steps, self.tracker = [], open_tracker(folder, c)  # of all that metrics.jsonl has, once more
+        for line in map(json.loads, filter(None, (folder / LOGS[1]).read_text().splitlines())):
+            self.steps += [line] * (line["phase"] == "rl")
+            self.track(**line)
 
     def state(self):
         """What a checkpoint must say of the run and of its logs."""
@@ -697,9 +730,29 @@ class Record:
         with open(self.folder / file, "a") as f:
             f.write(json.dumps(line) + "\n")
 
+    def metrics(self, **line):
+        self.line("metrics.jsonl", **line)
+        self.track(**line)
+
+    def track(self, phase, step, **metrics):
+        """Shows the numbers of a line of metrics.jsonl where the key `track` says."""
+        numbers = {f"{phase}/{name}": x for name, x in metrics.items() if isinstance(x, (int, float))}
+        if self.c.track == "tensorboard":
+            for name, x in numbers.items():
+                self.tracker.add_scalar(name, x, step)
+            self.tracker.flush()
+        elif self.c.track == "wandb":  # its own count of steps only grows, and each phase begins at 0
+            self.tracker.log({f"{phase}/step": step} | numbers)
+
+    def close(self):
+        if self.c.track == "wandb":
+            import wandb
+
+            wandb.teardown(0)
+
     def supervised(self, phase, step, samples, metrics, hashes):
         """A step on known answers ('sft') or pairs ('rm')."""
-        self.line("metrics.jsonl", phase=phase, step=step, **metrics)
+        self.metrics(phase=phase, step=step, **metrics)
         self.ledger.append(phase=phase, step=step, tokens=content_hash(*(s.tokens for s in samples)), **hashes)
         if (step + 1) % 50 == 0:
             tqdm.write(f"supervised step {step + 1}: loss {metrics['loss']:.4f}")
@@ -707,7 +760,7 @@ class Record:
     def evaluation(self, step, scores, prompts):
         """{metric: value} on the held-out prompts or pairs, and how many they were."""
         c = self.c
-        self.line("metrics.jsonl", phase="eval", step=step, **scores)
+        self.metrics(phase="eval", step=step, **scores)
         rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)
         scored = f"agent {c.agent!r}" if c.agent else f"reward {c.reward!r}"
         kind = "RL steps"
@@ -752,7 +805,7 @@ class Record:
             sync_seconds=publish, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
             sync_gb_per_second=sent and sent / 1e9 / publish,
         )  # fmt: skip
-        self.line("metrics.jsonl", **line)
+        self.metrics(**line)
         self.steps.append(line)
         for t, m in groups if c.mode == "reject" else ():
             best = sorted(range(c.group_size), key=lambda g: (-t["rewards"][g], g))[: c.reject_best]

@@ -163,6 +163,7 @@ keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
 queue_dir = ""  # where the rollouts of mode='replay' are; '': out_dir/queue
 keep_rollouts = 0  # steps of rollout files to keep; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
+track = ""  # 'tensorboard' or 'wandb': shows metrics.jsonl there, too
 # mode='serve'
 host = "127.0.0.1"  # other machines reach only another address, such as '0.0.0.0'
 port = 8000  # 0: one that is free
@@ -1112,6 +1113,8 @@ if __name__ == "__main__":
         transport.close()
     sync.meet()
     dist.destroy_process_group()
+    if record:
+        record.close()  # before the engine, whose end ends all children of this process, wandb's among them
     if engine is not None:
         engine.close()
     if record:

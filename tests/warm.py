@@ -9,7 +9,6 @@ has a thread, that waits until the run wants one.
 """
 
 import atexit
-
 import gc
 import json
 import multiprocessing
@@ -27,7 +26,6 @@ import sglang.srt.entrypoints.engine  # noqa: E402, F401
 import sglang.srt.managers.scheduler  # noqa: E402, F401
 import sglang.srt.models.qwen3  # noqa: E402, F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
-
 
 
 def wait_for_job(orders, jobs):

@@ -81,6 +81,9 @@ def copy_run(run, folder, start, without=()):
     for name in ("config.py", *sync.LOGS):
         if (run / name).is_file():
             shutil.copy2(run / name, folder)
+        elif start:  # as long as the checkpoint says that it was
+            record = json.loads((start / "checkpoint.json").read_text())
+            (folder / name).write_text("\n" * record["bytes"][name])
     if start:
         shutil.copytree(start, folder / "ckpt" / start.name, copy_function=link)
     for step in sorted(run.glob("queue/rl_*")):

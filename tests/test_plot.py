@@ -1,0 +1,301 @@
+"""
+tools/plot.py: what it draws and says of real runs, and that no text of theirs is more than text to a browser.
+
+    pytest tests/test_plot.py
+    apt-get install chromium     # without it the last tests are skipped
+"""
+
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from conftest import error_line, read_groups
+
+import sync
+from train_grpo import samples_of, with_advantages
+
+pytest.importorskip("matplotlib", reason="no matplotlib: uv sync --group plot")
+PLOT = Path(__file__).parent.parent / "tools" / "plot.py"
+sys.path.insert(0, str(PLOT.parent))
+import plot  # noqa: E402
+from prove import lines  # noqa: E402
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(not BROWSER, reason="no browser: apt-get install chromium")
+
+
+class Page(HTMLParser):
+    """A page's tags, the text of its samples by class, and all of its text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.attributes = [], "", []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def draw(tmp_path, capsys):
+    """(what tools/plot.py printed, the text of the page, the folder it wrote to)."""
+
+    def run(*args):
+        plot.main([*map(str, args), f"--out={tmp_path / 'out'}"])
+        return capsys.readouterr().out, (tmp_path / "out" / "plot.html").read_text(), tmp_path / "out"
+
+    return run
+
+
+def make_tokenizer(folder, words):
+    """A model folder's tokenizer with these tokens, in this order."""
+    from tokenizers import Tokenizer, models
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token=words[0]).save_pretrained(folder)
+    GenerationConfig(eos_token_id=0).save_pretrained(folder)
+
+
+def make_run(folder, texts, steps=3, change=None, rewards=(1.0, 0.0), **figures):
+    """A run folder whose samples say these texts, a token each; in step `change` its rewards have another hash."""
+    (folder / "model").mkdir(parents=True)
+    make_tokenizer(folder / "model", ["<eos>", *texts])
+    (folder / "config.py").write_text(f"advantage = 'grpo'  # command line\nseed = {change or 1}\nout_dir = 'a # b'\n")
+    ledger = sync.Ledger(folder / "ledger.jsonl", "start")
+    for step in range(steps):
+        queue = folder / "queue" / f"rl_{step:06d}"
+        queue.mkdir(parents=True)
+        tokens = torch.arange(1, len(texts) + 1).repeat(2)
+        tensors = dict(
+            prompt_tokens=torch.tensor([1]), tokens=tokens, lengths=torch.tensor([len(texts)] * 2),
+            logprobs=torch.linspace(0, -9, len(tokens)), loss_mask=torch.ones(len(tokens), dtype=torch.bool),
+            rewards=torch.tensor(rewards),
+        )  # fmt: skip
+        sync.write_group(queue, 0, tensors, dict(prompt=0, answer=texts[0], finished=True))
+        ledger.append(phase="rl", step=step, tokens="0", rewards="1" if step == change else "0")
+        seconds = dict(wait_seconds=0.5, train_seconds=0.25, sync_seconds=0.125, step_seconds=1.0)
+        line = dict(phase="rl", step=step, reward_mean=step / 4, logprob_mismatch_tokens=0) | seconds | figures
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+    return folder
+
+
+# ---- real runs
+
+
+def test_equal_runs_are_said_to_be_equal_and_drawn_as_one_line_under_a_dashed_one(draw, two_ranks, one_process):
+    digest = lines(two_ranks[0], "ledger.jsonl")[-1]["chain"]
+    output, page, folder = draw(two_ranks[0], one_process[0])
+    words = f"one_process and two_ranks are equal: 60 supervised and 24 RL steps, digest {digest}"
+    assert words in output and words in page and "first difference" not in page
+    assert "Samples of two_ranks and one_process" in page and page.count("<h2>") == 1
+    runs = [plot.read_run(run[0], run[0].name) for run in (two_ranks, one_process)]
+    below, above = plot.draw(runs, {})["reward"].axes[0].lines
+    assert (below.get_ydata() == above.get_ydata()).all() and len(above.get_ydata()) == 24
+    assert below.get_linestyle() == "-" != above.get_linestyle() and below.get_linewidth() > above.get_linewidth()
+    assert {path.stem for path in folder.glob("*.png")} == {
+        "reward", "accuracy", "loss", "entropy", "length", "grad_norm", "mismatch", "seconds_1", "seconds_2"
+    }  # fmt: skip
+
+
+def test_where_two_runs_part_is_marked_and_named(draw, two_ranks, lagged):
+    output, page, _ = draw(two_ranks[0], lagged[0], "--steps=5")
+    assert "lagged differs from two_ranks first in rl step 0: weight_version" in output
+    assert "(lag 2 instead of 0)" in page and page.count("first difference") == page.count("<svg") - 3  # loss, seconds
+    assert "KL, nats per token" in page and "Staleness" in page and page.count("Step 5</h3>") == page.count("<h2>") == 2
+
+
+def test_curves_are_the_numbers_of_the_metrics(two_ranks):
+    run = plot.read_run(two_ranks[0], "a")
+    figures = plot.draw([run], {})
+    steps = lines(two_ranks[0], "metrics.jsonl", "rl")
+    for panel, key in (("reward", "reward_mean"), ("grad_norm", "grad_norm"), ("entropy", "entropy")):
+        (line,) = figures[panel].axes[0].lines
+        assert line.get_xydata().tolist() == [[x["step"], x[key]] for x in steps]
+    tops = [max(y for _, y in area.get_paths()[0].vertices) for area in figures["seconds_1"].axes[0].collections]
+    assert tops == sorted(tops) and tops[-1] == pytest.approx(max(x["step_seconds"] for x in steps))
+    figures["mismatch"].canvas.draw()
+    assert "0 in every step" in [text.get_text() for text in figures["mismatch"].axes[0].texts]
+
+
+def test_the_advantages_beside_the_samples_are_those_that_were_trained_on(draw, two_ranks):
+    groups = read_groups(two_ranks[0], "rl_000023")
+    config = plot.read_run(two_ranks[0], "a").config
+    rewards = torch.stack([t["rewards"] for t, _ in groups])
+    samples = with_advantages(samples_of(groups, 23), rewards, type("Config", (), config))
+    _, page, _ = draw(two_ranks[0], "--steps=23", "--prompts=8")
+    shown = re.findall(r"sample \d: reward ([\d.]+), advantage ([+-][\d.]+)", page)
+    assert shown == [(f"{r:g}", f"{float(s.advantages[0]):+.3f}") for r, s in zip(rewards.flatten(), samples)]
+    assert len({advantage for _, advantage in shown}) > 2
+
+
+def test_an_agents_episode_is_shown_turn_by_turn_with_what_it_was_told(draw, agents):
+    _, page, _ = draw(agents[0], "--steps=0", "--prompts=8")
+    groups = read_groups(agents[0], "rl_000000")
+    turns = sum(int(t["turns"].sum()) for t, _ in groups)
+    assert len(re.findall(r"<small>turn \d+</small>", page)) == turns > 64 and "<small>told</small> <i>" in page
+    sampled = sum(int(t["loss_mask"].sum()) for t, _ in groups)
+    told = sum(len(t["prompt_tokens"]) + int((~t["loss_mask"]).sum()) for t, _ in groups)
+    samples = page[page.index("<h2>") :]
+    assert samples.count("<b class=") == sampled and samples.count("<i>") == told
+
+
+# ---- runs made by hand
+
+
+def test_the_same_runs_make_the_same_page_to_the_byte(draw, tmp_path):
+    run = make_run(tmp_path / "run", ["a"])
+    assert draw(run)[1] == draw(run)[1]
+
+
+def test_a_step_that_is_different_is_named_with_its_fields_and_settings(draw, tmp_path):
+    runs = make_run(tmp_path / "a", ["a"]), make_run(tmp_path / "b", ["a"], change=2)
+    assert "b differs from a first in rl step 2: rewards (seed 2 instead of 1)" in draw(*runs)[0]
+    shorter = make_run(tmp_path / "c", ["a"], steps=2)
+    assert "c and a are equal as far as they go: 2 RL steps, and 3 RL steps" in draw(runs[0], shorter)[0]
+
+
+def test_two_runs_of_one_name_are_told_apart_by_their_paths(draw, tmp_path):
+    output, _, _ = draw(*(make_run(tmp_path / x / "run", ["a"], change=y) for x, y in (("a", 1), ("b", 2))))
+    assert f"{tmp_path}/b/run differs from {tmp_path}/a/run first in rl step 1: rewards" in output
+
+
+def test_advantages_that_do_not_follow_from_a_groups_rewards_are_not_shown(draw, tmp_path):
+    run = make_run(tmp_path / "run", ["a"])
+    (run / "config.py").write_text("advantage = 'gae'\n")
+    page = draw(run)[1]
+    assert "sample 0: reward 1<" in page and "advantage" not in page
+
+
+def test_without_a_tokenizer_tokens_are_numbers_and_without_rollout_files_a_line_says_so(draw, tmp_path):
+    run = make_run(tmp_path / "run", ["a"])
+    shutil.rmtree(run / "model")
+    assert "‹1›" in draw(run)[1] and "Its rollout files are not kept" in draw(run, "--steps=7")[1]
+
+
+def test_a_run_that_is_still_going_may_have_written_half_a_line(draw, tmp_path):
+    run = make_run(tmp_path / "run", ["a"])
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"phase": "rl", "ste')
+    assert "3 RL steps" in draw(run)[0]
+
+
+@pytest.mark.parametrize("spoil, line", [
+    (lambda run: shutil.rmtree(run), "no such run"),
+    (lambda run: (run / "metrics.jsonl").unlink(), "no metrics.jsonl in it: not the folder of a run"),
+    (lambda run: (run / "ledger.jsonl").unlink(), "no ledger.jsonl in it: not the folder of a run"),
+    (lambda run: (run / "metrics.jsonl").write_text("a\n"), "not lines of JSON"),
+    (lambda run: (run / "queue/rl_000000/group_0000.safetensors").write_text("a"), "torn or not a rollout file"),
+])  # fmt: skip
+def test_what_is_no_run_ends_in_one_line(tmp_path, capsys, spoil, line):
+    run = make_run(tmp_path / "run", ["a"])
+    spoil(run)
+    with pytest.raises(SystemExit) as end:
+        plot.main([str(run), f"--out={tmp_path / 'out'}"])
+    assert end.value.code == 2 and line in error_line(capsys.readouterr().err) and not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_the_line_says_what_to_install(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError\n")
+    command = [sys.executable, PLOT, tmp_path]
+    end = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})
+    assert end.returncode == 2 and error_line(end.stderr).endswith("matplotlib is not installed; uv sync --group plot")
+
+
+# ---- hostile text, in a real browser
+
+
+@pytest.fixture
+def visited():
+    """(address, [paths that were asked for]) of a server here, which nothing may ask anything."""
+    paths = []
+
+    class Notes(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            paths.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Notes)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", paths
+    server.shutdown()
+
+
+def hostile(address):
+    return [
+        f"<script>console.log('ran'); document.title = 'owned'; fetch('{address}/script')</script>",
+        f"<img src={address}/img onerror=\"console.log('ran')\">", f'"><iframe src="{address}/frame"></iframe>',
+        f"</pre></div></body><style>body {{ background: url({address}/css) }}</style>", "&lt;b&gt;", "\n",
+        "\u202egnp.a", "\0", "$x^2$", "]]>", "<!--", f"{{STYLE}}<link rel=stylesheet href={address}/link>",
+    ]  # fmt: skip
+
+
+def browse(page, *flags):
+    """(what a browser printed, its messages) of a page that it opened."""
+    quiet = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking".split()
+    command = [BROWSER, *quiet, "--enable-logging=stderr", "--hide-scrollbars", *flags, f"file://{page}"]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return end.stdout, end.stderr
+
+
+def test_hostile_text_is_text(draw, tmp_path, visited):
+    texts = hostile(visited[0])
+    folder = make_run(tmp_path / '_<b>&"$x$', texts)
+    _, source, _ = draw(folder, make_run(tmp_path / "other", ["b"], change=1))
+    page = Page(source)
+    plain = "html head meta title style body h1 h2 h3 p div pre small b i code span".split()
+    assert {*page.tags} <= {*plain, "svg", "g", "path", "text", "use", "defs", "rect", "clippath"}
+    addresses = [
+        value for name, value in page.attributes if name.endswith(("src", "href")) and not value.startswith("#")
+    ]
+    assert not addresses and not [name for name, _ in page.attributes if name.startswith("on")]
+    for text in texts[:5]:
+        assert page.text.count(text) >= 2 * 3
+    assert "\\u202egnp.a" in page.text and "\\u0000" in page.text and "\u202e" not in source and "\0" not in source
+
+
+@needs_browser
+def test_a_browser_shows_all_of_it_runs_nothing_and_fetches_nothing(draw, tmp_path, visited):
+    address, paths = visited
+    texts = hostile(address)
+    _, source, folder = draw(make_run(tmp_path / '_<b>&"$x$', texts), make_run(tmp_path / "other", ["b"], change=1))
+    dom, messages = browse(folder / "plot.html", "--dump-dom")
+    page = Page(dom)
+    assert '_<b>&"$x$, other' in page.text and "owned" not in re.search("<title>(.*?)</title>", dom)[1]
+    assert "<script" not in dom and page.tags.count("svg") == source.count("<svg") == 4
+    assert all(page.text.count(text) >= 6 for text in texts[:5]) and "Samples of other" in page.text
+    assert "CONSOLE" not in messages and paths == []
+    # The same instruments do see a page that lets text through.
+    (tmp_path / "bad.html").write_text(f"<!DOCTYPE html><title>a</title><p>{texts[0]}{texts[1]}")
+    dom, messages = browse(tmp_path / "bad.html", "--dump-dom")
+    assert "<title>owned</title>" in dom and "CONSOLE" in messages and "/img" in paths
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_browser_draws_it_at_any_width(draw, tmp_path, width):
+    image = pytest.importorskip("PIL.Image")
+    runs = [make_run(tmp_path / name, ["a " * 200], change=i) for i, name in enumerate("abc", 1)]
+    browse(draw(*runs)[2] / "plot.html", f"--screenshot={tmp_path / 'shot.png'}", f"--window-size={width},1600")
+    picture = numpy.array(image.open(tmp_path / "shot.png").convert("RGB"))
+    assert picture.shape == (1600, width, 3)
+    assert (picture[:, -8:] == 255).all()  # nothing reaches the right edge: long texts are broken
+    colors = {bytes(color) for color in numpy.unique(picture.reshape(-1, 3), axis=0)}
+    assert {bytes.fromhex(color[1:]) for color in plot.COLORS[1:3]} <= colors
