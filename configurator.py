@@ -335,6 +335,8 @@ def check_config(config, world, defaults):
     ).items():
         check(key, not (used and c.agent), "is for samples of one turn, which an agent's are not")
     check("truth_reward", not (c.truth_reward and c.agent), "is noted beside `reward`, which an agent does not get")
+    single = not {*"+*"} & {*c.truth_reward} and (not c.truth_reward or c.truth_reward != c.reward)
+    check("truth_reward", single, "use one reward without a weight, and another than `reward`")
     samples = c.mode in ("grpo", "replay", "rollout", "reject")
     check("watch", samples or not c.watch, f"watches RL steps, and mode={c.mode!r} has none")
     by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")
