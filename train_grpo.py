@@ -913,13 +913,15 @@ if __name__ == "__main__":
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
     sys.excepthook = sync.report_error
-    reward_function = rewards.load_reward(reward + f" + 0*{truth_reward}" * bool(truth_reward), config)
     # What the mode means, said once: below nobody asks for it. Who trains and who samples is in `ranks`.
+    scored = mode in ("grpo", "rollout", "reject", "eval")
     supervised, only_eval, publishes = mode in ("sft", "rm"), mode == "eval", mode == "grpo"
     rl_steps = 0 if supervised or only_eval else max_steps
     sft_steps = max_steps if supervised else warmup_sft_steps
     rl_schedule = (learning_rate, warmup_steps, lr_decay_steps, min_lr)  # peak, warm-up, decay, minimum
     sft_schedule = rl_schedule if supervised else (sft_learning_rate, 20, 0, 0.0)
+    if scored:  # else what a reward needs, a judge or a sandbox, may be missing
+        reward_function = rewards.load_reward(reward + f" + 0*{truth_reward}" * bool(truth_reward), config)
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
     # then the folder is nobody's, and a corrected command may have it.
@@ -956,7 +958,7 @@ if __name__ == "__main__":
 
         its = Agent(config, model_path, tokenizer, stop_tokens)
     train_rows, eval_rows = rewards.load_rows(config)
-    if not (supervised or its):
+    if scored and not its:
         rewards.check_answers(reward_function, train_rows + eval_rows, answer_column)
     encode = partial(rewards.encode_prompts, tokenizer=tokenizer, config=config)
     train_rows, eval_rows = encode(train_rows, "training"), encode(eval_rows, "held-out")

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 
 import pytest
 from conftest import error_line, finish, launch_warm, read_groups, wait_for
-from prove import ROOT, lines, processes_of
+from prove import ROOT, lines, processes_of, replay_of
 from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
 
@@ -473,10 +473,28 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
         finish(tmp_path / "b", *flags, *others, ranks=3, launch=launch_warm)
     assert len(asked) == 2 * 64 - 8 * len(made)  # for what is in no group file, and for nothing else
     assert all(path.read_bytes() == content for path, content in made.items())
-    ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "ab"]
-    assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 60 + 4
+    nobody = "--judge=http://127.0.0.1:9/v1"  # a replay does not ask whether there is one
+    finish(tmp_path / "c", *flags, nobody, *replay_of(tmp_path / "a"), launch=launch_warm)
+    ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]
+    assert ledgers[0] == ledgers[1] == ledgers[2] and len(ledgers[0]) == 60 + 4
     for _, meta in read_groups(tmp_path / "b"):
         assert all(score_of(noted["judge"]["judge"], "") == noted["judge"]["reward"] for noted in meta["noted"])
+
+
+def test_runs_judged_by_math_verify_have_one_ledger(tmp_path):
+    """In one process; in two halves, the second on other ranks; from the rollout files, which compares nothing."""
+    flags = "--reward=math --eval_size=0 --max_steps=4 --checkpoint_every=1".split()
+    finish(tmp_path / "a", *flags, launch=launch_warm)
+    finish(tmp_path / "b", *flags, "--max_steps=2", launch=launch_warm)
+    others = "--init_from=resume", "--rollout_ranks=2", "--weight_sync=disk", "--engine_max_running=5"
+    finish(tmp_path / "b", *flags, *others, ranks=4, launch=launch_warm)
+    finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"), launch=launch_warm)
+    ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]
+    assert ledgers[0] == ledgers[1] == ledgers[2] and len(ledgers[0]) == 60 + 4
+    metrics = lines(tmp_path / "a", "metrics.jsonl", "rl")
+    assert all(0 < m["reward_mean"] < 1 and m["grad_norm"] > 1e-3 and m["limits"] == 0 for m in metrics)
+    verdicts = [noted["math"] for _, meta in read_groups(tmp_path / "b") for noted in meta["noted"]]
+    assert len(verdicts) == 4 * 64 and all((x["verdict"] == "pass") == (x["reward"] == 1) for x in verdicts)
 
 
 AGENT = """

@@ -492,3 +492,26 @@ def test_runs_judged_by_tests_have_one_ledger_though_a_sandbox_is_killed(tmp_pat
     verdicts = [noted["code"] for _, meta in read_groups(tmp_path / "b") for noted in meta["noted"]]
     assert len(verdicts) == 4 * 64 and {x["verdict"] for x in verdicts} == {"pass", "fail"}
     assert all((x["verdict"] == "pass") == (x["reward"] == 1) for x in verdicts)
+
+
+AGENT = """
+from agents.sandbox import python
+
+async def solve(chat, row):
+    chat.user(row["prompt"])
+    reply = await chat.generate()
+    said = await chat.do(python, f"print(len({reply.text!r}) + {row['prompt'].rstrip('=')})")
+    return float(said.strip()[-1:] in reply.text)
+"""
+
+
+def test_programs_of_an_agent_are_in_the_journal_and_a_replay_runs_none(tmp_path):
+    (tmp_path / "mine.py").write_text(AGENT)
+    flags = f"--agent={tmp_path}/mine.py:solve --eval_size=0 --max_steps=2 --max_prompt_tokens=16 --warmup_sft_steps=0"
+    flags += " --prompts_per_step=2 --leaf_tokens=512"
+    finish(tmp_path / "a", *flags.split(), launch=launch_warm)
+    finish(tmp_path / "b", *flags.split(), *replay_of(tmp_path / "a"), launch=launch_warm)
+    assert lines(tmp_path / "a", "ledger.jsonl") == lines(tmp_path / "b", "ledger.jsonl")
+    entries = [e for _, meta in read_groups(tmp_path / "a") for journal in meta["journal"] for e in journal]
+    assert len(entries) == 2 * 2 * 8 and {e["name"] for e in entries} == {"python"}
+    assert all(re.fullmatch(r"\d+\n", e["result"]) for e in entries)
