@@ -1,7 +1,7 @@
 """
 Lesson 1: why (a + b) + c matters.
 
-    python lessons/1_order.py
+    uv run lessons/1_order.py
 """
 
 import math

@@ -1,7 +1,7 @@
 """
 Lesson 2: a batch changes your logits.
 
-    python lessons/2_batch.py
+    uv run lessons/2_batch.py
 """
 
 import hashlib

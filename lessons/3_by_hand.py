@@ -1,7 +1,7 @@
 """
 Lesson 3: GRPO on four samples, and GAE on one, by hand.
 
-    python lessons/3_by_hand.py
+    uv run lessons/3_by_hand.py
 """
 
 import math

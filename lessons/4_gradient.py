@@ -1,7 +1,7 @@
 """
 Lesson 4: a gradient that does not know how many GPUs there are.
 
-    python lessons/4_gradient.py
+    uv run lessons/4_gradient.py
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """
 Lesson 5: what happens when the engine is not the trainer.
 
-    python lessons/5_mismatch.py
+    uv run lessons/5_mismatch.py
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """
 Lesson 6: staleness, or how old the weights are that sampled.
 
-    python lessons/6_staleness.py
+    uv run lessons/6_staleness.py
 """
 
 import sys

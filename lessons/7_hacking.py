@@ -1,7 +1,7 @@
 """
 Lesson 7: a reward that can be hacked, and how to see it.
 
-    python lessons/7_hacking.py
+    uv run lessons/7_hacking.py
 """
 
 import sys

@@ -1,7 +1,7 @@
 """
 Lesson 8: kill it, resume it, prove it.
 
-    python lessons/8_resume.py
+    uv run lessons/8_resume.py
 """
 
 import json

@@ -100,5 +100,5 @@ def test_a_lesson_is_a_page_and_at_most_60_lines_of_code(script):
             lines -= set(range(node.lineno, node.end_lineno + 1))
     lines -= {i for i, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
     assert 0 < len(lines) <= 60, len(lines)
-    assert f"    python lessons/{script.name}\n" in page and page.count("<summary>Answer</summary>") == 3
+    assert f"    uv run lessons/{script.name}\n" in page and page.count("<summary>Answer</summary>") == 3
     assert f"({script.stem}.md)" in (Path(script).parent / "README.md").read_text()
