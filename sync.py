@@ -799,10 +799,10 @@ class Record:
             response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
             truncated_fraction=float(cut.double().mean()), weight_version=meta[0]["version"],
             engine_retractions=sum(m["retractions"] for _, m in made),
-            engine_idle=sum(m["idle"] / m["elapsed"] for m in last) / len(last),  # while all else was tools and rewards
             wait_seconds=wait, train_seconds=train,
             rollout_seconds=max(m["began"] + m["seconds"] for _, m in made) - min(m["began"] for _, m in made),
-            sync_seconds=publish, step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
+            idle_seconds=math.fsum(m["idle"] for m in last) / len(last), sync_seconds=publish,
+            step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
             sync_gb_per_second=sent and sent / 1e9 / publish,
         )  # fmt: skip
         self.metrics(**line)

@@ -345,7 +345,7 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
     assert line["truncated_fraction"] == pytest.approx(1 / 3) and line["engine_retractions"] == 4
     assert (line["wait_seconds"], line["train_seconds"], line["sync_seconds"]) == (1.0, 2.0, 4.0)
     assert line["rollout_seconds"] == 6  # from when the first was begun, 0, to when the last was done
-    assert line["engine_idle"] == (1 / 6 + 2 / 7) / 2  # of each engine up to its last group
+    assert line["idle_seconds"] == (1 + 2) / 2  # of each engine up to its last group
     best = [json.loads(x) for x in (tmp_path / "best.jsonl").read_text().splitlines()]
     assert best == [dict(prompt="p0", answer="a"), dict(prompt="p1", answer="c")]
     (written,) = (json.loads(x) for x in (tmp_path / "ledger.jsonl").read_text().splitlines())

@@ -77,12 +77,12 @@ def longer(prompt, response, answer):
 def test_a_run_ends_where_its_reward_is_gamed_whoever_runs_it(tmp_path):
     """The reward of length, beside the truth. Without the watch the run goes on: the control."""
     (tmp_path / "mine.py").write_text(HACKED)
-    flags = f"--reward={tmp_path}/mine.py:longer --truth_reward=numeric --max_steps=60 --learning_rate=4e-4".split()
+    flags = f"--reward={tmp_path}/mine.py:longer --truth_reward=numeric --max_steps=48 --learning_rate=4e-4".split()
     flags += "--eval_size=0 --checkpoint_every=8 --keep_checkpoints=9".split()
     status, output = launch_warm(tmp_path / "a", *flags, "--watch=stop")
     (said,) = [line for line in output.splitlines() if line.startswith("watch: ")]
     steps = lines(tmp_path / "a", "metrics.jsonl", "rl")
-    assert status == 3 and 30 <= len(steps) < 60 and f" after step {len(steps)}; " in said
+    assert status == 3 and 30 <= len(steps) < 48 and f" after step {len(steps)}; " in said
     assert re.match("watch: (reward_mean - reward_numeric|response_length_mean|truncated_fraction) [0-9.]+ > ", said)
     healthy = int(re.search(r"ckpt/step_(\d+), from which tools/branch.py \S+ --step=\d+ goes on", said)[1])
     assert healthy % 8 == 0 and len(steps) - 28 < healthy <= len(steps) - 20
@@ -98,4 +98,4 @@ def test_a_run_ends_where_its_reward_is_gamed_whoever_runs_it(tmp_path):
     # It stopped with a checkpoint; with the watch it stops again, without it it goes on.
     assert (tmp_path / "a" / "ckpt" / f"step_{len(steps):06d}").is_dir()
     finish(tmp_path / "a", *flags, "--init_from=resume", "--watch=", launch=launch_warm)
-    assert len(lines(tmp_path / "a", "metrics.jsonl", "rl")) == 60
+    assert len(lines(tmp_path / "a", "metrics.jsonl", "rl")) == 48
