@@ -133,7 +133,7 @@ def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer
 
 
 def test_the_fork_bomb_is_held_when_root_starts_it_too():
-    if os.geteuid() != 0:
+    if os.geteuid() != 0:  # whose own forks no limit of processes holds, and whom nobody else can stand for
         pytest.skip("for root")
     forks = (
         "import os\nn = 0\ntry:\n while n < 64:\n  if os.fork() == 0: os.read(0, 1) or __import__('time').sleep(9)\n"

@@ -12,6 +12,7 @@ Exit status 2: no such run or step, or flags that the run cannot have.
 """
 
 import json
+import runpy
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = str(ROOT), str(ROOT / "tools")
 from diff import read_ledger  # noqa: E402
-from verify import copy_run, go_on, link, starts_of  # noqa: E402
+from verify import QUIET, copy_run, go_on, link, starts_of  # noqa: E402
 
 import configurator  # noqa: E402
 import sync  # noqa: E402
@@ -29,9 +30,7 @@ from configurator import FREE_KEYS, require  # noqa: E402
 
 def saved_config(run):
     """{key: value} of a run's config.py."""
-    scope = {}
-    exec((run / "config.py").read_text(), scope)
-    return {key: value for key, value in scope.items() if not key.startswith("__")}
+    return configurator.block(runpy.run_path(str(run / "config.py")))
 
 
 def checkpoint_of(run, step, scratch):
@@ -41,7 +40,7 @@ def checkpoint_of(run, step, scratch):
         return starts[step]
     before = max((s for s in starts if s < step), default=None)
     copy_run(run, scratch / "past", starts.get(before))
-    problem = go_on(scratch / "past", [f"--max_steps={step}", f"--checkpoint_every={step}", "--eval_samples=1"])
+    problem = go_on(scratch / "past", [f"--max_steps={step}", f"--checkpoint_every={step}", *QUIET])
     require(not problem, f"{run}: up to step {step} it cannot be done again: {problem}")
     require((made := starts_of(scratch / "past")).get(step), f"{run}: no checkpoint of step {step} could be made")
     return made[step]

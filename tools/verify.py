@@ -34,6 +34,9 @@ from diff import first_difference, read_ledger  # noqa: E402
 import sync  # noqa: E402
 from configurator import fail, require, versions  # noqa: E402
 
+# What is done again ends where it should, and is shown to nobody.
+QUIET = ("--eval_samples=1", "--watch=", "--track=")
+
 
 def chosen(digest, steps, count):
     """`count` of the steps, in their order: those with the least hashes of (digest, step)."""
@@ -96,7 +99,8 @@ def go_on(folder, flags, nproc=1):
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}"] * (nproc > 1)
     command = [sys.executable, *torchrun, str(ROOT / "train_grpo.py"), "--init_from=resume", f"--out_dir={folder}"]
     done = subprocess.run([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("error: ")] or done.stdout.splitlines()
+    said = done.stdout.splitlines()
+    lines = [line for line in said if line.startswith(("error: ", "watch: "))] or said
     return lines[0].removeprefix("error: ") if done.returncode else ""
 
 
@@ -109,7 +113,7 @@ def parted(run, folder, start, steps, flags, nproc):
         if before and (name := differing_weight(start, before[-1])):
             return f"{start}: {name} is not that of {before[-1]['phase']} step {before[-1]['step']} in the ledger"
     copy_run(run, folder, start, steps)
-    quiet = ["--checkpoint_every=0", "--eval_samples=1", "--sample_every=0", "--strict=False"]
+    quiet = ["--checkpoint_every=0", "--sample_every=0", "--strict=False", *QUIET]
     problem = go_on(folder, [f"--max_steps={steps[-1] + 1}", *quiet, *flags], nproc)
     again = read_ledger(folder)
     if difference := first_difference(ledger, again):
