@@ -97,10 +97,11 @@ def configure(namespace, argv=None):
 
 def resume_config(config, path, free):
     """
-    (the config saved in `path`, the same where what the command line and its files set counts for the keys in `free`).
-    Ends with one line that names the others, if their values differ.
+    (the config saved in `path`, the same where what the command line and its files set counts for the keys that
+    free(config) names). Ends with one line that names the others, if their values differ.
     """
     saved = _run_file(str(path), path.parent, config)
+    free = set(free(saved)) & set(free(config))
     unknown = [key for key in config if key not in saved]
     require(not unknown, f"{path}: has no {', '.join(unknown)}; it was saved by another version of this program")
     changed = [key for key in ORIGINS if key not in free and config[key] != saved[key]]
@@ -188,16 +189,16 @@ def _help(defaults, script):
 # keys that say where and how fast, not what is computed: they may differ between two runs with one digest
 FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
-    cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict weight_sync
-    checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward reject_best host port
-    api_key judge judge_tries watch track""".split()
+    rollout_tp cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict
+    weight_sync checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward
+    reject_best host port api_key judge judge_tries watch track""".split()
 CHOICES = {
     "device": ("", "cpu", "cuda"),
     "mode": ("grpo", "replay", "sft", "rm", "rollout", "reject", "eval", "serve"),
     "weight_sync": ("", "broadcast", "ipc", "disk"),
     "credit": ("sample", "turn"),
     "sandbox": ("bwrap", "none"),
-    "watch": ("", "stop"),
+    "watch": ("", "stop", "rollback"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
     "loss": ("ppo", "gspo", "cispo", "decoupled", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
@@ -207,13 +208,21 @@ CHOICES = {
 }
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout
-    keep_checkpoints updates_per_batch leaf_tokens lanes max_turns max_result_chars agent_timeout
+    keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns max_result_chars agent_timeout
     judge_tries sandbox_seconds sandbox_memory""".split()
+HEALTHY = 20  # steps before the one at which a watch speaks, until which all counts as well: two means of its figures
 # keys that say nothing without another
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay")}
+ONLY_WITH |= {"watch_kl_coef": ("watch", "rollback"), "tp_split": ("batch_invariant", True)}
 ONLY_WITH |= dict.fromkeys(("host", "port", "api_key"), ("mode", "serve"))
 ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm"))
+
+
+def free_keys(config):
+    """FREE_KEYS, but for those that a run needs to know where it turns back to."""
+    turns = config["watch"] == "rollback"
+    return [key for key in FREE_KEYS if not (turns and key in ("watch", "checkpoint_every"))]
 
 
 def template_arguments(text):
@@ -235,12 +244,13 @@ def resolve(namespace, defaults):
     """
     config, saved = configure(namespace), {}
     path, by_user = Path(config["out_dir"], "config.py"), config["init_from"] == "resume"
-    restarted = not by_user and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and path.exists()
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or "TURNED_BACK" in os.environ
+    restarted = not by_user and again and path.exists()
     if by_user or restarted:
         require(path.is_file(), f"init_from='resume': out_dir={config['out_dir']!r} holds no run")
         if by_user:
             del ORIGINS["init_from"]  # it is this command's; the run has its own
-        saved, config = resume_config(config, path, FREE_KEYS)
+        saved, config = resume_config(config, path, free_keys)
         why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
         require((config["mode"] == "rm") == (saved["mode"] == "rm"), f"mode={config['mode']!r}: {why}")
         namespace.update(config)
@@ -259,13 +269,13 @@ def check_versions():
 
 
 def roles(config, world):
-    """(trainers, engines) of `world` ranks; the engines' are the last ones, both may be one rank."""
+    """(trainers, engines) of `world` ranks; the engines' are the last ones, rollout_tp each, both may be one rank."""
     if config["mode"] in ("replay", "sft", "rm"):
         return world, 0
     if config["mode"] in ("rollout", "reject", "eval", "serve"):
-        return 0, world
-    both, engines = world == 1 or config["colocate"], config["rollout_ranks"]
-    return (world, world) if both else (world - engines, engines)
+        return 0, max(1, world // config["rollout_tp"])
+    both, last = world == 1 or config["colocate"], config["rollout_ranks"]
+    return (world, world) if both else (world - last, last // config["rollout_tp"])
 
 
 def check_config(config, world, defaults):
@@ -314,6 +324,14 @@ def check_config(config, world, defaults):
     check("temperature", c.temperature > 0, "samples of a group must differ; use more than 0")
     check("eval_temperature", c.eval_temperature >= 0, "below 0")
     check("eval_size", c.eval_size > 0 or c.mode != "eval", "mode='eval' is of held-out prompts; use more than 0")
+    # LoRA
+    check("lora_rank", c.lora_rank >= 0, "use 1 or more, or 0: the weights themselves are trained")
+    for key in ("lora", "lora_alpha", "lora_targets"):
+        check(key, c.lora_rank or config[key] == defaults[key], "is for lora_rank, which is 0")
+    check("lora_alpha", c.lora_alpha > 0, "must be more than 0")
+    why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
+    check("lora_rank", not c.lora_rank or roles(config, world)[0], f"mode={c.mode!r}: {why}")
+    check("lora_rank", not (c.lora_rank and c.mode == "rm"), "a reward model's score has no adapters; use 0")
     # a served model
     if c.mode == "serve":
         check("mode", world == 1, f"one process serves a model, and these are {world}; without torchrun")
@@ -337,6 +355,12 @@ def check_config(config, world, defaults):
     check("truth_reward", not (c.truth_reward and c.agent), "is noted beside `reward`, which an agent does not get")
     single = not {*"+*"} & {*c.truth_reward} and (not c.truth_reward or c.truth_reward != c.reward)
     check("truth_reward", single, "use one reward without a weight, and another than `reward`")
+    if c.watch == "rollback":
+        enough = -(-HEALTHY // max(1, c.checkpoint_every)) + 2
+        check("checkpoint_every", c.checkpoint_every > 0, "watch='rollback' goes back to a checkpoint; use more than 0")
+        why = f"watch='rollback' goes back {HEALTHY} steps and more; use {enough}"
+        check("keep_checkpoints", c.keep_checkpoints >= enough, why)
+        check("watch_kl_coef", c.watch_kl_coef >= 0, "below 0")
     samples = c.mode in ("grpo", "replay", "rollout", "reject")
     check("watch", samples or not c.watch, f"watches RL steps, and mode={c.mode!r} has none")
     by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")
@@ -347,9 +371,17 @@ def check_config(config, world, defaults):
     sample, trainers, engines = c.max_prompt_tokens + c.max_new_tokens, *roles(config, world)
     holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
     check("engine_kv_tokens", holds, f"one sample may take {sample + 1}; use more, or 0")
+    # an engine's ranks are of one node, and train nothing
+    here, of = int(os.environ.get("LOCAL_WORLD_SIZE", world)), c.rollout_ranks if c.mode == "grpo" else world
+    fill = of % c.rollout_tp == 0 and (here == world or here % c.rollout_tp == 0) and trainers != world
+    why = f"{of} ranks that sample, of {world}, do not make engines of {c.rollout_tp}; use others, or 1"
+    check("rollout_tp", c.rollout_tp == 1 or fill or c.mode in ("serve", "replay", "sft", "rm"), why)
     why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
     check("rollout_ranks", c.mode != "grpo" or trainers > 0 < engines, why)
-    check("lanes", c.lanes & (c.lanes - 1) == 0, "not a power of two; use 1, 2, 4, ..")
+    for key in ("lanes", "tp_split"):
+        check(key, config[key] & (config[key] - 1) == 0, "not a power of two; use 1, 2, 4, ..")
+    why = f"does not divide tp_split={c.tp_split}, the parts of a sum; use a tp_split of which it is a divisor"
+    check("rollout_tp", c.tp_split % c.rollout_tp == 0, why)
     why = f"{trainers} trainer ranks cannot share them; use 1, 2, 4, .. ranks, at most as many as lanes"
     check("lanes", not trainers or c.lanes % trainers == 0, why)
     replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()

@@ -115,6 +115,7 @@ DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the s
 PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill or a packed batch, and of its backward
 HASHED = 1 << 24  # elements of `bit_sum` that are multiplied at a time
 COLUMNS = 256  # that a program of `triton_column_sums` adds, each for itself
+MERGED = 64  # rows and columns of a program of `triton_lora`
 ELEMENTS, ELEMENT_WARPS = 1024, 4  # numbers of a row that one program of an elementwise kernel takes, and its warps
 
 # The same of the CPU's loops: the tile of a matmul that the registers hold (512 bits, or 256) ..
@@ -491,9 +492,10 @@ _pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a
 
 def _share(loop, units, work, *args):
     """loop(first, last, *args) over all units, by several threads if `work`, the number of operations, is worth it."""
-    if threads == 1 or work < WORTH_THREADS:
+    shares = min(threads, units)  # none of them is empty: a loop may want to know what it begins with
+    if shares <= 1 or work < WORTH_THREADS:
         return loop(0, units, *args) if units else None
-    ends = [units * i // threads for i in range(threads + 1)]
+    ends = [units * i // shares for i in range(shares + 1)]
     others = [_pool(os.getpid()).submit(loop, *part, *args) for part in zip(ends[1:], ends[2:])]
     loop(0, ends[1], *args)
     for other in others:
@@ -731,6 +733,117 @@ def addmm(bias, a, b, *, beta=1, alpha=1):
     if alpha != 1:
         out = out * alpha
     return (out + (bias if beta == 1 else bias * beta)).to(a.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# split products: a b as the sum of products over equal parts of K, a chain of float32 each, added as a binary tree and
+# rounded once. Where an engine runs on several GPUs (Shoeybi et al. 2019, arXiv:1909.08053), each has some of the parts
+# of o_proj and down_proj, and their tree goes on across them: so it says nothing of who computes what. All else that is
+# cut there, heads, columns and the vocabulary, is added up on one of them.
+
+
+def tree_sum(parts):
+    """
+    Pairwise sum over the first dim: ((p0 + p1) + (p2 + p3)) + ...; an odd last part goes up alone. In the parts' own
+    memory: they may be a model's gradients.
+    """
+    while len(parts) > 1:
+        even = len(parts) // 2 * 2
+        parts[0:even:2].add_(parts[1:even:2])
+        parts = parts[::2]
+    return parts[0]
+
+
+def split_matmul(a, b, split):
+    """a (M, K) @ b (K, N) -> (M, N) float32, in `split` products (a power of two that divides K)."""
+    if split == 1:
+        return matmul(a, b, out_dtype=torch.float32)
+    half = a.shape[1] // 2
+    return split_matmul(a[:, :half], b[:half], split // 2).add_(split_matmul(a[:, half:], b[half:], split // 2))
+
+
+def linear(x, weight, bias, split=1, gather=None):
+    """
+    x (M, K) @ weight (N, K)^T + bias (N,) or None -> (M, N), not differentiable. With split > 1 in so many products, to
+    which others have more: gather(this one's float32 sum) -> (ranks, M, N), all of theirs.
+    """
+    if split == 1 and not gather:
+        return mm(x, weight.t()) if bias is None else addmm(bias, x, weight.t())
+    y = split_matmul(x, weight.t(), split)
+    y = tree_sum(gather(y)) if gather else y
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+class SplitLinear(torch.autograd.Function):
+    """`linear` of a whole weight: the gradients sum over other dims than K."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, split):
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight, bias, split)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        d_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return torch.mm(grad, weight), torch.mm(grad.t(), x), d_bias, None
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# LoRA (Hu et al. 2021, arXiv:2106.09685): W' = W + scale B A, with the matrices A (r, K) and B (N, r) learned. The
+# engine gets W', and the trainer multiplies by it, too: the adapters apart, x A^T B^T, would be other numbers. An
+# element's sum over r is one chain, whichever rows of W are merged with it.
+
+
+@triton.jit(do_not_specialize=["N"])
+def triton_lora(weight, A, B, out, scale, N, K, R, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr):
+    n, k, r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK, tl.arange(0, BLOCK_R)
+    k += tl.arange(0, BLOCK)
+    inside, inside_n, inside_k, n = (n < N)[:, None] & (k < K), (n < N)[:, None], k < K, n.to(tl.int64)[:, None]
+    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for first in range(0, R, BLOCK_R):
+        x = tl.load(B + n * R + first + r, mask=inside_n & (first + r < R), other=0.0)
+        y = tl.load(A + (first + r)[:, None].to(tl.int64) * K + k, mask=inside_k & (first + r < R)[:, None], other=0.0)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    merged = tl.load(weight + n * K + k, mask=inside, other=0.0).to(tl.float32) + scale * acc
+    tl.store(out + n * K + k, merged.to(out.dtype.element_ty), mask=inside)
+
+
+def merge(weight, A, B, scale):
+    """weight (N, K) + scale * B (N, r) @ A (r, K), in float32, rounded once to weight's dtype. A and B are float32."""
+    if weight.shape != (len(B), A.shape[1]) or B.shape[1] != len(A):
+        shapes = [tuple(x.shape) for x in (weight, A, B)]
+        raise ValueError(f"weight, A, B {shapes}: (N, K), (r, K), (N, r) are needed")
+    check_operands(A, B, weight.new_empty(0, dtype=torch.float32))
+    if not use_triton(weight):
+        return cpu_matmul(B, A).mul_(scale).add_(weight).to(weight.dtype)
+    weight, A, B, (N, K) = *map(_aligned, (weight, A, B)), weight.shape
+    out, grid = torch.empty_like(weight), (triton.cdiv(N, MERGED), triton.cdiv(K, MERGED))
+    _launch(triton_lora, grid, weight, A, B, out, scale, N, K, len(A), BLOCK=MERGED, BLOCK_R=16, **EXACT)
+    return out
+
+
+class LoRALinear(torch.autograd.Function):
+    """
+    x (T, K) @ W'^T + bias (N,) or None. With g the gradient of W', dB = scale g A^T and dA = scale B^T g; g itself,
+    which is grad^T x, is never made: r numbers of a token take its place on the way.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, A, B, scale, split=1):
+        ctx.save_for_backward(x, weight, A, B)
+        ctx.scale, merged = scale, merge(weight, A, B, scale)
+        return linear(x, merged, bias, split) if split > 1 else torch.nn.functional.linear(x, merged, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, A, B = ctx.saved_tensors
+        # W' is made again: kept, it would be a second model in memory.
+        dx = torch.mm(grad, merge(weight, A, B, ctx.scale)) if ctx.needs_input_grad[0] else None
+        x, grad = x.float(), grad.float()
+        dA = torch.mm((torch.mm(grad, B) * ctx.scale).t(), x)
+        dB = torch.mm(grad.t(), torch.mm(x, A.t()) * ctx.scale)
+        return dx, None, None, dA, dB, None, None
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1836,13 +1949,14 @@ class CpuTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, entropy_grad):
         hidden, weight, targets, t, entropy = ctx.saved_tensors
-        d_hidden, d_weight = [], torch.zeros_like(weight)
+        d_hidden, d_weight = [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grads = grad.contiguous(), entropy_grad.contiguous()
         for h, *rest in zip(*(x.split(CHUNK) for x in (hidden, targets, entropy, *grads))):
             z = head_logits(h, weight).div_(t)
             _share(cpu_token_grads, len(h), 30 * z.numel(), _flat(z), np.float32(t), *map(_flat, rest), len(weight))
             d_hidden.append(matmul(z, weight))
-            matmul(z.t(), h, out=d_weight)
+            if d_weight is not None:
+                matmul(z.t(), h, out=d_weight)
         return torch.cat(d_hidden), d_weight, None, None
 
 
@@ -1921,15 +2035,16 @@ class TritonTokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad, entropy_grad):
         hidden, weight, targets, t, entropy, stats = ctx.saved_tensors
         # float32: a sum over chunks in bfloat16 would lose the small ones
-        d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32)
+        d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         V, eg = len(weight), grad if entropy_grad is None else entropy_grad
         rows = hidden, stats, targets, entropy, grad.contiguous(), eg.contiguous()
         for h, *args in zip(*(x.split(CHUNK) for x in rows)):
             z, dz, entropies = head_logits(h, weight), h.new_empty(len(h), V), entropy_grad is not None
             _launch_on_elements(triton_token_grads, len(h), V, z, t, *args, dz, V=V, ENTROPY=entropies)
             d_hidden.append(matmul(dz, weight))
-            matmul(dz.t(), h, out=d_weight)
-        return torch.cat(d_hidden), d_weight.to(weight.dtype), None, None
+            if d_weight is not None:
+                matmul(dz.t(), h, out=d_weight)
+        return torch.cat(d_hidden), None if d_weight is None else d_weight.to(weight.dtype), None, None
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0):

@@ -29,7 +29,7 @@ from traceback import walk_tb
 
 import torch
 
-from configurator import require, template_arguments
+from configurator import HEALTHY, require, template_arguments
 from sync import content_hash, reason
 
 
@@ -231,7 +231,7 @@ def reward_metrics(groups):
 # ------------------------------------------------------------------------------------------------------------------
 # a watch for reward hacking: pure functions of what a run records, and so as repeatable as the run
 
-WATCHED = 10  # steps of a mean
+WATCHED = HEALTHY // 2  # steps of a mean
 KL_TIMES, KL_LEAST = 4.0, 0.02  # of the KL to the reference (nats per token) ten steps before; below the least none
 SHARE = 0.1  # of the start's diversity
 MORE = 0.5  # than at the start, of a share: repeated bigrams, symbols, samples that were cut off
@@ -279,7 +279,7 @@ def hacking(steps, truth=""):
     bounds = [(name, "<", SHARE * mean(start, name)) for name in ("unique_answers", "distinct_2")]
     bounds += [(name, ">", MORE + mean(start, name)) for name in ("repetition", "symbols", "truncated_fraction")]
     bounds += [("response_length_mean", ">", LONGER * mean(start, "response_length_mean"))]
-    if "kl_reference" in now[-1] and rises:
+    if rises and all("kl_reference" in x for x in before + now):  # a watch that turns back is what begins it
         bounds += [("kl_reference", ">", max(KL_LEAST, KL_TIMES * mean(before, "kl_reference")))]
     for name, sign, bound in bounds:
         value = mean(now, name)

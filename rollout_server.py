@@ -10,14 +10,15 @@ The rollout side: a real SGLang engine started inside a torchrun rank; prompts i
 The life of one prompt:
 
     plan       which prompts a step has follows from (seed, step) alone, so all ranks make the same Job by themselves
-    claim      an engine with room for it makes the file claim_0003 in the step's folder, which only one of them can;
-               this decides who does the work, and nothing that comes out of it
+    share      an engine with room for one takes the next of them, by a counter in torchrun's store; this decides who
+               does the work, and nothing that comes out of it
     generate   SGLang draws G samples side by side, the noise of each from a seed of its own
     score      the reward function sees the texts: user code, one prompt at a time, beside what is still generated
     write      group_0003.safetensors appears whole: tokens, log-probs, rewards and weight version under one checksum
-    take       all ranks wait for the step's groups and read them in the order of the prompts (sync.read_group)
+    take       all ranks wait until every engine has said that its files are there, and read them in the order of the
+               prompts (sync.Queue)
 
-A resume gives back what was claimed and not written; a group that is there is never made again.
+A group that is there is never made again.
 
 `install_operators` hooks kernels.py into SGLang's classes in the scheduler's process. On a CPU SGLang needs three
 replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag that keeps RoPE from importing vLLM, the
@@ -40,16 +41,17 @@ import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import kernels
 from configurator import close_bars, require
 from rewards import RewardError, rows_of_step, score_all
-from sync import RunError, Shard, TreeReduceScatter, claim, group_path, hidden_torchrun, tensor_hashes, write_group
+from sync import RunError, Shard, TreeReduceScatter, group_path, hidden_torchrun, tensor_hashes, write_group
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 SCORES = "ForSequenceClassification"  # how Hugging Face calls the class of a reward model
@@ -84,6 +86,13 @@ def check_model(folder, config, key="init_from"):
         require(hf.num_labels == 1, f"{name}: it gives {hf.num_labels} numbers; a reward model gives one")
     else:
         require(not gives_scores(hf), f"{name}: a reward model, which writes nothing; use the model that it began with")
+    heads, key_heads, width = hf.num_attention_heads, hf.num_key_value_heads, hf.intermediate_size
+    attended = heads * (getattr(hf, "head_dim", None) or hf.hidden_size // heads)
+    for what, n, by in (
+        (f"attention's width, {attended},", attended, "tp_split"), (f"the MLP's width, {width},", width, "tp_split"),
+        (f"its {heads} heads", heads, "rollout_tp"), (f"its {key_heads} key heads", key_heads, "rollout_tp"),
+    ):  # fmt: skip
+        require(n % config[by] == 0, f"{by}={config[by]}: does not divide {what} of {name}; use another power of two")
     if key == "init_from" and config["mode"] == "rm":
         hf.architectures, hf.num_labels = [hf.model_type.capitalize() + SCORES], 1
         if hf.pad_token_id == hf.eos_token_id:  # Hugging Face's class would read the score before the EOS
@@ -117,11 +126,12 @@ def rope_frequencies(hf, device):
     return inv_freq
 
 
-def build_model(hf, mesh, device, batch_invariant, critic=False):
+def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
     """
     The Hugging Face model, sharded by FSDP2, its weights still unset. fp32 master weights; on CUDA computed with in
-    bfloat16. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,). mesh
-    None: for forward passes only, whole, and its weights of the type that is computed in.
+    bfloat16. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,). lora:
+    (rank, scale, targets) of adapters, beside which the weights are frozen, and of the type that is computed in. mesh
+    None: for forward passes only, whole, and its weights of that type, too. tp_split: parts of row-parallel sums.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -131,25 +141,61 @@ def build_model(hf, mesh, device, batch_invariant, critic=False):
     ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.attention)
     attention = "batch_invariant" if batch_invariant else "sdpa"
     kind = AutoModelForSequenceClassification if gives_scores(hf) else AutoModelForCausalLM
+    computed_in = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device("meta"):
-        model = kind.from_config(hf, dtype=torch.float32, attn_implementation=attention)
+        model = kind.from_config(hf, dtype=computed_in if lora else torch.float32, attn_implementation=attention)
+        if lora:
+            add_adapters(model, *lora)
         model.value_head = torch.nn.Parameter(torch.empty(hf.hidden_size)) if critic else None
     # cast_forward_inputs would round RoPE's float32 cos and sin to bfloat16, which the engine does not do
-    bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options = dict(mesh=mesh, mp_policy=bf16 if device == "cuda" else MixedPrecisionPolicy())
+    dtypes = dict(param_dtype=None if lora else computed_in, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
     for part in (*model.model.layers, model) if mesh else ():
         fully_shard(part, **options)
         part.set_custom_reduce_scatter(TreeReduceScatter())
     model.to_empty(device=device)
-    if mesh is None and device == "cuda":
-        model.to(torch.bfloat16)
+    if mesh is None:
+        model.to(computed_in)
     model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
     if batch_invariant:
-        install_in_trainer(model, rope_frequencies(hf, device).to(device))
+        install_in_trainer(model, rope_frequencies(hf, device).to(device), tp_split)
     model.token_logprobs = functools.partial(token_logprobs, model)
     if mesh:
         register_fsdp_forward_method(model, "token_logprobs")
     return model
+
+
+LINEAR = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # a layer's, of attention and MLP
+
+
+def add_adapters(model, rank, scale, targets):
+    """
+    Freezes the model and puts LoRA's A (rank, in) and B (out, rank) beside the weights of its linear layers of these
+    names, all of them if there are none. The names are PEFT's, and so are the meanings.
+    """
+    layers, names = [(name.rpartition(".")[2], m) for name, m in model.named_modules()], targets or LINEAR
+    known = f"the linear layers of attention and MLP are {', '.join(LINEAR)}"
+    for name in names:
+        require(name in LINEAR and name in dict(layers), f"lora_targets: no layer has {name!r} to adapt; {known}")
+    model.requires_grad_(False)
+    for name, m in layers:
+        if name in names:
+            most = min(m.weight.shape)
+            require(rank <= most, f"lora_rank={rank}: {name} has rank {most} itself; use less, or train it in full")
+            m.lora_A = torch.nn.Linear(m.in_features, rank, bias=False)
+            m.lora_B = torch.nn.Linear(rank, m.out_features, bias=False)
+            m.forward = functools.partial(adapted, m, scale)
+
+
+def adapted(m, scale, x, split=1):
+    """A linear layer with LoRA's matrices: x (.., in) -> (.., out)."""
+    y = kernels.LoRALinear.apply(x.flatten(0, -2), m.weight, m.bias, m.lora_A.weight, m.lora_B.weight, scale, split)
+    return y.view(*x.shape[:-1], -1)
+
+
+def in_parts(m, x, split):
+    """A linear layer as a sum of `split` products: x (.., in) -> (.., out)."""
+    return kernels.SplitLinear.apply(x.flatten(0, -2), m.weight, m.bias, split).view(*x.shape[:-1], -1)
 
 
 def token_logprobs(model, leaf, temperature):
@@ -166,7 +212,7 @@ def token_logprobs(model, leaf, temperature):
     logprobs, entropy = kernels.token_logprobs(hidden[leaf.predictors], model.lm_head.weight, leaf.targets, temperature)
     if model.value_head is None:
         return logprobs, entropy, None, None
-    values = (hidden @ model.value_head[:, None])[:, 0].float()
+    values = (hidden @ model.value_head[:, None].to(hidden.dtype))[:, 0].float()
     return logprobs, entropy, values[leaf.predictors], values[last]
 
 
@@ -177,7 +223,10 @@ def head_norms(attention):
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
 
 
-def install_in_trainer(model, inv_freq):
+ROW_PARALLEL = "o_proj", "down_proj"  # the layers whose sums an engine over several GPUs cuts
+
+
+def install_in_trainer(model, inv_freq, tp_split=1):
     """The same for a Hugging Face model in the trainer's process: its own rotary embedding, attention, norms, MLPs."""
 
     def attend(self, hidden_states, position_embeddings, plan, **_):
@@ -194,6 +243,9 @@ def install_in_trainer(model, inv_freq):
             module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
         elif name.endswith(".mlp"):
             module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x), m.up_proj(x)))
+        elif tp_split > 1 and name.endswith(ROW_PARALLEL):
+            own = module.forward if hasattr(module, "lora_A") else functools.partial(in_parts, module)
+            module.forward = functools.partial(own, split=tp_split)
 
 
 def paged_attention(inv_freq):
@@ -235,17 +287,19 @@ def paged_attention(inv_freq):
     return PagedAttention
 
 
-def install_operators(backend, inv_freq):
+def install_operators(backend, inv_freq, tp_split):
     """
     Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
     choice of a platform's kernel. `backend`: whose name our attention takes, as SGLang decides by the name how the
-    cache is laid out. A decoder layer is the same operators on a CPU and on CUDA; on a CPU they are one call.
+    cache is laid out. A decoder layer is the same operators on a CPU and on CUDA; on a CPU they are one call, but where
+    sums are cut into parts (tp_split).
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
-    VocabParallelEmbedding and set_kv_buffer copy rows; Sampler.forward divides once, by a tensor of temperatures,
-    before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA, is the float64 noise of a hash,
-    element by element, and an argmax.
+    VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side; Sampler.forward divides
+    once, by a tensor of temperatures, before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA,
+    is the float64 noise of a hash, element by element, and an argmax.
     """
+    from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.logits_processor import LogitsProcessor
@@ -253,25 +307,34 @@ def install_operators(backend, inv_freq):
     from sglang.srt.models import llama, qwen2, qwen3
 
     def linear(module, x):
-        weight = module.weight.t()
-        return kernels.mm(x, weight) if module.bias is None else kernels.addmm(module.bias, x, weight)
+        return kernels.linear(x, module.weight, module.bias)
+
+    def row_parallel(module, x):
+        gather = (lambda y: get_tp_group().all_gather(y[None], 0)) if module.tp_size > 1 else None
+        return kernels.linear(x, module.weight, module.bias, tp_split // module.tp_size, gather)
+
+    def add_rows(group, x):
+        """Rows that one rank has and the others fill with zeros; in whole numbers, where -0.0 is no zero."""
+        rows = group.all_gather(x[None], 0).view({2: torch.int16, 4: torch.int32}[x.itemsize])
+        return rows.sum(0, dtype=rows.dtype).view(x.dtype)
 
     def attend(attention, x, batch):
         qkv = linear(attention.qkv_proj, x).view(len(x), -1, attention.head_dim)
         q, k, v = qkv.split([attention.num_heads, attention.num_kv_heads, attention.num_kv_heads], 1)
         backend = get_attn_backend()
         q, k = kernels.norm_rope(q, k, *backend.rope_table, *head_norms(attention))
-        return linear(attention.o_proj, backend.attend(q, k, v, attention.attn, batch).flatten(1))
+        return row_parallel(attention.o_proj, backend.attend(q, k, v, attention.attn, batch).flatten(1))
 
     def layer(self, positions, x, batch, residual):
-        if kernels.kept is not None:
+        if kernels.kept is not None and tp_split == 1:
             return layer_on_cpu(self, x, batch, residual)
         if residual is None:
             x, residual = norm(self.input_layernorm, x), x
         else:
             x, residual = norm(self.input_layernorm, x, residual)
         x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
-        return linear(self.mlp.down_proj, kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))), residual
+        hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
+        return row_parallel(self.mlp.down_proj, hidden), residual
 
     def layer_on_cpu(self, x, batch, residual):
         attention, backend = self.self_attn, get_attn_backend()
@@ -290,7 +353,7 @@ def install_operators(backend, inv_freq):
         assert more is None
         return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
 
-    RMSNorm.forward = norm
+    RMSNorm.forward, GroupCoordinator.all_reduce = norm, add_rows
     # SGLang's own layers do the same, but ask at each part for several GPUs, for quantization and for a platform
     for decoder in (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer, qwen3.Qwen3DecoderLayer):
         decoder.forward = layer
@@ -300,16 +363,30 @@ def install_operators(backend, inv_freq):
 
 def hugging_face_parameters(model):
     """
-    Yields (Hugging Face's name, tensor) of an SGLang model: views, nothing is copied. SGLang has q, k and v, and gate
-    and up, as the rows of one parameter, and fills an embedding up to a multiple of 64 rows.
+    Yields (Shard under Hugging Face's name, whether other ranks have the rest of it) of an SGLang model: views, nothing
+    is copied. SGLang has q, k and v, and gate and up, as the rows of one parameter, and fills an embedding up to a
+    multiple of 64 rows. Ranks have the columns of a row-parallel layer's weight, and all of its bias.
     """
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for module_name, module in model.named_modules():
         path, _, last = module_name.rpartition(".")
-        for kind, parameter in module.named_parameters(recurse=False):
-            rows = getattr(module, "output_sizes", None) or [getattr(module, "org_vocab_size", len(parameter))]
-            for part, tensor in zip(fused.get(last, (last,)), parameter.data[: sum(rows)].split(rows)):
-                yield f"{path}.{part}.{kind}".lstrip("."), tensor
+        rank, ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+        for kind, p in module.named_parameters(recurse=False):
+            data, by_columns = p.data, last in ROW_PARALLEL
+            if by_columns:
+                columns = p.shape[1] if kind == "weight" else 0
+                shape = (len(p), columns * ranks)[: p.dim()]
+                parts = [(data, shape, 0, rank * columns)]
+            elif hasattr(module, "shard_indices"):
+                has = module.shard_indices
+                shape = module.org_vocab_size, p.shape[1]
+                parts = [(data[: has.num_org_elements], shape, has.org_vocab_start_index, 0)]
+            else:
+                sizes = getattr(module, "output_sizes", None) or [len(p) * ranks]
+                rows = [size // ranks for size in sizes]
+                parts = [(x, (size, *p.shape[1:]), rank * len(x), 0) for x, size in zip(data.split(rows), sizes)]
+            for part, (x, shape, first, column) in zip(fused.get(last, (last,)), parts):
+                yield Shard(f"{path}.{part}.{kind}".lstrip("."), shape, first, x, column), x.shape != shape
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -317,11 +394,18 @@ def hugging_face_parameters(model):
 
 
 def check_weights(scheduler, expected):
-    """Raises ValueError unless the model that this scheduler runs has the parameters {Hugging Face's name: hash}."""
-    found = hugging_face_parameters(scheduler.tp_worker.model_runner.model)
-    shards = [Shard(name, tuple(t.shape), 0, t) for name, t in found if name in expected]
-    hashes = tensor_hashes([s.data for s in shards], shards, None)
-    wrong = [name for name in expected if hashes.get(name) != expected[name]]
+    """
+    Raises ValueError unless the model that this scheduler runs, with those of the other ranks of its engine, has the
+    parameters {Hugging Face's name: hash}.
+    """
+    found = [x for x in hugging_face_parameters(scheduler.tp_worker.model_runner.model) if x[0].name in expected]
+    hashes, group = {}, scheduler.tp_group
+    for cut, among in ((False, None), (True, group.device_group)):
+        if shards := [shard for shard, is_cut in found if is_cut == cut]:
+            hashes |= tensor_hashes([s.data for s in shards], shards, among)
+    everyone = [None] * group.world_size
+    dist.all_gather_object(everyone, [n for n in expected if hashes.get(n) != expected[n]], group=group.cpu_group)
+    wrong = [*dict.fromkeys(itertools.chain(*everyone))]
     if wrong:
         raise ValueError(", ".join(wrong[:3]) + ", .." * (len(wrong) > 3))
 
@@ -353,8 +437,8 @@ def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
 def decode_results(self, by_sglang, batch, result):
     """
     What SGLang's scheduler does with the tokens of a decode step, half of its own work there. Most requests just go on,
-    and only keep their token and its log-prob. Those that may end here, whatever the reason, or have a sign of life to
-    send, are left to SGLang's own function.
+    and only keep their token and its log-prob. Those that may end here, whatever the reason, are streamed, or have a
+    sign of life to send, are left to SGLang's own function.
     """
     if not batch.return_logprob:
         return by_sglang(self, batch, result)
@@ -364,7 +448,7 @@ def decode_results(self, by_sglang, batch, result):
         params, length = req.sampling_params, len(req.output_ids) + 1
         stops = token in (params.stop_token_ids or ()) or token in (req.eos_token_ids or ())
         ends = stops and not params.ignore_eos or length >= params.max_new_tokens or req.to_finish
-        if ends or params.stop_strs or length % SIGN_OF_LIFE == 0:
+        if ends or params.stop_strs or req.stream or length % SIGN_OF_LIFE == 0:
             special.append(i)
         else:
             req.output_ids.append(token)
@@ -378,12 +462,13 @@ def decode_results(self, by_sglang, batch, result):
         by_sglang(self, batch, result)
 
 
-def run_scheduler(device, threads, inv_freq, tokenizer, *args, **kwargs):
+def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
     the folder of one, where turns end at strings.
     """
     from sglang.srt import batch_invariant_ops, models
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
     from sglang.srt.managers.scheduler_components import batch_result_processor
@@ -404,12 +489,17 @@ def run_scheduler(device, threads, inv_freq, tokenizer, *args, **kwargs):
         own = processor.process_batch_result_decode
         processor.process_batch_result_decode = functools.partialmethod(decode_results, own)
         os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # into buffers that only a graph would need
+
+        def group_on_cpu(self, own=parallel_state.GroupCoordinator.__init__, **options):
+            own(self, **options | dict(use_pynccl=False, use_custom_allreduce=False))
+
+        parallel_state.GroupCoordinator.__init__ = group_on_cpu  # it would ask for a CUDA device
     else:  # SGLang would have nvcc compile this one at the first decode step
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
         # for multinomial_with_seed
         sampler.murmur_hash32 = functools.partial(kernels.finite_hash, sampler.murmur_hash32)
     if inv_freq:
-        install_operators(ATTENTION_BACKEND[device], inv_freq)
+        install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
         # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
         # graph's replay, PagedAttention reads it until the end
@@ -476,28 +566,33 @@ def early_scheduler(run, orders, writer):
 
 
 @contextmanager
-def started_early(run):
+def started_early(run, count):
     """
-    Starts SGLang's scheduler process before SGLang is imported here: on a CPU the imports are most of an engine's
-    start, and the two do not have to wait for each other. Inside, SGLang's engine gets this process when it wants one.
+    Starts SGLang's scheduler processes before SGLang is imported here: on a CPU the imports are most of an engine's
+    start, and they do not have to wait for each other. Inside, SGLang's engine gets these when it wants its `count`.
 
     Spawned, not forked: a rank has threads of gloo and OpenMP, whose locks a fork would copy in whatever state they
     are, and its lock on the run's folder.
     """
-    spawn = multiprocessing.get_context("spawn")
-    (orders, commands), (reader, writer) = spawn.Pipe(duplex=False), spawn.Pipe(duplex=False)
-    process = spawn.Process(target=early_scheduler, args=(run, orders, writer))
-    process.start()
-    orders.close(), writer.close()  # so that each end notices when the other dies
-    with commands:
+    spawn, started = multiprocessing.get_context("spawn"), []
+    with ExitStack() as stack:
+        for _ in range(count):
+            (orders, commands), (reader, writer) = spawn.Pipe(duplex=False), spawn.Pipe(duplex=False)
+            process = spawn.Process(target=early_scheduler, args=(run, orders, writer))
+            process.start()
+            orders.close(), writer.close()  # so that each end notices when the other dies
+            started.append((process, stack.enter_context(commands), reader))
         with lean_imports():
             from sglang.srt.entrypoints import engine
 
+        processes, readers = iter(started), (reader for _, _, reader in started)
+
         def stand_in(target, args):  # its last argument is the writer, which the process has
+            process, commands, _ = next(processes)
             process.start = lambda: commands.send((dict(os.environ), args[:-1]))
             return process
 
-        pipe = lambda duplex: (reader, None)  # noqa: E731
+        pipe = lambda duplex: (next(readers), None)  # noqa: E731
         engine.mp = types.SimpleNamespace(Process=stand_in, Pipe=pipe, set_start_method=lambda *_, **__: None)
         allow_deterministic_backend()
         yield
@@ -546,7 +641,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     args = dict(
         model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
         skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
-        context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu,
+        context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu, tp_size=config["rollout_tp"],
         disable_radix_cache=not config["radix_cache"], attention_backend=ATTENTION_BACKEND[device],
         max_total_tokens=config["engine_kv_tokens"] or (on_cpu and samples * (tokens + 1)) or None,
         max_running_requests=config["engine_max_running"] or (on_cpu and samples) or None,
@@ -582,7 +677,7 @@ class RolloutEngine:
 
     def __init__(self, index, model_path, hf, config, device, dtype, log, gpu=0, lends=False):
         self.index, self.config, self.log, self.version = index, config, log, 0  # as loaded
-        self.sign = log.with_suffix(".alive")  # touched while SGLang lives and works (sync.wait_for_groups)
+        self.sign = log.with_suffix(".alive")  # touched while SGLang lives and works (sync.Queue)
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
         self.lends, self.asleep, self.model_type = lends, False, hf.model_type
@@ -603,8 +698,11 @@ class RolloutEngine:
     def _start(self, model_path, device, dtype, gpu):
         threads = max(kernels.threads, torch.get_num_threads())
         tokenizer = str(model_path) if self.config["agent"] or self.config["mode"] == "serve" else ""
-        run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer)
+        split, tp = self.config["tp_split"], self.config["rollout_tp"]
+        run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer, split)
         if device == "cpu":
+            if tp > 1:  # SGLang would want a NUMA node for each
+                os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(tp * [f"0-{os.cpu_count() - 1}"])
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         else:
             torch.cuda.empty_cache()  # SGLang measures what is free
@@ -614,7 +712,7 @@ class RolloutEngine:
             loaded = re.findall(r"(/\S+)/libcuda(?:rt)?\.so", Path("/proc/self/maps").read_text())
             folders = dict.fromkeys([*loaded, *os.environ.get("LD_LIBRARY_PATH", "").split(":")])
             os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
-        with started_early(run) if device == "cpu" else nullcontext():
+        with started_early(run, tp) if device == "cpu" else nullcontext():
             from sglang.srt.entrypoints.engine import Engine
 
             class EngineInRank(Engine):
@@ -655,7 +753,7 @@ class RolloutEngine:
 
     def end(self, line, status=1):
         """Ends the process, whatever its threads wait for."""
-        os.write(self.stderr, f"error: {line}\n".encode())
+        os.write(self.stderr, f"\nerror: {line}\n".encode())  # maybe behind the first rank's bar
         for process in multiprocessing.active_children():
             process.kill()
         os._exit(status)
@@ -681,9 +779,22 @@ class RolloutEngine:
         """Seconds so far in which SGLang was asked for something."""
         return self.busy + (time.time() - self.since if self.asked else 0)
 
-    async def generate(self, ids, params):
-        """SGLang's output for these token ids, or for each list of them."""
-        return await self.ask(self.sglang.async_generate(input_ids=ids, sampling_params=params, return_logprob=True))
+    async def generate(self, ids, params, hear=None):
+        """
+        SGLang's output for these token ids, or for each list of them. hear: with each token that comes before the last,
+        it gets all that are there, [(log-prob, id, None)].
+        """
+        options = dict(input_ids=ids, sampling_params=params, return_logprob=True)
+        if not hear:
+            return await self.ask(self.sglang.async_generate(**options))
+
+        async def stream():
+            async for output in await self.sglang.async_generate(**options, stream=True):
+                if not output["meta_info"]["finish_reason"]:
+                    hear(output["meta_info"]["output_token_logprobs"])
+            return output
+
+        return await self.ask(stream())
 
     def drawn(self, output, version):
         """What `generate` drew: a Drawn. Raises RunError if other weights did."""
@@ -813,7 +924,7 @@ def sampling_seed(*key):
 class Job(NamedTuple):
     """Prompts to do, by all engines together: one step's, or the held-out ones."""
 
-    stream: str  # 'rl' or 'eval'; samples of the two never share a seed
+    stream: str  # 'rl' or 'eval', and how often the watch has turned back; samples of two never share a seed
     step: int  # RL steps done before it
     version: int  # of the weights to sample with
     rows: dict  # {prompt's index in the step: dict(prompt text, answer text, prompt_tokens list)}
@@ -836,22 +947,22 @@ class Sampler:
         self.reward, self.decode, self.stop_tokens = reward, decode, stop_tokens
         self.params = dict(ignore_eos=config["ignore_eos"], stop_token_ids=stop_tokens)
 
-    def sample(self, folder, job):
+    def sample(self, folder, job, prompts):
         """
-        Does prompts of this job until none is left unclaimed: writes their group files into `folder`. Each engine holds
-        its share of the prompts in flight; who is done first takes what is left.
+        Does prompts of this job: writes their group files into `folder`, which is there. `prompts`: an iterator of their
+        indices, which the engines share. Each holds its share of them in flight; who is done first takes what is left.
         """
-        unclaimed, share = iter(job.rows), -(-len(job.rows) // self.engines)
+        share = -(-len(job.rows) // self.engines)
         self.began = time.time(), self.engine.worked()
         try:
-            self.engine.run([self._work(unclaimed, folder, job) for _ in range(share)], f"in step {job.step}")
+            self.engine.run([self._work(prompts, folder, job) for _ in range(share)], f"in step {job.step}")
         except RewardError as e:
             self.engine.fail(str(e))
 
-    async def _work(self, unclaimed, folder, job):
-        """Prompts one after the other, from the claim to the file."""
-        for index in unclaimed:
-            if group_path(folder, index).exists() or not claim(folder, index):
+    async def _work(self, prompts, folder, job):
+        """Prompts one after the other, from the counter to the file."""
+        for index in prompts:
+            if group_path(folder, index).exists():
                 continue
             row, began = job.rows[index], time.time()
             tensors, meta = await self._group(folder, index, job)
@@ -952,12 +1063,12 @@ def sample_step(queue, step, rows, c, version, flight):
     """
     if c.segment_tokens:
         return sample_segments(queue, step, rows, c, version, flight)
-    kept, dropped, rounds, P = [], [], 1 + c.dynamic_sampling, c.prompts_per_step
+    kept, dropped, rounds, P, stream = [], [], 1 + c.dynamic_sampling, c.prompts_per_step, f"rl{c.branch}"
     for k in range(rounds):
-        chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, "rl")
+        chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, stream)
         # A round's prompts are numbered on from the round's before: the number is part of a sample's seed.
         prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
-        for t, meta in queue.sample(Job("rl", step, version, prompts, c.group_size, c.temperature)):
+        for t, meta in queue.sample(Job(stream, step, version, prompts, c.group_size, c.temperature)):
             equal = c.dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()
             (dropped if equal else kept).append((t, meta))
         if len(kept) >= P:
@@ -973,15 +1084,15 @@ def sample_segments(queue, step, rows, c, version, flight):
     prompts fill the flight up. The step trains on the first P finished groups in the order in which they were begun;
     where fewer are finished, all go on under the same weights.
     """
-    P, places, made = c.prompts_per_step, c.groups_in_flight, []
+    P, places, made, stream = c.prompts_per_step, c.groups_in_flight, [], f"rl{c.branch}"
     begun = flight.begun + places - len(flight.groups)
     born = [tuple(meta["born"]) for _, meta in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]
-    prompts = [rows[rows_of_step(len(rows), P, s, c.seed, "rl")[i]] for s, i in born]
+    prompts = [rows[rows_of_step(len(rows), P, s, c.seed, stream)[i]] for s, i in born]
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
         todo = {first + i: i for i, group in enumerate(groups) if not (group and group[1]["finished"])}
         job = Job(
-            "rl", step, version, {n: prompts[i] for n, i in todo.items()}, c.group_size, c.temperature,
+            stream, step, version, {n: prompts[i] for n, i in todo.items()}, c.group_size, c.temperature,
             c.segment_tokens, {n: (born[i], groups[i]) for n, i in todo.items()},
         )  # fmt: skip
         drawn = queue.sample(job)

@@ -4,6 +4,7 @@ How things travel, and the proof that they arrived the same.
     ranks        who trains, who hosts an engine, and the process groups between them
     gradients    added over micro-batches ("leaves") in one fixed order, whatever the number of ranks
     models       made from scratch, fetched, checked, read
+    adapters     LoRA's, in PEFT's format, and what an engine gets of them
     weights      from the trainers to the engines, by broadcast into SGLang's own weight-update group
     rollouts     from the engines to the trainers, through a folder of safetensors files
     run folder   opened by one process, with the logs that grow line by line
@@ -26,9 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -41,7 +44,8 @@ from torch.distributed.tensor import Shard as ByRows
 from tqdm import tqdm
 
 import kernels
-from configurator import close_bars, config_source, fail, provenance, require, roles
+from configurator import HEALTHY, close_bars, config_source, fail, free_keys, provenance, require, roles
+from kernels import tree_sum
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 
@@ -58,10 +62,14 @@ class RunError(SystemExit):
 
 
 def report_error(kind, error, trace):
-    """A sys.excepthook: Ctrl-C and what a file system refuses are one line, all else is a traceback as ever."""
+    """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
     refused = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
     if kind is KeyboardInterrupt:
         line, when = "interrupted", ""
+    elif isinstance(error, dist.DistError) or kind is RuntimeError and "gloo" in str(error):
+        time.sleep(5)  # where a rank has died, that one says why
+        gone = "torchrun's store is gone, with the node that had it"
+        line, when = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost", ""
     elif getattr(error, "errno", None) in refused:
         line, when = f"{error.filename or 'writing to out_dir'}: {error.strerror}", "when that is mended, "
     else:
@@ -80,7 +88,10 @@ def reason(error):
 
 
 class Ranks(NamedTuple):
-    """Roles: trainers are ranks 0 .. trainers-1, the last `engines` ranks host an engine each; both may be one rank."""
+    """
+    Roles: trainers are ranks 0 .. trainers-1. Of the last ones each `tp` share an engine, which the first of them
+    hosts; the others have nothing to do but lend their GPUs. One rank may be trainer and engine.
+    """
 
     rank: int
     world: int
@@ -88,6 +99,8 @@ class Ranks(NamedTuple):
     engines: int
     mesh: DeviceMesh | None  # over the trainers; None on a rank that does not train
     engine: int | None  # index of this rank's engine; None on a rank without one
+    tp: int = 1  # GPUs of an engine
+    store: dist.Store = None  # of this start, for all ranks
 
 
 @contextmanager
@@ -108,19 +121,24 @@ def hidden_torchrun():
 
 def take_gpu(config, world, gpu):
     """Makes the GPU of this number the one this rank uses: its name. Ends the run where this machine's cannot do it."""
+    trainers, engines = roles(config, world)
+    if int(os.environ.get("RANK", 0)) < trainers < world:
+        # What one of FSDP2's streams frees is then of use to the others. Memory that an engine is lent or handed cannot
+        # be of that kind.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     count = torch.cuda.device_count()
     require(count, "device='cuda': this machine has no CUDA device; use --device=cpu")
     require(gpu < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
     chip = torch.cuda.get_device_capability(gpu)
     cure = "kernels.py is for 9.0 (Hopper); use --device=cpu"
     require(chip == (9, 0), f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
-    two_ends = config["weight_sync"] == "broadcast" and roles(config, world) == (world, world)
+    two_ends = config["weight_sync"] == "broadcast" and trainers == engines == world
     require(not two_ends, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc or disk")
     torch.cuda.set_device(gpu)
     return torch.cuda.get_device_name()
 
 
-def start_process_groups(trainers, engines, device):
+def start_process_groups(trainers, engines, device, tp=1):
     """
     Joins torchrun's ranks (or makes a world of one) and splits them. gloo over all ranks for control, and a group of
     the trainers.
@@ -130,12 +148,54 @@ def start_process_groups(trainers, engines, device):
     store, rank, world = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=FOREVER))
-        # torchrun's restarts share one store: without a prefix of its own a rank finds the addresses of the dead
-        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if several_nodes(world):  # left alone, gloo takes the address of the host's name, often 127.0.1.1
+            _, interface = own_address()
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        store = dist.PrefixStore(name_start(store, rank, world), store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
-    first = world - engines  # of the ranks with an engine
     mesh = trainer_mesh(trainers, device) if trainers else None
-    return Ranks(rank, world, trainers, engines, mesh, rank - first if rank >= first else None)
+    engine, other = divmod(rank - (world - engines * tp), tp)
+    return Ranks(rank, world, trainers, engines, mesh, None if engine < 0 or other else engine, tp, store)
+
+
+def several_nodes(world):
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world
+
+
+def own_address():
+    """The address at which other nodes reach this one, that of the way to torchrun's MASTER_ADDR, and its interface."""
+    from psutil import net_if_addrs
+
+    master = os.environ["MASTER_ADDR"]
+    family, kind, _, _, there = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as s:
+        s.connect(there)  # of a datagram: nothing is sent
+        here = s.getsockname()[0]
+    cure = "name one to torchrun: --local_addr=10.0.0.1 (with --rdzv_backend=c10d) or --master_addr=10.0.0.1"
+    require(not ip_address(here).is_loopback, f"MASTER_ADDR={master!r}: no address for other nodes; {cure}")
+    return here, next(name for name, every in net_if_addrs().items() if here in {each.address for each in every})
+
+
+def name_start(store, rank, world):
+    """
+    A name for this start of all ranks: starts share torchrun's store, and a rank must not find the addresses of the
+    dead. torchrun counts a restart only on the node where a rank died; here all ranks learn the highest count.
+    """
+    count, present = "TORCHELASTIC_RESTART_COUNT", []
+    mine = f"{uuid4().hex} {os.environ.get(count, '0')}"
+    if rank == 0:
+        store.set("start", mine)
+        present = [mine, *(store.get(f"{mine}, rank {r}").decode() for r in range(1, world))]
+        store.set(f"{mine}, all", "\n".join(present))
+    while mine not in present:  # a rank 0 that is dead has named others
+        start = store.get("start").decode()
+        store.set(f"{start}, rank {rank}", mine)
+        time.sleep(0.02)
+        if store.check([f"{start}, all"]):
+            present = store.get(f"{start}, all").decode().splitlines()
+    os.environ[count] = str(max(int(each.split()[1]) for each in present))
+    return present[0]
 
 
 def trainer_mesh(trainers, device):
@@ -149,15 +209,6 @@ def trainer_mesh(trainers, device):
 # gradients: lane i of a row of leaves belongs to rank i % ranks, and is that rank's (i // ranks)-th. The low bits of i
 # are added across ranks by the reduce-scatter, the high bits over a rank's own leaves by the counter: always the same
 # binary tree, whose sums are then added row after row.
-
-
-def tree_sum(parts):
-    """Pairwise sum over the first dim: ((p0 + p1) + (p2 + p3)) + ...; an odd last part goes up alone."""
-    while len(parts) > 1:
-        even = len(parts) // 2 * 2
-        pairs = parts[0:even:2] + parts[1:even:2]
-        parts = torch.cat([pairs, parts[even:]]) if even < len(parts) else pairs
-    return parts[0]
 
 
 class TreeReduceScatter(ReduceScatter):
@@ -201,12 +252,13 @@ class LeafSum:
 
 
 class Shard(NamedTuple):
-    """This rank's rows of one parameter."""
+    """This rank's rows of one parameter, or some of their columns."""
 
     name: str
     shape: tuple  # of the whole parameter
     first: int  # first row of the whole that is here
     data: torch.Tensor  # rows here, maybe none
+    column: int = 0  # first column of the whole that is here
 
 
 def shards(model, mesh):
@@ -226,7 +278,8 @@ def whole(shard, mesh):
 
 
 def _by_row(tensor, shard):
-    return tensor.reshape(len(tensor), math.prod(shard.shape[1:]))  # -1 would not do: there may be no rows here
+    # -1 would not do: there may be no rows here
+    return tensor.reshape(len(tensor), math.prod(tensor.shape[1:]))
 
 
 def grad_norm(grads, shards, group):
@@ -353,6 +406,89 @@ def save_tokenizer(folder, tokenizer, stop_tokens):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# adapters: LoRA's matrices A (rank, in) and B (out, rank) beside a linear layer's weight, of which an engine gets the
+# sum. Names, files and meanings are PEFT's (github.com/huggingface/peft).
+
+PEFT = "base_model.model."  # before every name in its files
+OTHER_KINDS = "use_dora use_rslora modules_to_save rank_pattern alpha_pattern layers_to_transform fan_in_fan_out"
+
+
+class LoRA(NamedTuple):
+    """W + scale B A takes the place of W in the linear layers of these names; none: in all of attention and MLP."""
+
+    rank: int
+    scale: float
+    targets: tuple
+
+
+def lora_settings(c):
+    return LoRA(c.lora_rank, c.lora_alpha / c.lora_rank, tuple(c.lora_targets.replace(",", " ").split()))
+
+
+def merge_adapters(base, adapters, mesh, scale):
+    """The shards of `base`, of every adapted weight the sum W + scale B A. Collective over the trainers."""
+    data, merged = {s.name: s for s in adapters}, []
+    for s in base:
+        stem = s.name.removesuffix("weight") + "lora_"
+        if f"{stem}A.weight" in data:  # B's rows are where W's are
+            A, B = whole(data[f"{stem}A.weight"], mesh), data[f"{stem}B.weight"].data
+            s = s._replace(data=kernels.merge(s.data, A, B, scale))
+        merged.append(s)
+    return merged
+
+
+def adapter_config(c, adapters):
+    """adapter_config.json of these shards."""
+    targets = sorted({s.name.split(".")[-3] for s in adapters})
+    kind = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=c.init_from, inference_mode=True)
+    return kind | dict(r=c.lora_rank, lora_alpha=c.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none")
+
+
+def read_adapter_config(folder):
+    """What a folder of PEFT's says of its adapters. Ends the run with one line if they are not plain LoRA."""
+    try:
+        found = json.loads(Path(folder, "adapter_config.json").read_text())
+        found["target_modules"] = sorted(found["target_modules"])
+        other = [f"{key}={found[key]!r}" for key in OTHER_KINDS.split() if found.get(key)]
+        require(found["r"] > 0 and not other, f"lora={str(folder)!r}: {', '.join(other)}; known is plain LoRA")
+        return found | dict(lora_alpha=float(found["lora_alpha"]))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        require(False, f"lora={str(folder)!r}: no usable adapter_config.json: {reason(e)}")
+
+
+def save_adapters(folder, adapters, mesh, c, base):
+    """Writes PEFT's folder. base: "dtype hash" of the weights that they are for. Collective over the trainers."""
+    named = [s._replace(name=PEFT + s.name) for s in adapters]
+    write_tensors(folder, "adapter_model", named, mesh, math.inf, base=base)
+    if mesh.get_local_rank() == 0:
+        (folder / "adapter_config.json").write_text(json.dumps(adapter_config(c, adapters), indent=1))
+
+
+def load_adapters(adapters, folder, c, base):
+    """
+    Fills the shards from PEFT's folder, or without one with new adapters: B is 0, so that the first step is the base's,
+    and A even within +-1 / sqrt(in). base: "dtype hash" of the weights that they are for. Ends the run with one line if
+    the folder's are of another kind.
+    """
+    if folder:
+        name, theirs, ours = f"lora={str(folder)!r}", read_adapter_config(folder), adapter_config(c, adapters)
+        for flag, key in dict(lora_rank="r", lora_alpha="lora_alpha", lora_targets="target_modules").items():
+            use = f"use {theirs[key]!r}".translate(dict.fromkeys(b"[' ]"))
+            require(theirs[key] == ours[key], f"{flag}={getattr(c, flag)!r}: the adapters of {name} have others; {use}")
+        load_weights([s._replace(name=PEFT + s.name) for s in adapters], folder, False, "lora")
+        known = (safe_open(Path(folder, "adapter_model.safetensors"), "pt").metadata() or {}).get("base", base)
+        comparable = known.split()[0] == base.split()[0]
+        require(known == base or not comparable, f"{name}: made for another base than init_from={c.init_from!r}")
+        return
+    generator = torch.Generator().manual_seed(c.seed)
+    for s in adapters:
+        s.data.zero_()
+        if s.name.endswith("lora_A.weight"):  # of whole numbers, as a scratch model's: the same on every CPU
+            whole_numbers = torch.randint(-(2**24), 2**24, s.shape, generator=generator)
+            s.data.copy_(whole_numbers[s.first : s.first + len(s.data)] * (2**-24 / math.sqrt(s.shape[1])))
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # weights
 
 
@@ -379,8 +515,8 @@ def meet(group=None):
     work.wait()
 
 
-def from_first_rank(x, group):
-    """What rank 0 has, on every rank. group: one of all ranks that no thread uses meanwhile."""
+def from_first_rank(x, group=None):
+    """What rank 0 has, on every rank. group: one of all ranks that no thread uses meanwhile; None: the default one."""
     meet(group)
     shared = [x]
     dist.broadcast_object_list(shared, src=0, group=group)
@@ -409,11 +545,9 @@ class WeightSync:
         if ranks.rank == 0:
             print(f"weights travel by {how}", flush=True)
         self.send = {"broadcast": self._broadcast, "ipc": self._ipc, "disk": self._disk}[how]
-        shared = [[(s.name, s.shape) for s in shards] if shards else None]
-        meet()
-        dist.broadcast_object_list(shared, src=0)
-        self.bytes = sum(math.prod(shape) for _, shape in shared[0]) * dtype.itemsize
-        self.plan = buckets(shared[0], dtype)
+        shapes = from_first_rank([(s.name, s.shape) for s in shards or ()])
+        self.bytes = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
+        self.plan = buckets(shapes, dtype)
         if how == "broadcast":
             self.group = self._join("nccl" if device == "cuda" else "gloo")
         self.waiting = SimpleQueue() if overlap and engine is None else None  # what the thread is to send
@@ -423,22 +557,21 @@ class WeightSync:
 
     def _join(self, backend):
         """Rank 0's end of the group that it forms with all engines' workers; None elsewhere."""
-        meeting, entering = [None], None
+        meeting = entering = None
         if self.ranks.rank == 0:
             from sglang.srt.utils import init_custom_process_group
 
-            one_node = self.ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            host = "127.0.0.1" if one_node else socket.gethostbyname(socket.gethostname())
+            host = own_address()[0] if several_nodes(self.ranks.world) else "127.0.0.1"
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FOREVER)  # 0: any free port
-            meeting = [(host, store.port)]
-        dist.broadcast_object_list(meeting, src=0)
-        size = 1 + self.ranks.engines
+            meeting = host, store.port
+        meeting, tp = from_first_rank(meeting), self.ranks.tp
+        size = 1 + self.ranks.engines * tp
         with hidden_torchrun(), ThreadPoolExecutor(1) as thread:  # rank 0 may have to enter both ends
             if self.ranks.rank == 0:
                 options = dict(store=dist.PrefixStore("weights", store), group_name="weights", timeout=FOREVER)
                 entering = thread.submit(init_custom_process_group, backend, world_size=size, rank=0, **options)
             if self.engine is not None:
-                self.engine.join_weight_group(*meeting[0], 1 + self.ranks.engine, size, "weights", backend)
+                self.engine.join_weight_group(*meeting, 1 + self.ranks.engine * tp, size, "weights", backend)
             return entering.result() if entering else None
 
     def publish(self, version, hashes=None, shards=None):
@@ -448,7 +581,7 @@ class WeightSync:
         hashes: {name: hash} of the weights, if the caller has them already; they count where nothing is rounded.
         """
         cast = [s._replace(data=s.data.to(self.device, self.dtype)) for s in shards or self.shards or ()]
-        if cast and (hashes is None or self.shards[0].data.dtype != self.dtype):
+        if cast and (not hashes or cast[0].name not in hashes or self.shards[0].data.dtype != self.dtype):
             hashes = tensor_hashes([s.data for s in cast], cast, self.ranks.mesh.get_group())
         expected = {s.name: hashes[s.name] for s in cast}
         if self.waiting:
@@ -459,17 +592,16 @@ class WeightSync:
     def _deliver(self, version, cast, expected):
         meet()
         self.send(version, cast)
-        expected = [expected]
-        dist.broadcast_object_list(expected, src=0)
+        expected = from_first_rank(expected)
         if self.engine is not None:
-            self.engine.check_weights(expected[0])
+            self.engine.check_weights(expected)
 
     def _send_on(self):
         """The thread that sends. An error of its own ends this process, and so the run."""
         try:
             with (
                 torch.cuda.stream(torch.cuda.Stream(self.shards[0].data.device))
-                if self.device == "cuda"
+                if self.device == "cuda" and self.shards
                 else nullcontext()
             ):
                 while delivery := self.waiting.get():
@@ -518,7 +650,9 @@ class WeightSync:
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# rollouts: queue/rl_000012/group_0003.safetensors, written once and whole; claim_0003 beside it says that it is taken
+# rollouts: queue/rl_000012/group_0003.safetensors, written once and whole. Who makes which, and that all are there, is
+# said over torchrun's store: a network file system may go on for a minute to say that a file is not there, but only to
+# a node that has asked for it before it was.
 
 
 def _sync(path):
@@ -534,16 +668,6 @@ def write_atomic(path, data):
     temporary.write_bytes(data)
     _sync(temporary)
     os.replace(temporary, path)
-
-
-def claim(folder, index):
-    """True for exactly one of the engines that ask for prompt `index` of this step. It changes who works, not what."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        os.close(os.open(folder / f"claim_{index:04d}", os.O_CREAT | os.O_EXCL))
-        return True
-    except FileExistsError:
-        return False
 
 
 def _digest(tensors, meta):
@@ -585,40 +709,57 @@ def read_group(folder, index, expected):
     return tensors, meta
 
 
-def wait_for_groups(folder, indices, timeout, signs=()):
-    """
-    Returns when the group files of these prompts are there. RunError if for `timeout` seconds none comes in their order
-    and no engine touches its file of `signs`.
-    """
-    since, before = time.monotonic(), None
-    for path in (group_path(folder, index) for index in indices):
-        while not path.exists():
-            if (latest := max((sign.stat().st_mtime_ns for sign in signs if sign.exists()), default=0)) != before:
-                since, before = time.monotonic(), latest
-            if time.monotonic() - since > timeout:
-                raise RunError(f"{path}: no rollout came for {timeout:.0f} s; see the engine logs")
-            time.sleep(0.002)
-        since = time.monotonic()
+def appears(path, seconds):
+    """Whether a file that was written is to be found here, too, within so many seconds."""
+    end = time.monotonic() + seconds
+    while not (there := path.exists()) and time.monotonic() < end:
+        time.sleep(0.01)
+        list(path.parent.glob("*"))  # which a network file system answers anew
+    return there
 
 
 class Queue:
     """
     The groups of a run, for every rank: it has its own engine sample (`sampler`, or None), and reads what all of them
-    have made. timeout: seconds that a rank waits for the next file, or for a touch of the engines' `signs` of life
-    (paths); 0 where there is nobody to make it.
+    have made. timeout: seconds that a rank waits for the engines, or for a touch of one of their `signs` of life (a
+    path each; none where nobody makes what is not there). store: where the engines' ranks say what they do.
     """
 
-    def __init__(self, folder, sampler, run, timeout, signs=()):
+    def __init__(self, folder, sampler, run, timeout=0, signs=(), store=None):
         self.folder, self.sampler, self.run, self.timeout, self.signs = folder, sampler, run, timeout, signs
+        self.store = store or dist.HashStore()
 
     def sample(self, job):
         """Samples the job's prompts: their groups [(tensors, meta)] in prompt order, on every rank, when all exist."""
         folder = self.folder / f"{job.stream}_{job.step:06d}"
+        key = f"{folder.name} from {next(iter(job.rows))}"
         if self.sampler is not None:
-            self.sampler.sample(folder, job)
-        wait_for_groups(folder, job.rows, self.timeout, self.signs)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.sampler.sample(folder, job, self._share(key, job))
+            self.store.set(f"{key} engine {self.sampler.engine.index}", "done")
+        self._wait(folder, [f"{key} engine {i}" for i in range(len(self.signs))])
         expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
+        for path in (group_path(folder, i) for i in job.rows):
+            if not appears(path, 60 if self.signs else 0):
+                raise RunError(f"{path}: not to be found on {socket.gethostname()}")
         return [read_group(folder, i, expected | {"prompt": i}) for i in job.rows]
+
+    def _share(self, key, job):
+        """This rank's share of the job's prompts: each goes to the engine that asks next. It changes who, not what."""
+        prompts = list(job.rows)
+        while (n := self.store.add(key, 1)) <= len(prompts):
+            yield prompts[n - 1]
+
+    def _wait(self, folder, keys):
+        """Returns when all engines have said that what they took is written."""
+        since, before = time.monotonic(), None
+        while keys and not self.store.check(keys):
+            waited = time.monotonic() - since
+            if (latest := max((sign.stat().st_mtime_ns for sign in self.signs if sign.exists()), default=0)) != before:
+                since, before = time.monotonic(), latest
+            elif waited > self.timeout:
+                raise RunError(f"{folder}: no rollout came for {self.timeout:.0f} s; see the engine logs")
+            time.sleep(0.002 + min(0.02, waited / 100))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -643,6 +784,9 @@ def open_run(folder, config, resumed, restarted, gpu):
     except BlockingIOError:
         fail(f"out_dir={str(folder)!r}: another run is writing there; choose another")
     except OSError as e:
+        if e.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # or two runs could write there
+            cure = "mount it with locks (Lustre: -o flock; NFS: with lockd), or choose another"
+            fail(f"out_dir={str(folder)!r}: its file system has no flock: {e.strerror}; {cure}")
         fail(f"out_dir={str(folder)!r}: {e.strerror}; choose another")
     computed = ("queue/*/group_*", "ckpt/step_*[1-9]*/checkpoint.json", *LOGS)
     begun = any(path.is_file() and path.stat().st_size for pattern in computed for path in folder.glob(pattern))
@@ -657,6 +801,20 @@ def open_run(folder, config, resumed, restarted, gpu):
     kept = {key: resumed[key] for key in ("mode", "queue_dir") if resumed}
     write_atomic(path, (earlier + provenance(gpu) + config_source(config | kept)).encode())
     return file
+
+
+def check_shared(folder, rank):
+    """Ends the run, on every rank, if rank 0's `folder` is not the one that each has. Collective over all ranks."""
+    path = folder / from_first_rank(f"shared_{uuid4().hex}")
+    if rank == 0:
+        path.touch()
+    meet()
+    hosts, cure = [None] * dist.get_world_size(), "choose one on a file system that all nodes share"
+    dist.all_gather_object(hosts, "" if appears(path, 20) else socket.gethostname())
+    if rank == 0:
+        path.unlink()
+    others = ", ".join(sorted({*hosts} - {""}))
+    require(not others, f"out_dir={str(folder)!r}: not the same folder on {others}; {cure}")
 
 
 def response_lengths(t):
@@ -715,6 +873,7 @@ class Record:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
         (folder / "best.jsonl").unlink(missing_ok=True)  # mode='reject' has no checkpoints: it starts again
+        self.turns = saved.get("turns", []) if saved else []  # where the watch turned back, if it did
         self.steps, self.tracker = [], open_tracker(folder, c)  # of all that metrics.jsonl has, once more
         for line in map(json.loads, filter(None, (folder / LOGS[1]).read_text().splitlines())):
             self.steps += [line] * (line["phase"] == "rl")
@@ -723,7 +882,7 @@ class Record:
     def state(self):
         """What a checkpoint must say of the run and of its logs."""
         sizes = {name: (self.folder / name).stat().st_size for name in LOGS}
-        return self.origin | dict(digest=self.ledger.digest, bytes=sizes)
+        return self.origin | dict(digest=self.ledger.digest, bytes=sizes, turns=self.turns)
 
     def line(self, file, **line):
         """Appends a line of JSON to a file."""
@@ -820,13 +979,32 @@ class Record:
                     f.writelines(self.agent.transcript(m["episodes"][g]) if self.agent else ())
         old = step - c.keep_rollouts - c.lag  # which an engine that is late may still read
         if c.mode == "grpo" and c.keep_rollouts and old >= 0:
-            shutil.rmtree(self.folder / "queue" / f"rl_{old:06d}", ignore_errors=True)
+            shutil.rmtree(self.folder / "queue" / f"rl{c.branch}_{old:06d}", ignore_errors=True)
         return line
 
-    def alarm(self, signal, steps):
-        """A line for a run that its watch ends, which was healthy so many steps ago, and how to go on from there."""
+    def turn_back(self, signal):
+        """
+        Makes a run that its watch stops one that goes on from a healthy checkpoint; a line that says so. What was
+        recorded since then is kept in metrics_0.jsonl, the policy of then in healthy_1, and the ledger goes on.
+        """
+        done, n, turns = self.steps[-1]["step"] + 1, len(self.turns), self.turns
+        step = max((done - HEALTHY) // self.c.checkpoint_every * self.c.checkpoint_every, *turns, 0)
+        self.ledger.append(phase="rollback", step=done, signal=signal, to=step)
+        ckpt, healthy = self.folder / "ckpt", self.folder / f"healthy_{n + 1}"
+        path, every = ckpt / f"step_{step:06d}", checkpoints(ckpt)
+        delete_checkpoints(ckpt, [later for later in every if later.name > path.name])
+        ours = shutil.ignore_patterns("optimizer", "flight", "checkpoint.json")
+        shutil.rmtree(healthy, ignore_errors=True)
+        shutil.copytree(path, healthy, copy_function=os.link, ignore=ours)
+        shutil.copy(self.folder / LOGS[1], self.folder / f"metrics_{n}.jsonl")
+        sizes = json.loads((path / "checkpoint.json").read_text())["bytes"] | {LOGS[0]: self.ledger.path.stat().st_size}
+        reseal_checkpoint(path, path, turns=[*turns, step], digest=self.ledger.digest, bytes=sizes)
+        return f"watch: {signal} after step {done}; back to that of step {step}"
+
+    def alarm(self, signal):
+        """A line for a run that its watch ends: why, and how to go on from where it was healthy."""
         done, cure = self.steps[-1]["step"] + 1, "none is kept (--keep_checkpoints)"
-        healthy = [path for path in checkpoints(self.folder / "ckpt") if int(path.name[5:]) <= done - steps]
+        healthy = [path for path in checkpoints(self.folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY]
         if healthy:
             step = int(healthy[-1].name[5:])
             cure = f"{healthy[-1]}, from which tools/branch.py {self.folder} --step={step} goes on with other flags"
@@ -837,13 +1015,14 @@ class Record:
 # checkpoints: ckpt/step_000100/ is a Hugging Face model folder; optimizer/ and checkpoint.json in it are ours
 
 
-def write_tensors(folder, prefix, shards, mesh, max_bytes=4 << 30):
+def write_tensors(folder, prefix, shards, mesh, max_bytes=4 << 30, **metadata):
     """
     Writes whole tensors, of which each rank has rows, into `folder` as <prefix>-00001-of-00003.safetensors and so on,
-    with Hugging Face's index; the trainers take turns with the files. Collective over them.
+    with Hugging Face's index; without a bound as <prefix>.safetensors. The trainers take turns with the files.
+    Collective over them.
     """
-    plan = buckets([(s.name, s.shape) for s in shards], shards[0].data.dtype, max_bytes)
-    files = [f"{prefix}-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
+    plan, index = buckets([(s.name, s.shape) for s in shards], shards[0].data.dtype, max_bytes), max_bytes < math.inf
+    files = [prefix + f"-{i + 1:05d}-of-{len(plan):05d}" * index + ".safetensors" for i in range(len(plan))]
     rest = iter(shards)
     for i, (file, bucket) in enumerate(zip(files, plan)):
         mine = i % mesh.size() == mesh.get_local_rank()
@@ -854,10 +1033,10 @@ def write_tensors(folder, prefix, shards, mesh, max_bytes=4 << 30):
                 content[name] = tensor.cpu()
         if mine:
             try:
-                save_file(content, folder / file, {"format": "pt"})
+                save_file(content, folder / file, {"format": "pt"} | metadata)
             except SafetensorError as e:  # a full disk
                 raise RunError(f"{folder / file}: {e}; the checkpoints before it are whole: --init_from=resume")
-    if mesh.get_local_rank() == 0:
+    if mesh.get_local_rank() == 0 and index:
         where = {name: file for file, bucket in zip(files, plan) for name, _ in bucket}
         text = json.dumps({"metadata": {}, "weight_map": where}, indent=1)
         (folder / f"{prefix}.safetensors.index.json").write_text(text)
@@ -913,20 +1092,28 @@ def checkpoints(folder):
     return sorted(folder.glob("step_*"))
 
 
-def prune_checkpoints(folder, keep):
-    """Deletes all but the last `keep`, each under another name first: half a folder must not look like a whole one."""
-    for old in checkpoints(folder)[:-keep]:
-        os.replace(old, folder / f".{old.name}")
+def delete_checkpoints(folder, unwanted):
+    """Deletes these, each under another name first: half a folder must not look like a whole one."""
+    for path in unwanted:
+        os.replace(path, folder / f".{path.name}")
     for unfinished in folder.glob(".step_*"):
         shutil.rmtree(unfinished)
 
 
+def reseal_checkpoint(old, new, copy_function=os.link, **changes):
+    """Makes `new` the checkpoint `old` but for these fields of its record."""
+    record, partial = json.loads((old / "checkpoint.json").read_text()), new.with_name(f".{new.name}")
+    shutil.copytree(old, partial, copy_function=copy_function)
+    (partial / "checkpoint.json").unlink()
+    seal_checkpoint(partial, new, **{k: x for k, x in record.items() if k not in ("files", "sha256")} | changes)
+
+
 def clean_queue(queue, first_step):
     """
-    After a crash: gives back what was claimed and not done, and deletes torn files of steps still to be done. Whole
-    files stay: they hold what would be made again. Returns the number of files deleted as torn.
+    After a crash: deletes what was half written, and torn files of steps still to be done. Whole files stay: they hold
+    what would be made again. Returns the number of files deleted as torn.
     """
-    for leftover in (*queue.glob("*/claim_*"), *queue.glob("*/.group_*")):
+    for leftover in queue.glob("*/.group_*"):
         leftover.unlink()
     torn = 0
     for path in queue.glob("*/group_*.safetensors"):
@@ -962,7 +1149,7 @@ def tensor_hashes(tensors, shards, group):
     sums = []
     for t, s in zip(tensors, shards):
         rows = _by_row(t, s).view({2: torch.int16, 4: torch.int32}[t.itemsize])
-        odds = _odd(s.first + (1 << 40), len(t), t.device), _odd(0, rows.shape[1], t.device)
+        odds = _odd(s.first + (1 << 40), len(t), t.device), _odd(s.column, rows.shape[1], t.device)
         sums.append(kernels.bit_sum(rows, *odds))
     sums = torch.stack(sums)
     if group is not None:
@@ -977,6 +1164,12 @@ def content_hash(*parts):
         h.update(part.contiguous().numpy().tobytes() if torch.is_tensor(part) else json.dumps(part).encode())
         h.update(b"\0")
     return h.hexdigest()[:16]
+
+
+def run_id(config):
+    """The hash of the keys that say what is computed: a file made under other values is not this run's."""
+    free = free_keys(config)
+    return content_hash({key: value for key, value in config.items() if key not in free})
 
 
 class Ledger:

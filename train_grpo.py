@@ -25,12 +25,12 @@ import sys
 import threading
 import time
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import FREE_KEYS, block, require, resolve, roles, versions
+from configurator import block, require, resolve, roles, versions
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -47,6 +47,7 @@ threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly
 # who does what
 rollout_ranks = 1  # number of ranks, taken from the end, that host an engine each; the others train
 colocate = False  # every rank does both, one after the other (a single process always does)
+rollout_tp = 1  # GPUs of an engine, for models that one does not hold (tensor parallel): of so many of those ranks
 # the data
 dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file; made here: 'arithmetic' (sums) or 'programs'
 arithmetic_min = 0  # the least operand of those sums
@@ -85,7 +86,10 @@ sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`
 sandbox_seconds = 2.0  # of CPU time that a program may take
 sandbox_memory = 256  # MiB, of each of its processes
 truth_reward = ""  # another reward, which is only noted: what `reward` is to stand for
-watch = ""  # 'stop': end the run, with status 3, where the reward looks gamed (rewards.hacking); '': nobody looks
+# where the reward looks gamed (rewards.hacking) 'stop' ends the run, with status 3; 'rollback' goes on from a healthy
+# checkpoint, with other prompts and held to its policy, three times at most; '': nobody looks
+watch = ""
+watch_kl_coef = 0.1  # of the KL to the policy of that checkpoint, from there on
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: none
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards count in the group all the same
 dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept
@@ -140,6 +144,11 @@ kl_coef = 0.0  # of the KL to the frozen reference
 kl_in_reward = False  # subtract the KL from a sample's reward (with gae from each token's), not add it to the loss
 kl_estimator = "k3"  # k1, k2 or k3
 reference = ""  # model folder or hub name; '': that of init_from
+# LoRA (Hu et al. 2021, arXiv:2106.09685): the model's weights W are frozen, W + lora_alpha / lora_rank * B A is used
+lora_rank = 0  # numbers that A leaves of a token; 0: the weights themselves are trained
+lora_alpha = 32.0
+lora_targets = ""  # such as 'q_proj,v_proj'; '': all linear layers of attention and MLP
+lora = ""  # a folder with adapters to begin with, as checkpoints are and PEFT makes them; '': new ones
 # supervised warm-up on the reference answers, before RL
 warmup_sft_steps = 0
 sft_learning_rate = 1e-3  # constant, after 20 steps of warm-up
@@ -147,6 +156,7 @@ sft_batch = 64  # samples per step; with mode='rm' pairs
 # determinism
 strict = True  # stop at the first log-prob that differs between engine and trainer
 batch_invariant = True  # False: the libraries' own kernels, to see what they do
+tp_split = 1  # parts of the sums of o_proj and down_proj, a power of two; rollout_tp divides it
 # the engine
 radix_cache = True  # reuse the keys of shared prefixes
 cuda_graphs = True
@@ -609,27 +619,34 @@ class Trainer:
     A rank's share of the model and of AdamW's state, and what is done with them. What takes samples, and `save`, is
     collective over the trainers: each rank calls it with all the samples of a step, and works on its own leaves.
 
-    c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from: a
-    checkpoint if `optimizer_steps` have been taken, which has these earlier `versions` of them, too.
+    c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from.
+    checkpoint: from which to go on, if `optimizer_steps` have been taken; it has these earlier `versions` of them, too.
     """
 
-    def __init__(self, c, ranks, hf, folder, device, optimizer_steps=0, versions=()):
+    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, optimizer_steps=0, versions=()):
         self.c, self.mesh, self.device = c, ranks.mesh, device
-        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32  # that is computed in
         self.rank, self.process_group = ranks.rank, ranks.mesh.get_group()
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
-        self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic=c.advantage == "gae")
+        self.lora = sync.lora_settings(c) if c.lora_rank else None
+        critic = c.advantage == "gae"
+        self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic, self.lora, c.tp_split)
         if c.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.model.train()
-        self.shards = sync.shards(self.model, self.mesh)
-        self.policy = [s for s in self.shards if s.name != "value_head"]  # what engines and Hugging Face's folders know
+        every, learns = sync.shards(self.model, self.mesh), [p.requires_grad for p in self.model.parameters()]
+        self.shards = [s for s, learned in zip(every, learns) if learned]
+        self.base = [s for s, learned in zip(every, learns) if not learned]  # beside LoRA's adapters; else nothing
+        self.policy = [s for s in self.shards if s.name != "value_head"]  # what checkpoints and versions have of it
         # Heads begin with 0 everywhere: that leaves the first advantages as the rewards make them, and pairs undecided.
         for s in (s for s in self.shards if s.name in HEADS):
             s.data.zero_()
         known = [s for s in self.policy if optimizer_steps or s.name not in HEADS]
-        sync.load_weights(known, folder, hf.tie_word_embeddings)
+        sync.load_weights(self.base or known, folder, hf.tie_word_embeddings)
+        if self.base:
+            hashes = sync.tensor_hashes([s.data for s in self.base], self.base, self.process_group)
+            self.base_hash = f"{str(self.base[0].data.dtype)[6:]} {sync.content_hash(hashes)}"
+            sync.load_adapters(self.policy, checkpoint if optimizer_steps else c.lora, c, self.base_hash)
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
@@ -643,17 +660,24 @@ class Trainer:
         # {version: shards of the policy as the engines got it}; tokens sampled with it are checked against it.
         self.versions, self.mismatches = {version: self.rounded() for version in versions}, []
         if optimizer_steps:
-            sync.load_weights(self.optimizer_state(self.versions), folder / "optimizer", tied=False)
+            sync.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
-            print(f"model: {sum(math.prod(s.shape) for s in self.shards):,} parameters", flush=True)
-        # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer.
-        self.frozen = None
-        if name := c.teacher or c.kl_coef and (c.reference or c.init_from):
+            both, some = (sum(math.prod(s.shape) for s in part) for part in (every, self.shards))
+            print(f"model: {both:,} parameters" + f", of which {some:,} are trained" * bool(self.base), flush=True)
+        # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer. LoRA's
+        # is its base with adapters of another time, or with none: they are 0.
+        self.frozen, others = None, bool(c.reference) and not Path(c.reference, "adapter_config.json").exists()
+        if self.base and c.kl_coef and not others:
+            self.frozen = self.model
+            self.anchor = [s._replace(data=torch.zeros_like(s.data)) for s in self.policy]
+            if c.reference:
+                sync.load_adapters(self.anchor, c.reference, c, self.base_hash)
+        elif name := c.teacher or c.kl_coef and (c.reference or c.init_from):
             key = "teacher" if c.teacher else "reference"
             folder = sync.fetch_model(name, key)
             its = check_model(folder, vars(c), key)
             require(its.vocab_size == hf.vocab_size, f"{key}={name!r}: of another vocabulary than the model")
-            self.frozen = build_model(its, self.mesh, device, c.batch_invariant)
+            self.frozen = build_model(its, self.mesh, device, c.batch_invariant, tp_split=c.tp_split)
             sync.load_weights(sync.shards(self.frozen, self.mesh), folder, its.tie_word_embeddings)
 
     def optimizer_state(self, versions):
@@ -665,8 +689,14 @@ class Trainer:
         return state + [s for s in self.shards if s.name == "value_head"]
 
     def rounded(self):
-        """A copy of the policy's shards, in the type that is computed in and that the engines get."""
-        return [s._replace(data=s.data.to(self.dtype, copy=True)) for s in self.policy]
+        """A copy of the policy's shards as the engines get them: in the type that is computed in, but for adapters."""
+        dtype = torch.bfloat16 if self.device == "cuda" and not self.base else torch.float32
+        return [s._replace(data=s.data.to(dtype, copy=True)) for s in self.policy]
+
+    def published(self, version):
+        """This rank's shards of what engines get as `version`: the weights of then if they are kept, or today's."""
+        policy = self.versions.get(version, self.policy)
+        return sync.merge_adapters(self.base, policy, self.mesh, self.lora.scale) if self.base else policy
 
     def keep(self, version):
         """Notes the weights as `version`, as long as a token may have been sampled with them."""
@@ -677,16 +707,23 @@ class Trainer:
             self.versions = older | {version: self.rounded()}
 
     @contextmanager
-    def as_of(self, version):
-        """Inside, the model has the weights of that version."""
+    def holding(self, others):
+        """Inside, the policy has these weights (shards of them)."""
         now = [s.data.clone() for s in self.policy]
-        for s, then in zip(self.policy, self.versions[version]):
-            s.data.copy_(then.data)
+        for s, other in zip(self.policy, others):
+            s.data.copy_(other.data)
         try:
             yield
         finally:
             for s, data in zip(self.policy, now):
                 s.data.copy_(data)
+
+    def frozen_logprobs(self, leaf):
+        """The log-probs (M,) of the reference or the teacher."""
+        with self.holding(self.anchor) if self.frozen is self.model else nullcontext():
+            logprobs = self.frozen.token_logprobs(leaf, self.c.temperature)[0]
+            self.frozen.reshard()  # FSDP2 reshards after a backward pass; there is none, so we do.
+        return logprobs
 
     def save(self, ckpt, tokenizer, stop_tokens, record, step, flight):
         """
@@ -700,10 +737,14 @@ class Trainer:
             shutil.rmtree(unfinished, ignore_errors=True)
             for name in ("optimizer", "flight"):
                 (unfinished / name).mkdir(parents=True)
-            self.model.config.save_pretrained(unfinished)
             sync.save_tokenizer(unfinished, tokenizer, stop_tokens)
+            if not self.base:
+                self.model.config.save_pretrained(unfinished)
         sync.meet(self.process_group)  # the folders are there
-        sync.write_tensors(unfinished, "model", self.policy, self.mesh)
+        if self.base:
+            sync.save_adapters(unfinished, self.policy, self.mesh, self.c, self.base_hash)
+        else:
+            sync.write_tensors(unfinished, "model", self.policy, self.mesh)
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(earlier), self.mesh)
         if record:
             for i, group in enumerate(flight.groups):
@@ -711,7 +752,7 @@ class Trainer:
             state = dict(step=step, optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]))
             state |= dict(earlier=[*earlier], begun=flight.begun, in_flight=len(flight.groups)) | record.state()
             sync.seal_checkpoint(unfinished, finished, **state)
-            sync.prune_checkpoints(ckpt, self.c.keep_checkpoints)
+            sync.delete_checkpoints(ckpt, sync.checkpoints(ckpt)[: -self.c.keep_checkpoints])
 
     def leaves(self, samples):
         """
@@ -740,7 +781,7 @@ class Trainer:
             token = f"{parts[0].name}, token {int(parts[0].loss_mask.nonzero()[0])}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
-            with self.as_of(step - age):
+            with self.holding(self.versions[step - age]):
                 for chosen, leaf in self.leaves(parts):
                     logprobs = self.model.token_logprobs(leaf, self.c.temperature)[0]
                     self.model.reshard()
@@ -759,11 +800,8 @@ class Trainer:
         mine = {}  # {sample: (own log-probs, frozen ones, values, bootstrap)}
         for chosen, leaf in self.leaves(samples):
             ours, _, values, bootstraps = self.model.token_logprobs(leaf, self.c.temperature)
-            self.model.reshard()  # FSDP2 reshards after a backward pass; there is none, so we do.
-            theirs = ours
-            if self.frozen:
-                theirs = self.frozen.token_logprobs(leaf, self.c.temperature)[0]
-                self.frozen.reshard()
+            self.model.reshard()
+            theirs = self.frozen_logprobs(leaf) if self.frozen else ours
             per_token = (ours, theirs, leaf.values if values is None else values)
             split = (x.cpu().split(leaf.counts.tolist()) for x in per_token)
             mine |= zip(chosen, zip(*split, [0.0] * len(chosen) if bootstraps is None else bootstraps.tolist()))
@@ -796,7 +834,8 @@ class Trainer:
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
                 # FSDP2 gives no gradient to what took no part, as the critic in supervised steps.
-                grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters())
+                learned = (p for p in self.model.parameters() if p.requires_grad)
+                grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
                 total.add([g.detach().to_local() for g in grads])
                 self.model.zero_grad()  # they are the sum's now: the next leaf's must not be added to them
             else:
@@ -871,7 +910,8 @@ class Trainer:
 
 def evaluate(queue, step, rows, c, version, record):
     """pass@k and the mean reward on the held-out rows, under the weights the engines hold, for the record."""
-    groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, c.eval_temperature))
+    rows = dict(enumerate(rows))
+    groups = queue.sample(Job(f"eval{c.branch}", step, version, rows, c.eval_samples, c.eval_temperature))
     if record:
         scores = rewards.pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward)
         record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
@@ -907,7 +947,7 @@ def due(step, every, last):
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    c, folder = types.SimpleNamespace(**config), Path(out_dir)
+    c, folder = types.SimpleNamespace(**config, branch=""), Path(out_dir)
     # joblib (through transformers) and tqdm leave semaphores in /dev/shm: the engine's exit kills the process that
     # would remove them. So neither may make one.
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
@@ -933,10 +973,13 @@ if __name__ == "__main__":
 
         torch.set_num_threads(threads or os.cpu_count())
         sys.exit(serve(config, place))
-    ranks = sync.start_process_groups(*roles(config, world), place)
+    ranks = sync.start_process_groups(*roles(config, world), place, rollout_tp)
+    if not resumed:  # only now is it known whether torchrun has started all again since a rank of another node died
+        _, resumed, restarted = resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS)
     # Do trainers and engines work side by side, or in turn?
-    overlaps = overlap and lag > 0 < ranks.engines and ranks.trainers + ranks.engines == ranks.world > 1
-    alike = ranks.world if overlaps else ranks.trainers if ranks.mesh is not None else ranks.engines
+    sampling = ranks.engines * rollout_tp  # ranks
+    overlaps = overlap and lag > 0 < ranks.engines and ranks.trainers + sampling == ranks.world > 1
+    alike = ranks.world if overlaps else ranks.trainers if ranks.mesh is not None else sampling
     # More threads than cores wait for each other by spinning; no bit depends on their number.
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
@@ -947,7 +990,7 @@ if __name__ == "__main__":
         if init_from == "scratch":
             sync.make_scratch_model(model, config)
         sync.fetch_model(model)  # the others then find it on this disk
-    sync.meet()
+    sync.check_shared(folder, ranks.rank)
     model_path = sync.fetch_model(model)
     hf = check_model(model_path, config)
     tokenizer, stop_tokens = sync.load_tokenizer(model_path)
@@ -969,15 +1012,18 @@ if __name__ == "__main__":
     # function of the config and the step's number: that is why so little has to be saved.
     step = 0  # RL steps done (supervised ones with mode='sft' or 'rm')
     saved, flight = {}, Flight()  # what the latest checkpoint says of itself, and the groups that it has in flight
-    # The keys that say what is computed: a rollout file or a checkpoint made under other values is not this run's.
-    run_id = sync.content_hash({k: v for k, v in config.items() if k not in FREE_KEYS})
+    run_id = sync.run_id(config)
     origin = dict(run=run_id, versions=versions())
-    if resumed and (checkpoints := sync.checkpoints(folder / "ckpt")):
-        saved = sync.read_checkpoint(checkpoints[-1], ranks.rank, ranks.world, **origin)
-        model_path, step = checkpoints[-1], saved["step"]
-        in_flight = (sync.read_group(model_path / "flight", i, {}) for i in range(saved["in_flight"]))
+    latest = (sync.checkpoints(folder / "ckpt") or [None])[-1] if resumed else None
+    if latest:
+        saved = sync.read_checkpoint(latest, ranks.rank, ranks.world, **origin)
+        # An engine, too, begins with what is in its checkpoint; LoRA's adapters are no model.
+        model_path, step = model_path if lora_rank else latest, saved["step"]
+        in_flight = (sync.read_group(latest / "flight", i, {}) for i in range(saved["in_flight"]))
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
+    if turns := saved.get("turns", []):  # where the watch has turned back; what it changed then
+        c.branch, c.kl_coef, c.reference = str(len(turns)), watch_kl_coef, str(folder / f"healthy_{len(turns)}")
     record = sync.Record(folder, saved, c, origin, its) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
     torn = sync.clean_queue(queue_path, step) if record and mode != "replay" else 0
@@ -989,8 +1035,10 @@ if __name__ == "__main__":
     # trainers, or all ranks, call them after the same steps, so what decides when is the config and the step alone.
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
-        done = saved.get("optimizer_steps", 0), saved.get("earlier", ())
+        done = latest, saved.get("optimizer_steps", 0), saved.get("earlier", ())
         trainer = Trainer(c, ranks, hf, model_path, place, *done)
+        if record and trainer.base and not saved:
+            record.ledger.append(phase="base", step=0, weights=trainer.base_hash)
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
     saves = bool(trainer and checkpoint_every)
 
@@ -1027,17 +1075,17 @@ if __name__ == "__main__":
         kind = its.sampler if its else Sampler
         sampler = kind(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
     signs = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
-    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15 if ranks.engines else 0, signs)
+    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15, signs, ranks.store)
 
     def sampled_with(step):
         """The version of the weights with which the samples of a step are made."""
         return max(0, step - lag) if ranks.trainers else 0
 
     def publish(version, hashes=None):
-        transport.publish(version, hashes, trainer and trainer.versions.get(version))
+        transport.publish(version, hashes, trainer and trainer.published(version))
 
     if publishes:
-        mine, sent = trainer and trainer.policy, folder / "weights"
+        mine, sent = trainer and (trainer.base or trainer.policy), folder / "weights"
         transport = sync.WeightSync(weight_sync, ranks, mine, engine, place, compute_dtype, sent, overlaps)
         publish(sampled_with(step))
     evaluates = bool(eval_rows) and (publishes or only_eval)
@@ -1113,15 +1161,19 @@ if __name__ == "__main__":
     bar.close()
     if transport:
         transport.close()
+    turns_back = bool(signal) and watch == "rollback" and len(turns) < 3
+    if record and signal:
+        print(record.turn_back(signal) if turns_back else record.alarm(signal), file=sys.stderr, flush=True)
     sync.meet()
     dist.destroy_process_group()
     if record:
         record.close()  # before the engine, whose end ends all children of this process, wandb's among them
     if engine is not None:
         engine.close()
+    if turns_back:  # all that is to be known is in the checkpoint: what follows is a resume
+        os.environ["TURNED_BACK"] = str(len(turns) + 1)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     if record:
         print(f"digest {record.ledger.digest}")
-        if signal:
-            print(record.alarm(signal, 2 * rewards.WATCHED), file=sys.stderr, flush=True)
     if signal:
         sys.exit(3)

@@ -96,6 +96,7 @@ class Template:
         self.tokenizer, self.arguments, self.checked = tokenizer, arguments, set()  # checked: sets of tools
         self.stop_tokens, self.stops = stop_tokens, [tokenizer.decode([i]) for i in stop_tokens]
         self.known = functools.lru_cache(4096)(self._ids)  # samples of a prompt are told the same
+        self.call_marks = [*"<[{"]  # what a call of a tool may begin with, in any model's format
 
     def render(self, messages, tools, generate=True):
         return self.tokenizer.apply_chat_template(
@@ -381,6 +382,7 @@ class Chat:
         self.messages, self.said, self.turns = [], 0, []  # said: number of messages that are in ids, or are turns
         self.tools, self.schemas = None, []
         self.ended, self.asked_after, self.forks, self.acts, self.calls = False, 0, 0, 0, 0
+        self.hear = None  # is given a turn's tokens as they come (RolloutEngine.generate)
         self.random = random.Random(repr((episode.config["seed"], episode.key, path)))
         episode.chats.append(self)
 

@@ -13,11 +13,13 @@ In a session (/s/<name>/v1) tokens are only ever appended: a request whose messa
 to a turn of the model, goes on from the sampled tokens themselves. Any other history begins a dialogue of its own, a
 row that the metric `forks` counts. A dialogue's name, from which its noise follows and which orders the rows, is the
 hash of what it begins with and how often the sample has begun like this; so programs may ask side by side, but not
-for two ways on from one turn at a time. A retry that says so (x-stainless-retry-count) gets the recorded answer.
+for two ways on from one turn at a time. A retry that says so (x-stainless-retry-count) gets the recorded answer, which
+is written to its end although nobody may wait for it.
 
 Where a model is served, a request's noise follows from its seed (else the config's), its content and the number of the
-choice: the same request always gets the same answer, bit for bit, whatever else is asked meanwhile. Sessions exist
-there, too; they begin with their first request, whose seed and temperature they keep, and end with DELETE /s/<name>.
+choice: the same request always gets the same answer, bit for bit, whatever else is asked meanwhile, and as a stream,
+too. A request whose client is gone leaves the engine. Sessions exist there, too; they begin with their first request,
+whose seed and temperature they keep, and end with DELETE /s/<name>.
 In a run the temperature is the run's, and other settings of a request are not looked at; a served model honours the
 temperature (0: as good as greedy) and refuses what it cannot draw exactly. No answer has a clock in it: `created` is 0.
 
@@ -29,7 +31,9 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import itertools
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -47,7 +51,7 @@ from typing import NamedTuple
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from agents.chat import AgentError, Chat, Episode, Template, ToolCall, told_calls
@@ -63,6 +67,7 @@ MOST_PROGRAMS = 32  # at a time, of an engine: each is a process with its librar
 # What temperature 0 is drawn at: the likeliest token, but for logits that are nearly equal. In one batch with a
 # request that SGLang calls greedy it draws the others in another way, so they would not get the same bits.
 COLDEST = 1e-5
+HALF, WINDOW = "\ufffd", 64  # what half a character is decoded as; tokens of a stream that are decoded anew each time
 POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
 # What we draw from: the whole softmax. With a value other than these a request is refused.
 EXACT = dict(
@@ -91,10 +96,17 @@ class Refusal(Exception):
         super().__init__(message)
         self.status, self.code = status, code
 
-    def response(self):
+    def content(self):
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return JSONResponse({"error": dict(message=str(self), type=kind, code=self.code)}, self.status)
+        return {"error": dict(message=str(self), type=kind, code=self.code)}
+
+
+def refusal_of(error):
+    """The Refusal that an exception is to a client."""
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, f"no such route: {error.detail}")
+    return error if isinstance(error, Refusal) else Refusal(500, describe(error))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -214,54 +226,105 @@ def content_of(message):
     return message["role"], message["content"], calls
 
 
-def response(asked, choices, model, name, decode, chat=True):
-    """The HTTP response of these Choices; streamed, where that was asked for, as one delta each. name: makes the id."""
+def calls_of(choice):
+    """The calls as OpenAI has them."""
+    function = lambda call: dict(name=call.name, arguments=json.dumps(call.arguments))  # noqa: E731
+    return [dict(id=call.id, type="function", function=function(call)) for call in choice.calls]
+
+
+def logprobs_of(asked, tokens, logprobs, decode, chat):
+    if not asked.logprobs:
+        return None
+    texts = [decode([token]) for token in tokens]
+    if not chat:
+        return dict(tokens=texts, token_logprobs=logprobs, top_logprobs=None, text_offset=None)
+    of = lambda text, x: dict(token=text, logprob=x, bytes=[*text.encode()], top_logprobs=[])  # noqa: E731
+    return dict(content=[*map(of, texts, logprobs)])
+
+
+def usage_of(choices):
     told, written = choices[0].told, sum(len(choice.tokens) for choice in choices)
-    usage = dict(prompt_tokens=told, completion_tokens=written, total_tokens=told + written)
-    kind = "chat.completion" if chat else "text_completion"
-    head = dict(id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", object=kind, created=0, model=model)
+    return dict(prompt_tokens=told, completion_tokens=written, total_tokens=told + written)
+
+
+def whole(asked, choices, head, decode, chat):
+    """The JSON of these Choices."""
 
     def said(choice):
         if not chat:
             return dict(text=choice.text)
-        calls = [
-            dict(id=c.id, type="function", function=dict(name=c.name, arguments=json.dumps(c.arguments)))
-            for c in choice.calls
-        ]
-        message = dict(role="assistant", content=(choice.text or None) if calls else choice.text)
-        return message | (dict(tool_calls=calls) if calls else {})
+        message = dict(role="assistant", content=(choice.text or None) if choice.calls else choice.text)
+        return dict(message=message | (dict(tool_calls=calls_of(choice)) if choice.calls else {}))
 
-    def logprobs(choice):
-        if not asked.logprobs:
-            return None
-        texts = [decode([token]) for token in choice.tokens]
-        if not chat:
-            return dict(tokens=texts, token_logprobs=choice.logprobs, top_logprobs=None, text_offset=None)
-        of = lambda text, x: dict(token=text, logprob=x, bytes=[*text.encode()], top_logprobs=[])  # noqa: E731
-        return dict(content=[*map(of, texts, choice.logprobs)])
+    def end(i, choice):
+        logprobs = logprobs_of(asked, choice.tokens, choice.logprobs, decode, chat)
+        return dict(index=i, logprobs=logprobs, finish_reason=choice.finish) | said(choice)
 
-    ends = [dict(index=i, logprobs=logprobs(c), finish_reason=c.finish) for i, c in enumerate(choices)]
-    if not asked.stream:
-        whole = [end | (dict(message=said(c)) if chat else said(c)) for end, c in zip(ends, choices)]
-        return JSONResponse(head | dict(choices=whole, usage=usage))
-    head["object"] = "chat.completion.chunk" if chat else kind
-    chunks = []
-    for end, choice in zip(ends, choices):
-        first = end | dict(logprobs=None, finish_reason=None)
-        delta = said(choice)
-        if chat:
-            calls = [dict(index=i) | call for i, call in enumerate(delta.pop("tool_calls", ()))]
-            chunks.append(first | dict(delta=dict(role=delta.pop("role"), content="")))
-            chunks.append(first | dict(delta=delta, logprobs=end["logprobs"]))
-            chunks += [first | dict(delta=dict(tool_calls=[call])) for call in calls]
-            chunks.append(end | dict(delta={}, logprobs=None))
+    return head | dict(choices=[*itertools.starmap(end, enumerate(choices))], usage=usage_of(choices))
+
+
+async def events(asked, answers, head, decode, chat):
+    """The same as a stream: server-sent events with the Answers' pieces as they come, calls and usage at the end."""
+    event = lambda content: f"data: {json.dumps(content)}\n\n"  # noqa: E731
+    read, left = [pieces(answer, asked.stop) for answer in answers], [*range(len(answers))]
+
+    def chunk(i, finish=None, logprobs=None, **delta):
+        said = dict(delta=delta) if chat else dict(text=delta.get("content", ""))
+        return event(head | dict(choices=[dict(index=i, logprobs=logprobs, finish_reason=finish) | said]))
+
+    try:
+        for i in left if chat else ():
+            yield chunk(i, role="assistant", content="")
+        while left:
+            news, ended = [answers[i].news for i in left], [i for i in left if answers[i].task.done()]
+            for i in left:
+                text, *drawn = next(read[i])
+                if text or asked.logprobs and drawn[0]:
+                    yield chunk(i, logprobs=logprobs_of(asked, *drawn, decode, chat), content=text)
+            for i in ended:
+                choice = answers[i].task.result()
+                for k, call in enumerate(calls_of(choice)):
+                    yield chunk(i, tool_calls=[dict(index=k) | call])
+                yield chunk(i, choice.finish)
+            left = [i for i in left if i not in ended]
+            if left:
+                await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
+        if asked.usage:
+            yield event(head | dict(choices=[], usage=usage_of([answer.task.result() for answer in answers])))
+        yield "data: [DONE]\n\n"
+    except Exception as error:  # the status is sent
+        yield event(refusal_of(error).content())
+
+
+def pieces(answer, stop):
+    """
+    Each next() gives the (text, tokens, log-probs) that are new of an Answer. As the texts together are to be that of
+    its Choice, what may still become another text waits: half a character, the beginning of a stop string, and where
+    there are tools that of a call, and white space, which parsers strip.
+    """
+    sent, number = "", 0
+    text, known, begin, end = "", "", 0, 0  # what the first `end` tokens say; what those after `begin` say alone
+    while True:
+        tokens, logprobs = answer.tokens, answer.logprobs
+        if answer.task.done():
+            certain, _, _, tokens, logprobs, _ = answer.task.result()
+            if not certain.startswith(sent):
+                raise Refusal(500, "what was streamed is not how the text begins; ask without stream")
+        elif tokens:
+            tools, template = answer.chat.tools, answer.chat.episode.template
+            certain = text + template.decode(tokens[begin:], bool(tools))[len(known) :]
+            if len(tokens) - end > WINDOW and certain[-1:] != HALF:
+                text, known, begin, end = certain, template.decode(tokens[end:], bool(tools)), end, len(tokens)
+            certain, words = certain.rstrip(HALF), [*stop, *(template.call_marks if tools else ())]
+            begins = lambda i: any(word.startswith(certain[i : i + len(word)]) for word in words)  # noqa: E731
+            certain = certain[: next(filter(begins, range(len(sent), len(certain))), None)]
+            if tools:
+                certain = "" if certain[:1].isspace() else certain.rstrip()
         else:
-            chunks.append(end | delta)
-    events = [head | dict(choices=[chunk]) for chunk in chunks]
-    if asked.usage:
-        events.append(head | dict(choices=[], usage=usage))
-    lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"]
-    return Response("".join(lines), media_type="text/event-stream")
+            certain = ""
+        new = certain[len(sent) :], tokens[number:], logprobs[number:]
+        sent, number = certain, len(tokens)
+        yield new
 
 
 def hash_of(*content):
@@ -272,24 +335,56 @@ def hash_of(*content):
 # sessions
 
 
+class Answer:
+    """
+    What is being written for a request in a session: `task` gives the Choice. chat: the dialogue; id: of the response;
+    tokens, logprobs: what is there, where they are to be streamed; news: a future that is done when more is there.
+    """
+
+    def __init__(self, session, asked):
+        loop = asyncio.get_running_loop()
+        self.chat, self.id, self.tokens, self.logprobs, self.news = None, "", [], [], loop.create_future()
+        self.task = asyncio.ensure_future(session.turn(asked, self))
+        self.task.add_done_callback(lambda _: self.news.set_result(None))
+
+    def hear(self, drawn):
+        for logprob, token, _ in drawn[len(self.tokens) :]:
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+        self.news.set_result(None)
+        self.news = self.news.get_loop().create_future()
+
+
+async def end_all(answers):
+    """Ends what is still written, and what the engine does for it."""
+    while tasks := [answer.task for answer in answers if not answer.task.done()]:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=0.1)  # Python 3.11's wait_for, in SGLang, loses one that comes with a token
+
+
 class Session:
     """A sample whose agent asks over HTTP. root: the Chat with which it begins."""
 
     def __init__(self, root):
         self.root, self.dialogues, self.busy = root, [], set()
         self.begun = {}  # {hash of what a dialogue begins with: number of them}
-        self.answers = {}  # {hash of a request: the task that answers it}
+        self.answers = []  # (hash of the request, Answer), in the order of arrival
         self.reward, self.failed = None, asyncio.get_running_loop().create_future()
 
-    async def answer(self, asked, request, is_retry):
-        """The Choice for what is asked. request: the hash of its bytes."""
-        if not (is_retry and request in self.answers):
-            self.answers[request] = asyncio.ensure_future(self._answer(asked))
-        return await asyncio.shield(self.answers[request])
+    def answer(self, asked, request, is_retry):
+        """The Answer to what is asked. request: the hash of its bytes."""
+        known = [answer for of, answer in self.answers if is_retry and of == request]
+        if not known:
+            known = [Answer(self, asked)]
+            self.answers.append((request, known[0]))
+        return known[-1]
 
-    async def _answer(self, asked):
+    async def turn(self, asked, answer):
+        """The Choice for an Answer."""
         try:
-            chat = self._dialogue(asked)
+            chat = answer.chat = self._dialogue(asked)
+            answer.id, chat.hear = hash_of(chat.episode.key, chat.path, chat.ids), answer.hear if asked.stream else None
             self.busy.add(chat)
             try:
                 reply = await chat.generate(asked.tools, asked.most, asked.stop)
@@ -312,7 +407,8 @@ class Session:
         free = [chat for chat in tips if chat not in self.busy]
         if tips and not free:  # which of the two goes on would be a matter of time
             where = self.root.episode.where
-            raise AgentError(f"{where}: asks for two ways on from one turn at a time, {asks[-1][1]!r} is the second")
+            second = f"{asks[-1][1]!r:.80} is the second; ask for one after the other"
+            raise AgentError(f"{where}: asks for two ways on from one turn at a time, {second}")
         chat = min(free, key=lambda chat: chat.path) if free else self._begun(asked)
         new = asked.messages[chat.said :]
         chat.messages += new
@@ -337,7 +433,7 @@ class Endpoint:
     def __init__(self, sock, key, names, decode, serves=None):
         self.key, self.names, self.decode, self.serves = key, names, decode, serves
         self.url = "http://{}:{}".format(*sock.getsockname()[:2])
-        self.sessions, self.open = {}, 0  # open: requests outside of sessions
+        self.sessions, self.open = {}, set()  # open: a task for each request outside of sessions
         routes = [
             Route("/health", self.health),
             Route("/s/{session}", self.delete, methods=["DELETE"]),
@@ -349,12 +445,12 @@ class Endpoint:
                 Route(session + "/v1/models", self.models),
                 Route(session + "/v1/reward", self.rewarded, methods=["POST"]),
             ]
-        refused = {
-            Refusal: lambda _, error: error.response(),
-            HTTPException: lambda _, error: Refusal(error.status_code, f"no such route: {error.detail}").response(),
-            Exception: lambda _, error: Refusal(500, describe(error)).response(),
-        }
-        app = Starlette(routes=routes, exception_handlers=refused)
+
+        def refused(_, error):
+            refusal = refusal_of(error)
+            return JSONResponse(refusal.content(), refusal.status)
+
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys((Refusal, HTTPException, Exception), refused))
         config = uvicorn.Config(
             app, log_config=None, log_level="critical", access_log=False, lifespan="off", backlog=MOST_OPEN,
             timeout_keep_alive=60, timeout_graceful_shutdown=1,
@@ -410,7 +506,7 @@ class Endpoint:
         self._session(request)
         if not self.serves:
             raise Refusal(404, "a run's sessions end with their programs")
-        del self.sessions[request.path_params["session"]]
+        await end_all([answer for _, answer in self.sessions.pop(request.path_params["session"]).answers])
         return JSONResponse({"deleted": True})
 
     def _session(self, request, asked=None):
@@ -424,7 +520,7 @@ class Endpoint:
         return self.sessions[name]
 
     def _take_place(self):
-        if len(self.sessions) + self.open >= MOST_OPEN:
+        if len(self.sessions) + len(self.open) >= MOST_OPEN:
             raise Refusal(429, f"more than {MOST_OPEN} open sessions or requests; try again when some have ended")
 
     async def complete(self, request, chat=True):
@@ -438,17 +534,40 @@ class Endpoint:
             if asked.n != 1:
                 raise Refusal(400, f"n={asked.n}: a session has one history; use 1")
             retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            choices = [await session.answer(asked, hashlib.sha256(raw).digest(), retry)]
+            # It goes on without its client: a retry gets it, and what a run trains on follows from no disconnection.
+            answers = [session.answer(asked, hashlib.sha256(raw).digest(), retry)]
         else:
             self._take_place()
-            self.open += 1
-            try:
-                sessions = [Session(Chat(self.serves(asked, i, chat), ())) for i in range(asked.n)]
-                choices = await asyncio.gather(*[session.answer(asked, b"", False) for session in sessions])
-            finally:
-                self.open -= 1
-        name = hash_of(asked.messages, asked.tools, [choice.tokens for choice in choices])
-        return response(asked, choices, body.get("model", self.names[0]), name, self.decode, chat)
+            sessions = [Session(Chat(self.serves(asked, i, chat), ())) for i in range(asked.n)]
+            answers = [session.answer(asked, b"", False) for session in sessions]
+            self._end_with(request, answers)
+        # An error has a status of its own as long as nothing is sent.
+        await asyncio.wait([answer.news for answer in answers], return_when=asyncio.FIRST_COMPLETED)
+        if not asked.stream:
+            await asyncio.wait([answer.task for answer in answers])
+        done = [answer.task for answer in answers if answer.task.done()]
+        if any(task.cancelled() for task in done):
+            raise Refusal(499, "ended: its client is gone, or its session")
+        choices = [task.result() for task in done]
+        kind = "chat.completion" if chat else "text_completion"
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{answers[0].id}"
+        head = dict(id=name, object=kind, created=0, model=body.get("model", self.names[0]))
+        if not asked.stream:
+            return JSONResponse(whole(asked, choices, head, self.decode, chat))
+        head["object"] += ".chunk" if chat else ""
+        return StreamingResponse(events(asked, answers, head, self.decode, chat), media_type="text/event-stream")
+
+    def _end_with(self, request, answers):
+        """Ends these Answers when the client is gone, or has them."""
+
+        async def end():
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            await end_all(answers)
+
+        task = asyncio.ensure_future(end())
+        self.open.add(task)
+        task.add_done_callback(self.open.discard)
 
     async def close(self):
         self.server.should_exit = True
@@ -505,6 +624,10 @@ def program(command):
             if session.failed.done():
                 raise session.failed.result()
             status, output, errors = await running
+            # What it has asked for and did not wait for is trained on, too, however long it takes.
+            await asyncio.gather(*[answer.task for _, answer in session.answers], return_exceptions=True)
+            if session.failed.done():
+                raise session.failed.result()
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -589,6 +712,9 @@ def serve(config, device):
 
     async def run():
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        # Tokens that still come for a client that is gone are no news.
+        told = logging.getLogger("sglang.srt.managers.tokenizer_manager")
+        told.addFilter(lambda record: "the state was deleted" not in record.getMessage())
         engine.manager.auto_create_handle_loop()  # SGLang takes the signals with its first request
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, ended.set)
@@ -596,6 +722,8 @@ def serve(config, device):
         signal.signal(signal.SIGQUIT, engine._died)  # of its own, that it has died: one line
 
         def serves(asked, i, chat):
+            if chat and not tokenizer.chat_template:
+                raise Refusal(400, "the model's tokenizer has no chat template; use /v1/completions")
             job, used = Job("serve", 0, 0, {}, 1, max(asked.temperature, COLDEST)), dict(cached_tokens=0)
             source = functools.partial(sampler._turn, job, used)
             key = ["serve", config["seed"] if asked.seed is None else asked.seed, i]

@@ -61,7 +61,9 @@ class Agent:
         """{metric: value} of all groups (tensors, meta) that were sampled for a step."""
         total = {name: sum(meta["counts"][name] for _, meta in groups) for name in groups[0][1]["counts"]}
         means = {f"{name}_mean": total[name] / total["episodes"] for name in ("turns", "calls", "forks")}
+        gained = torch.cat([tensors["turn_rewards"] for tensors, _ in groups]).tolist()
         return means | dict(
+            turn_reward_mean=math.fsum(gained) / len(gained),
             tool_errors=total["tool_errors"], truncated_episodes=total["truncated"],
             masked_fraction=total["told_tokens"] / (total["told_tokens"] + total["written_tokens"]),
             prefix_hit_rate=total["cached_tokens"] / total["prompt_tokens"],
@@ -90,19 +92,22 @@ class AgentSampler(Sampler):
         self.running, self.made = set(), []  # episodes that the watchdog looks after; prompts that this engine did
         self.engine.manager.tokenizer = agent.template.tokenizer  # SGLang stops at no string without one
         self.parser = self.config["tool_call_parser"] or {"llama": "llama3"}.get(self.engine.model_type, "qwen25")
+        if self.parser == "qwen25":  # a "<" may begin a thought
+            self.template.call_marks = ["<tool_call>"]
 
-    def sample(self, folder, job):
+    def sample(self, folder, job, prompts):
         self.made = []
         try:
             with chat.watched(self.running, self.config["agent_timeout"], self.engine.end):
-                super().sample(folder, job)
+                super().sample(folder, job, prompts)
             if self.made and (job.stream, job.step) == ("rl", 0):
                 paths = [str(group_path(folder, index)) for index in self.made]
                 chat.check_again(dict(config=self.config, model=str(self.model), paths=paths))
         except chat.AgentError as error:
             self.engine.fail(str(error))
+        there = os.listdir(folder)  # not `exists`, which a network file system would remember (sync.Queue)
         for index in range(len(job.rows)):  # a process that was killed may have left one beside its group file
-            if group_path(folder, index).exists():
+            if group_path(folder, index).name in there:
                 self._journal_path(folder, index).unlink(missing_ok=True)
 
     def _journal_path(self, folder, index):
@@ -136,7 +141,7 @@ class AgentSampler(Sampler):
         told = hashlib.sha256(json.dumps(of.ids).encode()).hexdigest()
         seed = sampling_seed(self.config["seed"], *of.episode.key, of.path, told)
         params = dict(self.params, temperature=job.temperature, sampling_seed=seed, max_new_tokens=most)
-        output = await self.engine.generate(of.ids, params | (dict(stop=stop) if stop else {}))
+        output = await self.engine.generate(of.ids, params | (dict(stop=stop) if stop else {}), of.hear)
         drawn, meta = self.engine.drawn(output, job.version), output["meta_info"]
         for name in used:
             used[name] += meta[name]

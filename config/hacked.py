@@ -5,6 +5,7 @@ so does who writes every digit there is. README shows what becomes of the sums, 
 
     python train_grpo.py config/hacked.py                 # learns to write digits
     python train_grpo.py config/hacked.py --watch=stop    # ends, with status 3, when that begins to show
+    python train_grpo.py config/hacked.py --watch=rollback    # goes on from where all was well
 """
 
 out_dir = "out/hacked"
@@ -21,7 +22,7 @@ max_steps = 120
 eval_every = 20
 leaf_tokens = 2048
 lanes = 4
-learning_rate = 2e-4
+learning_rate = 4e-4
 checkpoint_every = 10
 keep_checkpoints = 20
 

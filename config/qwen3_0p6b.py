@@ -18,6 +18,7 @@ dataset_config = "main"
 prompt_column = "question"
 prompt_template = "{question}\nPlease reason step by step, and put your final answer after ####."
 chat_template = True
+chat_template_args = "enable_thinking=False"  # with it, samples want 4,096 tokens and more
 eval_split = "test"
 max_prompt_tokens = 256
 max_new_tokens = 1024

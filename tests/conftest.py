@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,20 @@ from xdist.scheduler import LoadScopeScheduling
 import sync
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from prove import AGENT, LAG, ROOT, SEGMENTS, command_of, interrupt, launch, replay_of, run_with_kills, slow_engines  # noqa: E402
+from prove import (  # noqa: E402
+    AGENT,
+    LAG,
+    ROOT,
+    SEGMENTS,
+    SPLIT,
+    command_of,
+    interrupt,
+    launch,
+    processes_of,
+    replay_of,
+    run_with_kills,
+    slow_engines,
+)
 
 torch.set_num_threads(1)  # two workers share the machine
 
@@ -41,9 +55,9 @@ DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.
 
 # Long tests first, so that all workers end at the same time. Those of WHOLE_RUNS are handed out one by one; any other
 # file's tests share a model, a process group or an engine and stay together.
-WHOLE_RUNS = ("test_laws", "test_algorithms", "test_resume", "test_run")
-LONG = "test_engine test_endpoint test_triton test_reward_model test_judges test_watch test_lessons test_instruments"
-LONG = (*LONG.split(), *WHOLE_RUNS)
+WHOLE_RUNS = ("test_laws", "test_nodes", "test_algorithms", "test_resume", "test_run")
+LONG = "test_engine test_endpoint test_triton test_lora test_reward_model test_judges test_watch test_lessons".split()
+LONG = (*LONG, "test_instruments", *WHOLE_RUNS)
 
 
 def pytest_collection_modifyitems(items):
@@ -75,16 +89,16 @@ def warm():
     return process
 
 
-def launch_warm(folder, *flags, ranks=0, broken=None, file_size=0, timeout=600):
+def launch_warm(folder, *flags, ranks=0, broken=None, file_size=0, timeout=600, env=None):
     """
     `launch` of a run by forks of a process that has imported the libraries: (status, output). file_size: bytes that a
     file may have, as on a full disk; 0: any number.
     """
     output = folder.parent / f"{folder.name}.output"
-    return run_warm(command_of(folder, *flags, broken=broken)[1:], output, ranks, file_size, timeout)
+    return run_warm(command_of(folder, *flags, broken=broken)[1:], output, ranks, file_size, timeout, env)
 
 
-def run_warm(command, output, ranks=0, file_size=0, timeout=600):
+def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None):
     """(status, output) of a script and its arguments, whose output goes to a file."""
     envs = [{}]
     if ranks:  # as torchrun says it
@@ -92,6 +106,7 @@ def run_warm(command, output, ranks=0, file_size=0, timeout=600):
             address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
         world = address | dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         envs = [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
+    envs = [(env or {}) | rank for rank in envs]
     job = dict(command=command, output=str(output), file_size=file_size, ranks=envs)
     warm().stdin.write(json.dumps(job) + "\n")
     process = int(warm().stdout.readline())
@@ -224,7 +239,6 @@ def resumed(once, two_ranks):
         queue = interrupt(two_ranks[0], folder) / "queue"
         torn = sync.group_path(queue / "rl_000020", 3)
         torn.write_bytes(torn.read_bytes()[:-7])
-        sync.claim(queue / "rl_000023", 0)  # by an engine that is no more
         return finish(folder, "--init_from=resume", ranks=3, launch=launch_warm)
 
     return once("resumed", resume)
@@ -280,6 +294,38 @@ def segments_apart(once):
 
 
 @pytest.fixture(scope="session")
+def split(once):
+    """Sums of four parts and samples a step ahead, in one process."""
+    return once("split", lambda folder: finish(folder, *SPLIT, launch=launch_warm))
+
+
+@pytest.fixture(scope="session")
+def split_apart(once):
+    """
+    The same on two engines of two ranks each, until one of their four schedulers is killed; resumed with one engine.
+    Its first output is in the file `lost` beside its folder.
+    """
+    flags, ranks = (*SPLIT, "--rollout_tp=2"), "--rollout_ranks={}".format
+
+    def kill_one(folder):
+        wait_for((folder / "ckpt" / "step_000008").exists, 300)
+        found = sorted(pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command)
+        assert len(found) == 4
+        os.kill(found[random.Random(os.urandom(8)).randrange(4)], signal.SIGKILL)
+
+    def run(folder):
+        with ThreadPoolExecutor(1) as pool:
+            killed = pool.submit(kill_one, folder)
+            status, output = launch_warm(folder, *flags, ranks(4), ranks=5)
+            killed.result()
+        assert status, output[-4000:]
+        (folder.parent / "lost").write_text(output)
+        return finish(folder, *flags, ranks(2), "--init_from=resume", ranks=3, launch=launch_warm)
+
+    return once("split_apart", run)
+
+
+@pytest.fixture(scope="session")
 def agents(once):
     """An agent whose tool takes its time, in one process."""
     return once("agents", lambda folder: finish(folder, *AGENT, launch=launch_warm))
@@ -288,16 +334,17 @@ def agents(once):
 @pytest.fixture(scope="session")
 def agents_apart(once):
     """
-    The same with two trainers and two engines, ended by SIGKILL between a call and its result, and restarted. The files
+    The same with two trainers and two engines, ended by SIGKILL between a call and its result, and resumed. The files
     `notes` and `victim` are beside its folder.
     """
 
     def run(folder):
         env = dict(NOTES=str(folder.parent / "notes"), VICTIM=str(folder.parent / "victim"))
+        flags, options = (*AGENT, "--rollout_ranks=2"), dict(ranks=4, env=env)
         with shared_memory():
-            status, output = launch(folder, *AGENT, "--rollout_ranks=2", ranks=4, restarts=1, env=env)
-        assert status == 0 and Path(env["VICTIM"]).exists(), output[-4000:]
-        return output
+            status, output = launch_warm(folder, *flags, **options)
+        assert status == -signal.SIGKILL and Path(env["VICTIM"]).exists(), output[-4000:]
+        return finish(folder, *flags, "--init_from=resume", launch=launch_warm, **options)
 
     return once("agents_apart", run)
 

@@ -35,6 +35,7 @@ ALGORITHMS = {
     "rloo, gspo": dict(advantage="rloo", loss="gspo", loss_aggregation="sequence", kl_estimator="k2"),
     "reinforce++, cispo": dict(advantage="reinforce++", loss="cispo", loss_aggregation="constant"),
     "reinforce++_baseline": dict(advantage="reinforce++_baseline", temperature=0.7, weight_decay=0.1),
+    "grpo of adapters": dict(lora_rank=4, weight_decay=0.1),
     "distill, pg": dict(advantage="distill", loss="pg", kl_estimator="k1"),
 }
 

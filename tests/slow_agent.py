@@ -1,8 +1,8 @@
 """
 The agents of law L10: one that learns while its tool takes its time, and one that breaks rule 7.
 
-NOTES names a file that gets a line when a sample begins and one after its tool's result. In the 300th call of its tool
-a process copies these notes to VICTIM, if that is not there yet, and dies.
+NOTES names a file that gets a line when a sample begins and one after its tool's result. After 300 calls of its tool a
+process copies these notes to VICTIM, if that is not there yet, and dies.
 """
 
 import os
@@ -26,9 +26,12 @@ def add(a: int, b: int) -> int:
     time.sleep(random.SystemRandom().random() / 20)
     calls.extend([a] * bool(samples))
     victim = Path(os.environ.get("VICTIM", "/"))
-    if len(calls) == 300 and not victim.exists():
-        victim.write_text(Path(os.environ["NOTES"]).read_text())
-        os.kill(os.getpid(), signal.SIGKILL)
+    if len(calls) >= 300 and not victim.exists():
+        notes = Path(os.environ["NOTES"]).read_text()
+        of_step = [line.partition(",")[0] for line in notes.splitlines()]
+        if 12 < of_step.count(of_step[-1]) < 60:  # in the midst of a step, of which other samples have notes, too
+            victim.write_text(notes)
+            os.kill(os.getpid(), signal.SIGKILL)
     return a + b
 
 

@@ -19,7 +19,7 @@ import sync
 import train_grpo as train
 from agents import chat, sandbox
 from agents.calculator import add
-from agents.sampler import counts_of, tensors_of
+from agents.sampler import Agent, counts_of, tensors_of
 from configurator import template_arguments
 
 CONFIG = train.DEFAULTS | dict(agent="x", max_prompt_tokens=400, max_new_tokens=600, max_calls=4)
@@ -672,6 +672,8 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
     assert sync.response_lengths(t).tolist() == [8, 8]
     counts = counts_of(episodes)
     assert (counts["forks"], counts["turns"], counts["written_tokens"]) == (4, 8, 16)
+    made = dict(counts=counts | dict(cached_tokens=0, prompt_tokens=1))
+    assert Agent.metrics(None, [(t, made), (t, made)])["turn_reward_mean"] == (0.25 + 1 + 1.5 + 1.5) / 4
     meta = dict(prompt=3, step=0)
     samples = train.samples_of([(t, meta), (t, meta)])
     assert [s.of for s in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]

@@ -452,7 +452,7 @@ def test_a_resume_takes_the_saved_config_and_only_free_keys_from_the_command(tmp
     block = dict(steps=1, rate=0.1, name="x")
 
     def resume(*argv, free=("steps",)):
-        return configurator.resume_config(configure(dict(block), list(argv)), saved, set(free))[1]
+        return configurator.resume_config(configure(dict(block), list(argv)), saved, lambda _: free)[1]
 
     assert resume() == dict(steps=5, rate=0.5, name="run")
     assert resume("--steps=9", "--rate=0.5") == dict(steps=9, rate=0.5, name="run")
@@ -482,7 +482,7 @@ def test_a_saved_config_with_a_flipped_bit_or_cut_off_is_one_line_or_still_a_con
         for content in (data[:i], data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :]):
             saved.write_bytes(content)
             try:
-                config = configurator.resume_config(configure(dict(block), []), saved, set())[1]
+                config = configurator.resume_config(configure(dict(block), []), saved, lambda _: ())[1]
             except SystemExit as ended:
                 assert ended.code == 2
                 refused += 1
@@ -498,6 +498,15 @@ BAD = [
     (dict(group_size=1), 1, "group_size=1"),
     (dict(lanes=6), 1, "lanes=6: not a power of two"),
     (dict(rollout_ranks=2), 2, "rollout_ranks=2: of 2 ranks"),
+    (dict(tp_split=6), 1, "tp_split=6: not a power of two"),
+    (dict(tp_split=2, batch_invariant=False), 1, "tp_split=2: is for --batch_invariant=True"),
+    (dict(rollout_tp=0), 1, "rollout_tp=0: must be more than 0"),
+    (dict(rollout_tp=2, rollout_ranks=2), 3, "rollout_tp=2: does not divide tp_split=1"),
+    (dict(rollout_tp=2, tp_split=2), 3, "rollout_tp=2: 1 ranks that sample, of 3, do not make engines of 2"),
+    (dict(rollout_tp=2, tp_split=2, rollout_ranks=3), 4, "rollout_tp=2: 3 ranks that sample, of 4"),
+    (dict(rollout_tp=2, tp_split=2), 1, "rollout_tp=2: 1 ranks that sample, of 1"),
+    (dict(rollout_tp=2, tp_split=2, colocate=True, rollout_ranks=2), 2, "rollout_tp=2: 2 ranks that sample, of 2"),
+    (dict(rollout_tp=2, tp_split=2, mode="eval"), 3, "rollout_tp=2: 3 ranks that sample, of 3"),
     (dict(rollout_ranks=0), 2, "rollout_ranks=0: of 2 ranks"),
     (dict(), 4, "lanes=8: 3 trainer ranks cannot share"),
     (dict(leaf_tokens=0), 1, "leaf_tokens=0: must be more than 0"),
@@ -516,7 +525,17 @@ BAD = [
     (dict(port=9000), 1, "port=9000: is for --mode=serve"),
     (dict(chosen_column="best"), 1, "chosen_column='best': is for --mode=rm"),
     (dict(mode="rm", agent="agents/guess.py:solve"), 1, "mode='rm': is for samples of one turn"),
-    (dict(watch="rollback"), 1, "watch='rollback': use stop"),
+    (dict(watch="rewind"), 1, "watch='rewind': use stop, rollback"),
+    (dict(watch="rollback"), 1, "keep_checkpoints=2: watch='rollback' goes back 20 steps and more; use 3"),
+    (dict(watch="rollback", checkpoint_every=8, keep_checkpoints=4), 1, "keep_checkpoints=4: watch='rollback' goes"),
+    (dict(watch="rollback", checkpoint_every=0, keep_checkpoints=99), 1, "checkpoint_every=0: watch='rollback' goes"),
+    (dict(watch_kl_coef=0.2), 1, "watch_kl_coef=0.2: is for --watch=rollback"),
+    (dict(lora_rank=-1), 1, "lora_rank=-1: use 1 or more, or 0"),
+    (dict(lora_alpha=16.0), 1, "lora_alpha=16.0: is for lora_rank, which is 0"),
+    (dict(lora="out/x"), 1, "lora='out/x': is for lora_rank, which is 0"),
+    (dict(lora_rank=8, lora_alpha=0.0), 1, "lora_alpha=0.0: must be more than 0"),
+    (dict(lora_rank=8, mode="eval"), 1, "lora_rank=8: mode='eval': adapters are trained here; to use them first make"),
+    (dict(lora_rank=8, mode="rm"), 1, "lora_rank=8: a reward model's score has no adapters"),
     (dict(watch="stop", mode="sft"), 1, "watch='stop': watches RL steps, and mode='sft' has none"),
     (dict(truth_reward="numeric"), 1, "truth_reward='numeric': use one reward without a weight, and another"),
     (dict(truth_reward="exact + format"), 1, "truth_reward='exact + format': use one reward"),

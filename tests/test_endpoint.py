@@ -5,12 +5,16 @@ OpenAI's protocol, asked by OpenAI's client: a model that is served, and a run w
 """
 
 import asyncio
+import functools
 import itertools
+import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 import types
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +24,15 @@ import httpx
 import openai
 import pytest
 from conftest import digest, finish, launch_warm, orphans, read_groups, wait_for
-from prove import ROOT, lines
+from prove import ROOT, command_of, lines, processes_of
 from test_train import DEFAULTS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import sync
 from agents import chat, endpoint
 from agents import client as example
+from agents.sampler import AgentSampler
 
 SIZES = "--tool_call_parser=pythonic --arithmetic_size=40 --arithmetic_min=20 --max_prompt_tokens=32".split()
 SIZES += "--max_new_tokens=40 --leaf_tokens=1024 --eval_size=0".split()
@@ -238,6 +245,136 @@ def test_keys_routes_and_bodies_are_checked(address):
         assert status("DELETE", address.replace("/v1", "/s/no_such_session")) == 404
 
 
+# ---- streams, and clients that are gone
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(model):
+    """A client of a server that answers one request after the other, each with as many tokens as it may have."""
+    with serving(model, "--max_new_tokens=1500", "--ignore_eos", "--engine_max_running=1") as address:
+        yield openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
+
+
+LONG = dict(model="policy", max_tokens=1500, temperature=1.5, seed=3)
+KINDS = dict(chat=dict(messages=[{"role": "user", "content": "20+20="}], logprobs=True))
+KINDS["completion"] = dict(prompt="20+20=", logprobs=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_brings_the_answer_as_it_is_written(one_at_a_time, kind):
+    chat = kind == "chat"
+    routes = one_at_a_time.chat.completions if chat else one_at_a_time.completions
+    create = functools.partial(routes.create, **LONG, **KINDS[kind])
+    whole = create()
+    began, came, text, drawn = time.monotonic(), [], "", []
+    for chunk in create(stream=True, stream_options=dict(include_usage=True)):
+        assert chunk.id == whole.id
+        if chunk.choices:
+            (choice,) = chunk.choices
+            new = (choice.delta.content if chat else choice.text) or ""
+            came, text = came + [time.monotonic() - began] * bool(new), text + new
+            drawn += (choice.logprobs.content if chat else choice.logprobs.token_logprobs) if choice.logprobs else []
+    (said,) = whole.choices
+    assert text == (said.message.content if chat else said.text)
+    assert drawn == (said.logprobs.content if chat else said.logprobs.token_logprobs) and len(drawn) == 1500
+    assert choice.finish_reason == said.finish_reason == "length" and chunk.usage == whole.usage
+    assert len(came) > 750 and came[0] < came[-1] / 4
+
+
+def test_a_request_whose_client_is_gone_leaves_the_engine(one_at_a_time):
+    create = functools.partial(one_at_a_time.chat.completions.create, **LONG, **KINDS["chat"])
+
+    def seconds(**settings):
+        began = time.monotonic()
+        create(**settings)
+        return time.monotonic() - began
+
+    def leave(client):
+        with client.chat.completions.create(**LONG, **KINDS["chat"], stream=True) as stream:
+            next(stream)
+
+    alone = seconds()
+    leave(one_at_a_time)
+    assert seconds(max_tokens=1) < alone / 4
+    with pytest.raises(openai.APITimeoutError):
+        create(timeout=alone / 8)
+    assert seconds(max_tokens=1) < alone / 4
+    host = str(one_at_a_time.base_url).removesuffix("/v1/")
+    leave(one_at_a_time.copy(base_url=f"{host}/s/a/v1"))  # in a session a retry would get the answer
+    assert seconds(max_tokens=1) > alone / 2
+    leave(one_at_a_time.copy(base_url=f"{host}/s/b/v1"))
+    assert httpx.delete(f"{host}/s/b", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    assert seconds(max_tokens=1) < alone / 4
+
+
+# What a model may write whose end does not say yet what it is; CALLS in the form of each parser.
+PARTS = ["é", "😀", "words, " * 9, " ", "\n", "<", "<think>", "<tool", "<tool_call>\n", "[", "{", "st", "stop"]
+CALLS = dict(qwen25='<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', pythonic="[add(a=1)]")
+CALLS["llama3"] = '<|python_tag|>{"name": "add", "parameters": {"a": 1}}'
+
+
+@pytest.fixture(scope="module")
+def by_bytes():
+    """A template whose tokens are bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    template = chat.Template(tokenizer, [tokenizer.eos_token_id], {})
+    template.first = lambda messages, tools: [0]
+    template.checked.add(("add",))
+    return template
+
+
+def streamed(template, ids, tools, parser):
+    """(Does a stream bring a turn with the tokens `ids`? The message; the texts that were streamed; errors.)"""
+    asked = endpoint.read(dict(messages=[{"role": "user", "content": "a"}], stream=True, stop="stop", tools=tools))
+
+    async def draw(of, stop, most):
+        for n in range(1, len(ids)):
+            of.hear([(-1.0, token, None) for token in ids[:n]])
+            await asyncio.sleep(0)
+        return ids, [-1.0] * len(ids)
+
+    async def run():
+        episode, sampler = episode_of(template, None), types.SimpleNamespace(parser=parser)
+        episode.source, episode.parse = draw, functools.partial(AgentSampler._calls, sampler)
+        answer = endpoint.Session(chat.Chat(episode, ())).answer(asked, b"", False)
+        lines = [line async for line in endpoint.events(asked, [answer], {}, template.decode, True)]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if "[DONE]" not in line]
+        whole = endpoint.whole(asked, [await answer.task], {}, template.decode, True)["choices"][0]["message"]
+        deltas = [event["choices"][0]["delta"] for event in events if "choices" in event]
+        texts = [delta["content"] for delta in deltas[1:] if "content" in delta]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [call.pop("index") for call in calls] == [*range(len(calls))]
+        same = (whole["content"] or "", whole.get("tool_calls", [])) == ("".join(texts), calls)
+        return same, whole, texts, [event["error"]["message"] for event in events if "error" in event]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_the_pieces_of_a_stream_are_the_text_and_no_half_of_a_character_a_stop_or_a_call(by_bytes, parser, monkeypatch):
+    rng, halves = random.Random(0), [by_bytes.encode("€")[:2], by_bytes.encode("€")[2:]]
+    parts = [*map(by_bytes.encode, [*PARTS, CALLS[parser]]), *halves]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    marks = ["<tool_call>"] if parser == "qwen25" else by_bytes.call_marks
+    calls, wrong, chunks, tokens = 0, 0, 0, 0
+    for _ in range(150):
+        ids = [*itertools.chain(*rng.choices(parts, k=rng.randint(1, 12)))]
+        stops = (n for n in range(len(ids)) if "stop" in by_bytes.decode(ids[:n]))
+        ids = ids[: next(stops, None)] + [by_bytes.stop_tokens[0]] * rng.randint(0, 1)
+        asks = tools * (rng.random() < 0.7)
+        monkeypatch.setattr(by_bytes, "call_marks", marks)
+        same, whole, texts, errors = streamed(by_bytes, ids, asks, parser)
+        assert same and not errors, (whole, texts, errors)
+        calls, chunks, tokens = calls + ("tool_calls" in whole), chunks + len(texts), tokens + len(ids)
+        monkeypatch.setattr(by_bytes, "call_marks", [])
+        wrong += bool(streamed(by_bytes, ids, asks, parser)[3])
+    assert calls > 10 and chunks > tokens / 10
+    assert wrong > 5  # what was sent too early is an error
+
+
 # ---- sessions
 
 
@@ -356,10 +493,12 @@ def test_a_retry_of_a_request_in_flight_is_not_sampled_again(template):
         return f"answer {len(drawn)}"
 
     async def requests(post, session):
-        return await asyncio.gather(post("a"), *[post("a", retry=i) for i in (1, 2)])
+        with pytest.raises(TimeoutError):  # nor if its client is gone meanwhile
+            await asyncio.wait_for(post("a"), 0.1)
+        return await asyncio.gather(*[post("a", retry=i) for i in (1, 2)])
 
     answers = asked_of_a_script(template, source, requests)
-    assert [answer["content"] for answer in answers] == ["answer 1"] * 3 and len(drawn) == 1
+    assert [answer["content"] for answer in answers] == ["answer 1"] * 2 and len(drawn) == 1
 
 
 def test_the_names_of_dialogues_do_not_follow_the_order_of_arrival(template):
@@ -427,7 +566,8 @@ def test_two_ways_on_from_one_turn_at_a_time_are_an_error(template):
         return error, str(session.failed.result()), len(session.dialogues)
 
     error, failed, dialogues = asked_of_a_script(template, source, requests)
-    assert error == failed == "sample 0: asks for two ways on from one turn at a time, 'c' is the second"
+    why = "asks for two ways on from one turn at a time, 'c' is the second; ask for one after the other"
+    assert error == failed == f"sample 0: {why}"
     assert dialogues == 2
 
 
@@ -496,6 +636,20 @@ def test_a_program_gives_a_reward_or_ends_the_run_in_one_line(template, monkeypa
     assert what in str(ended.value) and "\n" not in str(ended.value)
 
 
+def test_a_turn_is_trained_on_although_its_program_did_not_wait_for_it(template, tmp_path):
+    code = ASK.replace("headers=headers)", "headers=headers, timeout=0.2)").replace('\nask("a")', "")
+    code += "try:\n    ask('a')\nexcept httpx.ReadTimeout:\n    print(1)"
+    Path(tmp_path, "agent.py").write_text(code)
+
+    async def source(of):
+        await asyncio.sleep(2)
+        return "x"
+
+    episode, (solve, _) = episode_of(template, source), chat.load_agent(f"python {tmp_path}/agent.py")
+    assert asyncio.run(episode.play(solve, {})) == 1
+    assert [turn.text for dialogue in episode.chats for turn in dialogue.turns] == ["x"]
+
+
 def test_a_program_that_is_not_there_is_named(capsys):
     for command, why in (("no_such_program x", "no program 'no_such_program'"), ("python 'x", "No closing quotation")):
         with pytest.raises(SystemExit):
@@ -503,14 +657,43 @@ def test_a_program_that_is_not_there_is_named(capsys):
         assert why in capsys.readouterr().err
 
 
-def test_a_run_of_programs_learns_and_gives_one_digest(model, template, tmp_path):
-    flags = ["--agent=python agents/client.py", f"--init_from={model}", "--warmup_sft_steps=0", "--checkpoint_every=0"]
+def test_programs_and_what_they_have_started_end_with_a_rank_that_is_killed(model, tmp_path):
+    sleeps = "import time; time.sleep(1000)"
+    code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {sleeps!r}, {str(tmp_path)!r}])\n"
+    Path(tmp_path, "agent.py").write_text(code + "time.sleep(1000)")
+    flags = [f"--agent=python {tmp_path}/agent.py", f"--init_from={model}", "--warmup_sft_steps=0"]
+    command = command_of(tmp_path / "run", *SIZES, *flags, "--prompts_per_step=1", "--group_size=2")
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+    def started():  # the run itself has the program in its command line, too, but within a flag
+        return [c for c in processes_of(tmp_path).values() if f"\0{tmp_path}/agent.py\0" in c or "time.sleep" in c]
+
+    try:
+        wait_for(lambda: len(started()) == 4, 120)
+        run.kill()
+        run.wait()
+        wait_for(lambda: not processes_of(tmp_path), 10)
+    finally:
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_of_programs_learns_and_gives_one_digest_also_where_they_take_streams(model, template, tmp_path):
+    code = Path(example.__file__).read_text().replace("completions.create(", "completions.stream(")
+    code = code.replace(").choices", ").__enter__().get_final_completion().choices")
+    Path(tmp_path, "b.py").write_text(code)
+    flags = [f"--init_from={model}", "--warmup_sft_steps=0", "--checkpoint_every=0"]
     flags += "--prompts_per_step=2 --group_size=4 --max_steps=2 --learning_rate=1e-3".split()
-    outputs = [finish(tmp_path / name, *SIZES, *flags, launch=launch_warm) for name in "ab"]
+    programs = dict(a=example.__file__, b=tmp_path / "b.py")
+    outputs = [
+        finish(tmp_path / name, *SIZES, *flags, f"--agent=python {path}", launch=launch_warm)
+        for name, path in programs.items()
+    ]
     assert digest(outputs[0]) == digest(outputs[1])
     metrics = lines(tmp_path / "a", "metrics.jsonl", "rl")
     assert any(m["reward_std"] > 0 and m["grad_norm"] > 1e-3 for m in metrics) and len(metrics) == 2
     assert any(m["turns_mean"] > 1 and m["calls_mean"] > 0 for m in metrics)
+    assert all(m["turn_reward_mean"] == m["reward_mean"] / m["turns_mean"] for m in metrics)
     assert all(m["logprob_mismatch_tokens"] == m["forks_mean"] == 0 for m in metrics)
     for tensors, meta in read_groups(tmp_path / "a"):
         row = tensors["prompt_tokens"].tolist()

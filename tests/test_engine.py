@@ -175,8 +175,9 @@ def prompts(n, seed, shared=0):
 def roll_out(engine, folder, rows, temperature):
     """The group files' tensors of 4 samples of each row of tokens."""
     rows = {i: dict(prompt="", answer="", prompt_tokens=tokens) for i, tokens in enumerate(rows)}
+    folder.mkdir(exist_ok=True)
     sampler = Sampler(engine, CONFIG, "test", engines=1, reward=load_reward("exact"), decode=str, stop_tokens=[1])
-    sampler.sample(folder, Job("rl", 0, engine.version, rows, 4, temperature))
+    sampler.sample(folder, Job("rl", 0, engine.version, rows, 4, temperature), iter(rows))
     return [sync.read_group(folder, i, {})[0] for i in range(len(rows))]
 
 

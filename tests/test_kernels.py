@@ -7,6 +7,7 @@ Beside it that they are right, in which order they add, what they refuse, and mu
 Law L12 in test_laws.py has the same bits on other CPUs.
 """
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -95,6 +96,71 @@ def test_the_switch_makes_the_rows_of_every_linear_invariant_forward_and_backwar
     assert not same(ours[0], theirs[0])  # which starts its sums with the bias
     kernels.disable_batch_invariant()
     assert all(same(a, b) for a, b in zip(run(40), theirs))
+
+
+def test_a_merge_is_right_and_rounded_once_and_a_row_is_alone():
+    weight, A, B = exact(130, 70), exact(8, 70), exact(130, 8)
+    whole, right = kernels.merge(weight, A, B, 0.5), weight.double() + 0.5 * (B.double() @ A.double())
+    assert (whole - right).abs().max() < 1e-6
+    for i, n in ((0, 1), (5, 17), (60, 70)):
+        assert same(kernels.merge(weight[i : i + n], A, B[i : i + n], 0.5), whole[i : i + n])
+    assert same(kernels.merge(weight, A, torch.zeros(130, 8), 0.5), weight)
+    assert not same(kernels.merge(weight.flip(0), A, B, 0.5), whole)
+    half = kernels.merge(weight.bfloat16(), A, B, 0.5)  # as a GPU has it
+    right = (weight.bfloat16().float() + 0.5 * kernels.mm(B, A)).bfloat16()
+    assert half.dtype == torch.bfloat16 and torch.equal(half, right)
+
+
+def test_a_split_product_is_a_tree_of_chains_whoever_computes_which_parts():
+    """The parts of 1, 2 and 4 ranks, of which each adds its own before it tells them the others."""
+    x, weight, bias = exact(37, 96), exact(70, 96), exact(70)
+    parts = [kernels.mm(a, b.t()) for a, b in zip(x.chunk(4, 1), weight.chunk(4, 1))]
+    right = (parts[0] + parts[1]) + (parts[2] + parts[3])
+    assert (right - x.double() @ weight.double().t()).abs().max() < 1e-5
+
+    def gather(mine, split, ranks):
+        shares = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
+        sums = torch.stack([kernels.split_matmul(a, b.t(), split) for a, b in shares])
+        assert any(same(mine, y) for y in sums)
+        return sums
+
+    for ranks in (1, 2, 4):
+        last = x.chunk(ranks, 1)[-1], weight.chunk(ranks, 1)[-1]
+        among = functools.partial(gather, split=4 // ranks, ranks=ranks) if ranks > 1 else None
+        assert same(kernels.linear(*last, None, 4 // ranks, among), right)
+        assert same(kernels.linear(*last, bias, 4 // ranks, among), right + bias)
+    assert not same(kernels.linear(x, weight, None), right)
+    assert not same(((parts[0] + parts[1]) + parts[2]) + parts[3], right)
+    plain = [kernels.mm(a, b.t()) for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1))]
+    assert not same(plain[0] + plain[1], right)
+
+
+def test_a_split_linear_has_the_gradients_of_a_linear():
+    kernels.enable_batch_invariant()
+    x, weight, bias = (exact(*shape).requires_grad_() for shape in ((37, 40), (70, 40), (70,)))
+    grad, A, B = exact(37, 70), exact(4, 40), exact(70, 4)
+    for b in (None, bias):
+        leaves = [y for y in (x, weight, b) if y is not None]
+        ours, plain = kernels.SplitLinear.apply(x, weight, b, 4), torch.nn.functional.linear(x, weight, b)
+        assert same(ours, kernels.linear(x, weight, b, 4)) and not same(ours, plain)
+        assert all(map(same, *(torch.autograd.grad(y, leaves, grad) for y in (ours, plain))))
+        merged = kernels.merge(weight, A, B, 0.5)
+        assert same(kernels.LoRALinear.apply(x, weight, b, A, B, 0.5, 4), kernels.linear(x, merged, b, 4))
+
+
+def test_a_linear_with_adapters_has_the_gradients_of_its_merged_weight():
+    kernels.enable_batch_invariant()
+    x, weight, bias = torch.randn(37, 40, requires_grad=True), torch.randn(70, 40), torch.randn(70)
+    A, B, grad = torch.randn(4, 40, requires_grad=True), torch.randn(70, 4, requires_grad=True), torch.randn(37, 70)
+    merged = kernels.merge(weight, A, B, 0.5).detach()
+    for b in (None, bias):
+        ours = kernels.LoRALinear.apply(x, weight, b, A, B, 0.5)
+        assert same(ours, kernels.mm(x, merged.t()) if b is None else kernels.addmm(b, x, merged.t()))
+        right = x.double() @ (weight.double() + 0.5 * B.double() @ A.double()).t() + (0 if b is None else b.double())
+        found, wanted = (torch.autograd.grad(y, (x, A, B), grad.to(y)) for y in (ours, right))
+        assert all(torch.allclose(a, b, atol=1e-4) and b.abs().max() > 1 for a, b in zip(found, wanted))
+    plain = torch.nn.functional.linear(x, weight) + 0.5 * x @ A.t() @ B.t()  # what others compute is not the engine's
+    assert not same(plain, kernels.mm(x, merged.t()))
 
 
 def test_swiglu_does_not_see_the_position_in_the_tensor_and_torchs_own_silu_does():
@@ -494,7 +560,8 @@ def test_no_operator_forward_or_backward_sees_the_number_of_threads(monkeypatch)
     shared, share = [], kernels._share
     monkeypatch.setattr(kernels, "WORTH_THREADS", 0)
     monkeypatch.setattr(kernels, "_share", lambda loop, *args: (shared.append(loop.__name__), share(loop, *args))[1])
-    for threads in (2, 3):
+    # 40 are more than a prefill of one request has units: none may get a share without any
+    for threads in (2, 3, 40):
         kernels.threads = threads
         assert all(torch.equal(a, b) for a, b in zip(operators(kernels), expected, strict=True)), threads
     text = Path(kernels.__file__).read_text()
@@ -647,6 +714,8 @@ REFUSED = {
     "k (3, 1, 4)": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(3, 1, 4), zeros(2, 2), zeros(2, 2)),
     "k (2, 1, 6)": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(2, 1, 6), zeros(2, 2), zeros(2, 2)),
     "gate (2, 4) and up (2, 5)": lambda: kernels.swiglu(zeros(2, 4), zeros(2, 5)),
+    "(4, 2), (1, 3), (4, 1)": lambda: kernels.merge(zeros(4, 2), zeros(1, 3), zeros(4, 1), 1.0),
+    "on cpu beside torch.float64": lambda: kernels.merge(zeros(4, 2), zeros(1, 2, dtype=f64), zeros(4, 1), 1.0),
     "beside torch.float32": lambda: kernels.swiglu(zeros(2, 4), zeros(2, 4, dtype=f64)),
     "(2, 4, 8), (2, 3, 8)": lambda: kernels.attention(zeros(2, 4, 8), zeros(2, 3, 8), zeros(2, 3, 8), plan_of(2), 1),
     "(2, 2, 8), (2, 2, 9)": lambda: kernels.attention(zeros(2, 4, 8), zeros(2, 2, 8), zeros(2, 2, 9), plan_of(2), 1),

@@ -15,6 +15,7 @@ run with one thing wrong that the same comparison catches.
     L9  training and sampling side by side or in turn, with whatever lag the config sets
     L11 with samples drawn in segments, each with the weights of its step
     L12 on whatever CPU, with whatever vectors and threads
+    L13 with engines over any number of ranks, each with some of a model's heads, columns and vocabulary
 
 A ledger has a hash of the prompts, tokens, log-probs, rewards, advantages, and of each parameter's gradient, value and
 optimizer state of every step. conftest.py makes the runs; tools/prove.py proves the same with more runs and more kills.
@@ -44,6 +45,7 @@ from prove import (
     forget_optimizer,
     interrupt,
     lines,
+    plain_all_reduce,
     processes_of,
     replay_of,
     seeds_by_arrival,
@@ -378,7 +380,7 @@ def test_L10_dialogues_are_what_their_template_makes_of_the_messages(agents):
 
 def test_L10_a_replay_calls_nothing_and_has_the_same_ledger(agents, tmp_path):
     env = {"NOTES": str(tmp_path / "notes")}
-    finish(tmp_path / "run", *AGENT, *replay_of(agents[0]), "--checkpoint_every=0", env=env)
+    finish(tmp_path / "run", *AGENT, *replay_of(agents[0]), "--checkpoint_every=0", launch=launch_warm, env=env)
     assert ledger(tmp_path / "run") == ledger(agents[0])
     assert all(x.startswith("replies") for x in (tmp_path / "notes").read_text().splitlines())  # of supervised steps
 
@@ -449,7 +451,7 @@ def test_L11_control_segments_cut_by_time_are_other_samples(segments, tmp_path):
 # with any change of any bit, and only then.
 SMALL_RUN = "a0dc934371551f7ec6352c90f264ac92f992978dbc9c378e2d9fb450bf6fcae9"
 ITS_THIRD_STEP = "87229ef8b5e3fe36e2517d466d539551667ccc58903de5569521c242eafa7e18"
-ALGORITHMS = "f6838722efaeea4cb9ba6db2c58a3168c07b73afe8fb3ea773fd9a6f06a1bf41"
+ALGORITHMS = "0ac89590474d284bdd40ce453c748a888633053a10799a39cd4e5738f51cb3f3"
 ON_PURPOSE = "these bits were the same on every CPU and for every user: if they are to change, change this constant too"
 
 # What torch and Numba take for the CPU, and what else cuts work into pieces. Numba's name alone would leave it the
@@ -487,7 +489,7 @@ def test_L12_operators_formulas_algorithms_and_data_have_one_hash_on_every_cpu(h
     assert len(set(ours["this one"].values())) == len(ours["this one"]) >= 30
     assert ours["AVX2"] == ours["this one"] and ours["SSE2"] == ours["this one"]
     trained = [x for k, x in ours["this one"].items() if k.startswith("algorithm")]
-    assert len(trained) == 6 and hashlib.sha256("".join(trained).encode()).hexdigest() == ALGORITHMS, ON_PURPOSE
+    assert len(trained) == 7 and hashlib.sha256("".join(trained).encode()).hexdigest() == ALGORITHMS, ON_PURPOSE
 
 
 @on_a_cpu
@@ -506,3 +508,28 @@ def test_L12_the_small_run_has_one_digest_and_a_run_on_another_cpu_the_same(two_
     assert_it_learned(tmp_path / "run", steps=3)
     assert ledger(two_ranks[0]).startswith(ledger(tmp_path / "run"))
     assert digest(output) == f"digest {ITS_THIRD_STEP}", ON_PURPOSE
+
+
+# ---- L13: engines over several ranks
+
+
+def test_L13_an_engine_over_two_ranks_one_ledger(split, split_apart, two_ranks):
+    """Two such engines, one of whose schedulers is killed, and then one."""
+    assert_it_learned(split[0], steps=24)
+    assert ledger(split[0]) == ledger(split_apart[0]) != ledger(two_ranks[0])
+    assert digest(split[1]) == digest(split_apart[1])
+    assert {m["engine"] for _, m in read_groups(split_apart[0])} == {0, 1}
+    steps = lines(split_apart[0], "metrics.jsonl", "rl")
+    assert all(m["logprob_mismatch_tokens"] == 0 for m in steps) and any(m["staleness"] for m in steps)
+
+
+def test_L13_one_rank_of_an_engine_that_is_lost_ends_the_run_in_one_line(split_apart):
+    error = error_line((split_apart[0].parent / "lost").read_text())
+    assert re.fullmatch(r"error: engine [01]: the SGLang process died; see .*engine_[01].log", error), error
+    assert not processes_of(split_apart[0])
+
+
+def test_L13_control_a_plain_all_reduce_is_caught(tmp_path):
+    flags = ("--tp_split=4", "--rollout_tp=2", "--rollout_ranks=2", "--max_steps=1", "--eval_size=0")
+    status, output = launch_warm(tmp_path / "run", *flags, ranks=3, broken=plain_all_reduce)
+    assert status and "log-probs differ" in error_line(output), output[-4000:]

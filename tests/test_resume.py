@@ -7,8 +7,11 @@ Checkpoints, and what a resume refuses or survives. That it ends in the same led
 import fcntl
 import shutil
 import signal
+import subprocess
+import sys
 
 import torch
+import torch.distributed as dist
 from conftest import error_line, launch_warm
 from prove import interrupt, lines, replay_of
 
@@ -69,6 +72,14 @@ def test_an_out_dir_that_cannot_be_written_is_one_line(tmp_path):
     assert status == 2 and error_line(output).startswith("error: out_dir='/proc/run': ")
 
 
+STORE = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+
+
 def test_a_full_disk_ends_in_one_line_and_the_checkpoint_before_stays_whole(two_ranks, tmp_path):
     """A file may not grow over 500 kB: the model's is smaller, the optimizer's is not."""
     folder = interrupt(two_ranks[0], tmp_path / "run")
@@ -80,7 +91,7 @@ def test_a_full_disk_ends_in_one_line_and_the_checkpoint_before_stays_whole(two_
     assert len(lines(folder, "ledger.jsonl", "rl")) == 24  # all that was done is on record
 
 
-def test_what_the_disk_refuses_and_ctrl_c_are_one_line_and_all_else_a_traceback(capsys):
+def test_what_the_disk_refuses_a_lost_node_and_ctrl_c_are_one_line_and_all_else_a_traceback(capsys):
     """As Python's last word on an exception, which sync.report_error is in a run."""
 
     def last_word(action):
@@ -92,4 +103,9 @@ def test_what_the_disk_refuses_and_ctrl_c_are_one_line_and_all_else_a_traceback(
 
     assert "No space left on device" in error_line(last_word(lambda: print(1, file=open("/dev/full", "w"), flush=True)))
     assert error_line(last_word(lambda: signal.default_int_handler(2, None))).startswith("error: interrupted; nothing")
+    with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        store = dist.TCPStore("127.0.0.1", int(other.stdout.readline()))
+        other.kill()
+    line = error_line(last_word(lambda: store.check(["something"])))
+    assert line.startswith("error: torchrun's store is gone, with the node that had it; nothing")
     assert "ZeroDivisionError" in (text := last_word(lambda: 1 / 0)) and "Traceback" in text

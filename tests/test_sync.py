@@ -4,15 +4,21 @@ Sums that do not depend on who adds, files that are whole or refused, and a ledg
     pytest tests/test_sync.py
 """
 
+import errno
 import gc
 import json
+import os
 import random
+import socket
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import wait_for
+from psutil import net_if_addrs
 
 import sync
 from rollout_server import Job
@@ -35,18 +41,55 @@ def bits(x):
     ],
 )
 def test_gpus_that_cannot_do_it_are_refused_in_one_line(gpus, chip, change, message, monkeypatch, capsys):
-    taken = []
+    taken, key = [], "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv(key, "")  # so that it is as before in the end
+    monkeypatch.delenv(key)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: chip)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: f"number {taken}")
-    config = dict(mode="grpo", colocate=False, rollout_ranks=1, weight_sync="broadcast") | change
+    config = dict(mode="grpo", colocate=False, rollout_ranks=1, rollout_tp=1, weight_sync="broadcast") | change
     if message is None:
         assert sync.take_gpu(config, 2, 1) == "number [1]"
+        assert os.environ[key] == "expandable_segments:True"
+        del os.environ[key]
+        monkeypatch.setenv("RANK", "1")  # the engine's
+        sync.take_gpu(config, 2, 1)
+        assert key not in os.environ
         return
     with pytest.raises(SystemExit):
         sync.take_gpu(config, 2, 1)
     assert capsys.readouterr().err == f"error: {message}\n" and not taken
+
+
+def test_ranks_agree_on_a_name_for_their_start_and_never_on_that_of_the_dead(monkeypatch):
+    """Each rank begins when it likes, the first one last; torchrun has counted a restart for one of them alone."""
+    store, names = dist.HashStore(), []
+    for count in ("0", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        with ThreadPoolExecutor(3) as pool:
+            others = [pool.submit(sync.name_start, store, rank, 3) for rank in (1, 2)]
+            time.sleep(0.2)
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+            name = pool.submit(sync.name_start, store, 0, 3).result(5)
+            assert [other.result(5) for other in others] == [name, name]
+        assert os.environ["TORCHELASTIC_RESTART_COUNT"] == count
+        names.append(name)
+    assert names[0] != names[1]
+
+
+def test_a_nodes_address_is_that_of_the_way_to_the_master_and_never_its_own_loop(monkeypatch, capsys):
+    """tests/test_nodes.py has two nodes whose host names lead nowhere."""
+    for name, every in net_if_addrs().items():
+        for address in (each.address for each in every if each.family == socket.AF_INET):
+            monkeypatch.setenv("MASTER_ADDR", address)
+            if not address.startswith("127."):
+                assert sync.own_address() == (address, name)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(SystemExit) as e:
+        sync.own_address()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert e.value.code == 2 and line.startswith("error: MASTER_ADDR='localhost': no address for other nodes; name one")
 
 
 # ---- sums
@@ -55,7 +98,7 @@ def test_gpus_that_cannot_do_it_are_refused_in_one_line(gpus, chip, change, mess
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 8, 100])
 def test_tree_sum_takes_any_number_of_parts(n):
     parts = torch.randn(n, 3, dtype=torch.float64)
-    assert torch.allclose(sync.tree_sum(parts), parts.sum(0))
+    assert torch.allclose(parts.sum(0), sync.tree_sum(parts))
 
 
 def cut(tensor, name, ranks):
@@ -81,6 +124,10 @@ def test_hash_and_norm_of_shards_are_those_of_the_whole(alone):
 
     whole = hashes(1)
     assert hashes(2) == hashes(4) == hashes(8) == whole
+    columns = weights["a"].split([3, 4], 1)
+    halves = [sync.Shard("a", (10, 7), 0, x, first) for first, x in zip((0, 3), columns)]
+    sums = [int(sync.tensor_hashes([s.data], [s], alone)["a"], 16) for s in halves]
+    assert sum(sums) % 2**64 == whole["a"] != sums[0]
     shards = [cut(t, n, 1)[0] for n, t in weights.items()]
     norm = sync.grad_norm(list(weights.values()), shards, alone)
     assert norm == pytest.approx(torch.cat([t.flatten() for t in weights.values()]).double().norm().item(), rel=1e-12)
@@ -226,33 +273,72 @@ def test_a_step_takes_its_own_files_in_the_order_of_its_prompts(tmp_path):
         queue.sample(job)
 
 
-def test_a_prompt_is_claimed_once(tmp_path):
-    assert [sync.claim(tmp_path / "rl_000000", 3) for _ in range(3)] == [True, False, False]
-    assert sync.claim(tmp_path / "rl_000000", 4)
+class Writer:
+    """An engine's sampler, as the queue knows it."""
+
+    def __init__(self, index, pause=0):
+        self.engine, self.pause, self.wrote = types.SimpleNamespace(index=index), pause, []
+
+    def sample(self, folder, job, prompts):
+        for i in prompts:
+            sync.write_group(folder, i, TENSORS, META | dict(prompt=i))
+            self.wrote.append(i)
+            time.sleep(self.pause)
 
 
-def test_waiting_for_a_group_that_never_comes_ends_in_time(tmp_path):
-    sync.write_group(tmp_path, 0, TENSORS, META)
-    with pytest.raises(RunError, match="group_0001"):
-        sync.wait_for_groups(tmp_path, [0, 1], timeout=0.1)
+JOB = Job("rl", 3, 3, dict.fromkeys(range(4, 44)), 2, 1.0)
 
 
-def test_a_group_is_waited_for_as_long_as_an_engine_shows_that_it_lives(tmp_path):
-    """It comes after five times the timeout; of a sign that nobody touches none is left after that."""
+def test_engines_share_a_job_and_every_rank_reads_it_when_all_are_done(tmp_path):
+    store, signs = dist.HashStore(), [tmp_path / "a", tmp_path / "b"]
+    writers = Writer(0, 0.001), Writer(1, 0.01), None
+    queues = [sync.Queue(tmp_path, writer, "abc", 5, signs, store) for writer in writers]
+    with ThreadPoolExecutor(3) as pool:
+        read = list(pool.map(lambda queue: [meta["prompt"] for _, meta in queue.sample(JOB)], queues))
+    assert read == [list(range(4, 44))] * 3
+    assert sorted(writers[0].wrote + writers[1].wrote) == list(range(4, 44))  # each prompt once
+    assert len(writers[0].wrote) > len(writers[1].wrote) > 0  # who is done first takes what is left
+
+
+def test_nobody_asks_for_a_file_before_its_engine_has_said_that_it_is_there(tmp_path, monkeypatch):
+    """A network file system would go on to say that there is none."""
+    store, asked, exists = dist.HashStore(), [], sync.Path.exists
+    monkeypatch.setattr(sync.Path, "exists", lambda path: asked.append(path) or exists(path))
+    reader = sync.Queue(tmp_path, None, "abc", 5, [tmp_path / "engine_0.alive"], store)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.sample, JOB)
+        wait_for(lambda: len(asked) > 5, 5)
+        assert {path.name for path in asked} == {"engine_0.alive"} and not reading.done()
+        sync.Queue(tmp_path, Writer(0), "abc", 5, reader.signs, store).sample(JOB)
+        assert len(reading.result()) == 40
+
+
+def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere_is_named(tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: time.sleep(0.3) or sync.write_group(tmp_path, 7, TENSORS, META))
+        assert sync.appears(sync.group_path(tmp_path, 7), 5)
+    assert not sync.appears(sync.group_path(tmp_path, 8), 0.1)
+    with pytest.raises(RunError, match=f"group_0004.safetensors: not to be found on {socket.gethostname()}"):
+        sync.Queue(tmp_path, None, "abc").sample(JOB)
+
+
+def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
+    """It is done after five times the timeout; of a sign that nobody touches none is left after that."""
     signs, started = [tmp_path / "engine_0.alive", tmp_path / "engine_1.alive"], time.monotonic()
+    queue = sync.Queue(tmp_path, None, "abc", 0.2, signs)
 
     def engine():
         for _ in range(20):
             signs[1].touch()
             time.sleep(0.05)
-        sync.write_group(tmp_path, 3, TENSORS, META)
+        queue.store.set("mine", "done")
 
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(engine)
-        sync.wait_for_groups(tmp_path, [3], 0.2, signs)
+        queue._wait(tmp_path, ["mine"])
         assert time.monotonic() - started > 0.9 and working.result() is None
-    with pytest.raises(RunError, match="group_0004.*: no rollout came for 0 s"):
-        sync.wait_for_groups(tmp_path, [3, 4], 0.2, signs)
+    with pytest.raises(RunError, match="rl_000003: no rollout came for 0 s"):
+        queue.sample(JOB)
     assert time.monotonic() - started < 2
 
 
@@ -316,7 +402,7 @@ def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(t
 
 
 def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
-    c = types.SimpleNamespace(**DEFAULTS | dict(mode="reject", group_size=3, pass_reward=0.5, reject_best=1))
+    c = types.SimpleNamespace(branch="", **DEFAULTS | dict(mode="reject", group_size=3, pass_reward=0.5, reject_best=1))
     record, made = sync.Record(tmp_path, None, c, {}), []
     for i, rewards in enumerate(([1.0, 1.0, 1.0], [0.0, 0.0, 0.6], [0.1, 0.1, 0.0], [0.0, 0.0, 0.0])):
         tensors = dict(
@@ -411,16 +497,16 @@ def test_an_unfinished_checkpoint_is_none_and_the_last_ones_are_kept(tmp_path):
         make_checkpoint(tmp_path, step, step)
     (tmp_path / ".step_000004").mkdir()
     assert [p.name for p in sync.checkpoints(tmp_path)] == ["step_000001", "step_000002", "step_000003"]
-    sync.prune_checkpoints(tmp_path, 2)
+    sync.delete_checkpoints(tmp_path, sync.checkpoints(tmp_path)[:-2])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
     again = make_checkpoint(tmp_path, 3, 9)  # over one that is there
     assert (again / "config.json").read_bytes() == b"\t" * 50
 
 
-def test_after_a_crash_whole_rollouts_stay_and_torn_ones_and_claims_go(tmp_path):
+def test_after_a_crash_whole_rollouts_stay_and_torn_ones_go(tmp_path):
     for step, index in ((1, 0), (1, 1), (2, 0), (2, 1)):
         folder = tmp_path / f"rl_{step:06d}"
-        assert sync.claim(folder, index)
+        folder.mkdir(exist_ok=True)
         sync.write_group(folder, index, TENSORS, META)
     torn = sync.group_path(tmp_path / "rl_000002", 1)
     torn.write_bytes(torn.read_bytes()[:-1])
@@ -455,6 +541,19 @@ def test_a_folder_belongs_to_one_process_and_one_run(tmp_path, capsys):
     open_run(config, restarted=True).close()  # by the torchrun whose process began it
     (tmp_path / "lock").write_text("torchrun 1")
     assert "holds a run already" in refused(resumed=config, restarted=True)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_with_the_cure(tmp_path, monkeypatch, capsys, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sync.fcntl, "flock", flock)
+    with pytest.raises(SystemExit) as e:
+        sync.open_run(tmp_path, dict(seed=1), {}, False, "")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert e.value.code == 2 and line.startswith(f"error: out_dir={str(tmp_path)!r}: its file system has no flock")
+    assert "mount it with locks" in line and "or choose another" in line
 
 
 def test_a_resume_without_an_engine_does_not_make_the_run_one(tmp_path, capsys):

@@ -255,7 +255,7 @@ def random_samples(n, seed=0):
 
 
 def config_of(**change):
-    return types.SimpleNamespace(**DEFAULTS | dict(importance="", entropy_coef=0.0, kl_coef=0.0) | change)
+    return types.SimpleNamespace(branch="", **DEFAULTS | dict(importance="", entropy_coef=0.0, kl_coef=0.0) | change)
 
 
 @pytest.mark.parametrize("kl_in_reward", [False, True])
@@ -486,16 +486,30 @@ SIZES = {  # the published config.json of the models, without their weights
     "qwen3_0p6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
     "qwen3_8b": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32),
 }
+SIZES |= dict.fromkeys(("qwen3_8b_lag", "qwen3_8b_colocated"), SIZES["qwen3_8b"])
+SIZES["qwen3_32b"] = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64)
+SIZES["llama_70b_lora"] = dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
 
 
-@pytest.mark.parametrize("name,world,parameters", [("qwen3_0p6b", 1, 0.596e9), ("qwen3_8b", 8, 8.19e9)])
+@pytest.mark.parametrize(
+    "name,world,parameters",
+    [
+        ("qwen3_0p6b", 1, 0.596e9),
+        ("qwen3_8b", 8, 8.19e9),
+        ("qwen3_8b_lag", 8, 8.19e9),
+        ("qwen3_8b_colocated", 8, 8.19e9),
+        ("qwen3_32b", 16, 32.76e9),
+        ("llama_70b_lora", 8, 70.55e9),
+    ],
+)
 def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, parameters):
-    from transformers import Qwen3Config
+    from transformers import LlamaConfig, Qwen3Config
 
     config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / f"config/{name}.py")])
     check_config(config, world, DEFAULTS)
-    hf = Qwen3Config(
-        vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+    kind, vocabulary = (LlamaConfig, 128256) if name == "llama_70b_lora" else (Qwen3Config, 151936)
+    hf = kind(
+        vocab_size=vocabulary, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
         tie_word_embeddings=name == "qwen3_0p6b", **SIZES[name],
     )  # fmt: skip
     hf.save_pretrained(tmp_path)
@@ -509,7 +523,7 @@ def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, paramete
     assert all(size <= 256 << 20 or len(b) == 1 for size, b in zip(sizes, buckets))
 
 
-@pytest.mark.parametrize("name", ["tiny", "small", "one_gpu", "stage_sft", "stage_rm", "stage_ppo"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_lora", "small", "one_gpu", "stage_sft", "stage_rm", "stage_ppo"])
 def test_a_small_preset_is_valid(name):
     config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / f"config/{name}.py")])
     for world in (1, 2, 3)[: 2 if config["mode"] in ("sft", "rm") else 3]:  # three trainers cannot share four lanes
@@ -533,3 +547,11 @@ def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, capsys, mo
     assert "a gpt2 model; known are qwen3, qwen2, llama" in refusal(GPT2Config())
     assert "sliding-window" in refusal(Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1))
     assert "the model has 64 positions" in refusal(Qwen2Config(max_position_embeddings=64))
+    heads = dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=3, intermediate_size=40)
+    for change, message in (
+        (dict(tp_split=64), "tp_split=64: does not divide attention's width, 96, of init_from="),
+        (dict(tp_split=16), "tp_split=16: does not divide the MLP's width, 40, of init_from="),
+        (dict(tp_split=4, rollout_tp=4), "rollout_tp=4: does not divide its 6 heads of init_from="),
+        (dict(tp_split=2, rollout_tp=2), "rollout_tp=2: does not divide its 3 key heads of init_from="),
+    ):
+        assert message in refusal(Qwen2Config(**heads), **change)

@@ -105,7 +105,7 @@ def faults(x):
     if x.half and chain and re.search(r"\badd\.\S*f32\b", x.ptx):
         found.append("a second accumulator")
     # the attention's fused steps are written; those of triton_softmax_stats are the logarithm's own
-    fused = "triton_matmul", "triton_attention", "triton_softmax_stats"
+    fused = "triton_matmul", "triton_attention", "triton_lora", "triton_softmax_stats"
     if not x.name.startswith(fused) and re.search(r"\bfma\.\S*f32\b", x.ptx):
         found.append("contraction")
     if x.stack:
@@ -167,6 +167,11 @@ def elementwise():
     kernels.swiglu(gate, gate).backward(empty(7, 12288))
 
 
+def merges():
+    for N, K, R in ((4096, 4096, 32), (1024, 4096, 1), (12289, 4097, 17)):
+        kernels.merge(empty(N, K), empty(R, K, dtype=f32), empty(N, R, dtype=f32), 2.0)
+
+
 def heads():
     hidden, weight = torch.zeros(7, 64, requires_grad=True), torch.zeros(151, 64, requires_grad=True)
     sum(x.sum() for x in kernels.token_logprobs(hidden, weight, torch.zeros(7, dtype=torch.long))).backward()
@@ -176,7 +181,10 @@ def heads():
     kernels.row_sums(empty(7, 4096, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("work", [matmuls, attentions, norms, elementwise, heads], ids=lambda f: f.__name__)
+WORKS = matmuls, attentions, norms, elementwise, merges, heads
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda f: f.__name__)
 def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work):
     found = launches(work)
     assert found and {repr(x): faults(x) for x in found if faults(x)} == {}
@@ -192,9 +200,7 @@ def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work
 
 def test_every_kernel_of_the_file_is_among_those_compiled():
     """A kernel nobody launches here would escape the rules."""
-    names = {
-        x.name for work in (matmuls, attentions, norms, elementwise, heads) for x in launches(work, compiled=False)
-    }
+    names = {x.name for work in WORKS for x in launches(work, compiled=False)}
     written = re.findall(r"^@triton\.jit.*\ndef (triton_\w+)\(", Path(kernels.__file__).read_text(), re.M)
     assert len(written) > 15 and set(written) == names
 

@@ -108,6 +108,28 @@ def test_split_k_and_a_reversed_k_are_caught(tmp_path, monkeypatch):
             assert not all(matmul_configs())
 
 
+@pytest.mark.parametrize("N,K,R", [(1, 1, 1), (70, 40, 4), (65, 130, 17), (0, 5, 2)])
+def test_a_merge_is_right_and_a_row_is_alone(N, K, R):
+    weight, A, B = torch.randn(N, K), torch.randn(R, K), torch.randn(N, R)
+    whole = kernels.merge(weight, A, B, 1.5)
+    assert close(whole, weight.double() + 1.5 * (B.double() @ A.double()), 1e-4)
+    for i, n in ((0, 1), (5, 17), (60, 10)):
+        assert same(kernels.merge(weight[i : i + n], A, B[i : i + n], 1.5), whole[i : i + n])
+    assert same(kernels.merge(weight, A, torch.zeros(N, R), 1.5), weight)
+    assert N == 0 or not same(kernels.merge(weight, A, B, 1.25), whole)
+
+
+def test_a_linear_with_adapters_has_the_gradients_of_its_merged_weight():
+    x, weight, bias = torch.randn(37, 40, requires_grad=True), torch.randn(70, 40), torch.randn(70)
+    A, B, grad = torch.randn(4, 40, requires_grad=True), torch.randn(70, 4, requires_grad=True), torch.randn(37, 70)
+    for b in (None, bias):
+        ours = kernels.LoRALinear.apply(x, weight, b, A, B, 0.5)
+        right = x.double() @ (weight.double() + 0.5 * B.double() @ A.double()).t() + (0 if b is None else b.double())
+        assert close(ours, right, 1e-3)
+        found, wanted = (torch.autograd.grad(y, (x, A, B), grad.to(y)) for y in (ours, right))
+        assert all(close(a, b, 1e-3) for a, b in zip(found, wanted))
+
+
 # ---- norms and elementwise
 
 

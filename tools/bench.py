@@ -5,6 +5,7 @@ Sampled tokens per second in steady state, of rollout and training together.
                                                              # on a GPU 256 of 256 tokens, 250 M parameters
     python tools/bench.py --ranks=2 --new_tokens=128
     python tools/bench.py --onoff                            # with and without our operators, twice each
+    python tools/bench.py --beside=--lora_rank=16            # with these flags and without, twice each
     python tools/bench.py --operators                        # on a GPU: each operator against the library's
     python tools/bench.py --peer                             # on a CPU: beside TRL; --peer=all: at more settings
     python tools/bench.py --peer --ranks=2 --lag=1 --lanes=1 # training and sampling side by side
@@ -108,21 +109,22 @@ def end_to_end(args):
     print(f"  tokens_per_second {median('tokens_per_second'):.0f} (of rollout and training together)")
 
 
-def onoff(args):
-    """On, off, on, off: what differs between two runs of one kind is noise."""
+def in_turn(args, kinds):
+    """Runs of two kinds {name: flags}, each twice: what differs between two of one kind is noise."""
     from gpu_bits import machine
 
     components = dict(rollout="rollout_seconds", trainer="train_seconds", weights="sync_seconds", step="step_seconds")
-    rates = {name: {True: [], False: []} for name in components}  # tokens per second of each run
-    for on in (True, False) * 2:
-        steps = measure(args, f"--batch_invariant={on}", "--strict=" + str(on))
+    rates = {name: {kind: [] for kind in kinds} for name in components}  # tokens per second of each run
+    for kind in [*kinds] * 2:
+        steps = measure(args, *kinds[kind])
         for name, key in components.items():
             seconds = [(x["tokens_per_second"] * x["step_seconds"], x[key]) for x in steps]
-            rates[name][on].append(statistics.median(tokens / max(s, 1e-9) for tokens, s in seconds))
-    print("| tokens per second of | batch-invariant, each run | off, each run | on / off |\n|---|---|---|---|")
+            rates[name][kind].append(statistics.median(tokens / max(s, 1e-9) for tokens, s in seconds))
+    first, second = kinds
+    print(f"| tokens per second of | {first}, each run | {second}, each run | {first} / {second} |\n|---|---|---|---|")
     for name, runs in rates.items():
-        each = (", ".join(f"{x:.0f}" for x in runs[on]) for on in (True, False))
-        ratio = statistics.median(runs[True]) / statistics.median(runs[False])
+        each = (", ".join(f"{x:.0f}" for x in runs[kind]) for kind in kinds)
+        ratio = statistics.median(runs[first]) / statistics.median(runs[second])
         print(f"| {name} | {' | '.join(each)} | {ratio:.3f} |")
     print(f"\n{platform.machine()}, {args.steps - 4} steps a run, {machine()}")
 
@@ -748,6 +750,7 @@ def main():
     parser.add_argument("--threads", type=int, default=0, help="of a process; 0: the cores shared evenly")
     parser.add_argument("--operators", action="store_true", help="each operator at Qwen3's shapes, on a GPU")
     parser.add_argument("--onoff", action="store_true", help="with and without the batch-invariant operators")
+    parser.add_argument("--beside", help="runs with these flags beside runs without, such as '--lora_rank=16'")
     parser.add_argument("--peer", nargs="?", const="default", choices=PEER_SETTINGS, help="beside TRL, on a CPU")
     parser.add_argument("--agent", action="store_true", help="dialogues through agents/chat.py, on a CPU")
     parser.add_argument("--sandbox", action="store_true", help="programs in the sandbox beside bare Python")
@@ -757,7 +760,10 @@ def main():
     if args.operators:
         operators()
     elif args.onoff:
-        onoff(args)
+        flags = ((f"--batch_invariant={on}", f"--strict={on}") for on in (True, False))
+        in_turn(args, dict(zip(("batch-invariant", "off"), flags)))
+    elif args.beside:
+        in_turn(args, {args.beside: args.beside.split(), "without": []})
     elif args.sandbox:
         sandbox()
     elif args.trl_side:

@@ -13,7 +13,6 @@ Exit status 2: no such run or step, or flags that the run cannot have.
 
 import json
 import runpy
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -25,7 +24,7 @@ from verify import QUIET, copy_run, go_on, link, starts_of  # noqa: E402
 
 import configurator  # noqa: E402
 import sync  # noqa: E402
-from configurator import FREE_KEYS, require  # noqa: E402
+from configurator import require  # noqa: E402
 
 
 def saved_config(run):
@@ -48,17 +47,14 @@ def checkpoint_of(run, step, scratch):
 
 def branch(run, checkpoint, folder, config):
     """Makes `folder` the run as it was at the checkpoint, with another config from there on."""
-    record = json.loads((checkpoint / "checkpoint.json").read_text())
-    state = {key: value for key, value in record.items() if key not in ("files", "sha256")}
-    state["run"] = sync.content_hash({key: value for key, value in config.items() if key not in FREE_KEYS})
+    sizes = json.loads((checkpoint / "checkpoint.json").read_text())["bytes"]
     past = checkpoint.parent.parent  # `run`, or what went from there to this step
     (folder / "ckpt").mkdir(parents=True)
     for name in sync.LOGS:
-        (folder / name).write_bytes((past / name).read_bytes()[: record["bytes"][name]])
-    shutil.copytree(checkpoint, folder / "ckpt" / ".made", copy_function=link)
-    (folder / "ckpt" / ".made" / "checkpoint.json").unlink()
-    sync.seal_checkpoint(folder / "ckpt" / ".made", folder / "ckpt" / checkpoint.name, **state)
-    origin = f"# branched from {run}, digest {read_ledger(run)[-1]['chain']}, at step {record['step']}\n"
+        (folder / name).write_bytes((past / name).read_bytes()[: sizes[name]])
+    sync.reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, link, run=sync.run_id(config))
+    step = int(checkpoint.name[5:])
+    origin = f"# branched from {run}, digest {read_ledger(run)[-1]['chain']}, at step {step}\n"
     (folder / "config.py").write_text(origin + configurator.config_source(config))
 
 

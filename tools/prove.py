@@ -73,6 +73,31 @@ def weights_as_they_come():
     sync.WeightSync.publish = late
 
 
+def adapters_apart():
+    """The trainer adds what the adapters make of x to what the base makes of it, as is usual; an engine has the sum."""
+    import kernels
+
+    def apart(ctx, x, weight, bias, A, B, scale, split):
+        ctx.save_for_backward(x, weight, A, B)
+        ctx.scale = scale
+        return x @ weight.t() + scale * (x @ A.t() @ B.t())
+
+    kernels.LoRALinear.forward = staticmethod(apart)
+
+
+def plain_all_reduce():
+    """Each rank of an engine multiplies all it has at once, and the products are added, as is usual."""
+    from rollout_server import RolloutEngine
+
+    start = RolloutEngine._start
+
+    def usual(self, *args):
+        self.config = self.config | dict(tp_split=self.config["rollout_tp"])
+        return start(self, *args)
+
+    RolloutEngine._start = usual
+
+
 def segments_by_time():
     """A segment ends when a moment has passed, not after so many tokens."""
     from rollout_server import Sampler
@@ -162,7 +187,11 @@ def lines(folder, file, phase=None):
 
 # Samples made ahead of the updates: whole ones, and token by token, with the weights of each step
 LAG = ("--lag=2",)
+SPLIT = ("--tp_split=4", "--lag=1")
 SEGMENTS = ("--lag=1", "--segment_tokens=1", "--groups_in_flight=16", "--prompts_per_step=4")
+
+# Adapters of a model that was trained before, which --init_from names
+LORA = ("--lora_rank=8", "--lora_alpha=16", "--learning_rate=2e-3", "--warmup_sft_steps=0")
 
 # An agent with a tool that takes its time
 AGENT = """--agent=tests/slow_agent.py:solve --tool_call_parser=pythonic --max_prompt_tokens=24 --max_new_tokens=40

@@ -46,7 +46,8 @@ def chosen(digest, steps, count):
 
 def starts_of(run):
     """{step: folder} of the run's checkpoints that these versions of the libraries can go on from."""
-    found = {}
+    found, cure = {}, "with watch='rollback' a step may be there twice; --mode=replay does all of it again"
+    require("\nwatch = 'rollback'" not in (run / "config.py").read_text(), f"{run}: {cure}")
     for folder in sync.checkpoints(run / "ckpt"):
         record = json.loads((folder / "checkpoint.json").read_text())
         why = f"{folder} is of {record['versions']}, here are {versions()}: bits may differ"
@@ -58,7 +59,7 @@ def starts_of(run):
 def differing_weight(checkpoint, line):
     """The first parameter of a checkpoint whose value or moments are not those of the ledger's line; or None."""
     files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("optimizer/*.safetensors")]
-    tensors = {name: x for file in files for name, x in load_file(file).items()}
+    tensors = {name.removeprefix(sync.PEFT): x for file in files for name, x in load_file(file).items()}
     shards = [sync.Shard(name, tuple(x.shape), 0, x) for name, x in tensors.items()]
     hashes = sync.tensor_hashes([s.data for s in shards], shards, None)
     for name in line["weights"]:

@@ -1,0 +1,45 @@
+"""
+Llama-3.3-70B on GSM8K with LoRA, eight 80 GB GPUs: four train the adapters under FSDP2, four host one engine over all
+of them. Both sides work at the same time, with samples that are one step old.
+
+    torchrun --nproc_per_node=8 train_grpo.py config/llama_70b_lora.py
+
+Memory of a trainer, 70.6 G frozen parameters over 4 ranks: bfloat16 weights 35.3 GB; rank 32 in all seven linear layers
+of the 80 is 414 M adapters in float32, with AdamW's two moments, gradients and the versions that are sent and checked
+3 GB; embedding and head as FSDP2 gathers them 4.2 GB, two layers 3.4 GB; one activation per layer of a leaf of 8,192
+tokens 80 * 8,192 * 8,192 * 2 bytes = 10.7 GB, one layer's inner ones 2.6 GB, x and the gradient of an MLP's matrix in
+float32 1.2 GB, and 1,024 rows of float32 logits 1.1 GB: 62 GB. While weights are published the merged ones are there
+beside the base, 34.2 GB more than it: 71 GB.
+Memory of an engine's card: a quarter of the weights 35.3 GB; 85 % of the card less these leaves 33 GB of cache at
+80 KiB a token, 399,000 tokens: all 256 samples at their full length.
+`tools/plan.py config/llama_70b_lora.py --gpus=8` counts so, and estimates a step of 43 s.
+
+Wall time and result: not measured yet.
+"""
+
+out_dir = "out/llama_70b_lora"
+init_from = "meta-llama/Llama-3.3-70B-Instruct"
+lora_rank = 32
+dataset = "openai/gsm8k"
+dataset_config = "main"
+prompt_column = "question"
+prompt_template = "{question}\nPlease reason step by step, and put your final answer after ####."
+chat_template = True
+eval_split = "test"
+max_prompt_tokens = 256
+max_new_tokens = 1024
+rollout_ranks = 4
+rollout_tp = 4
+tp_split = 4
+lag = 1
+prompts_per_step = 32
+group_size = 8
+leaf_tokens = 8192
+lanes = 4
+gradient_checkpointing = True
+learning_rate = 1e-5
+warmup_steps = 10
+max_steps = 200
+eval_every = 50
+engine_memory = 0.85
+keep_rollouts = 20

@@ -1,0 +1,39 @@
+"""
+Qwen3-8B on GSM8K, eight 80 GB GPUs, each of which trains and samples in turn.
+
+    torchrun --nproc_per_node=8 train_grpo.py config/qwen3_8b_colocated.py
+
+Memory of a card while it trains, 8.2 G parameters over 8 ranks, and the engine's memory sleeps: float32 weights 4.1 +
+AdamW's two moments 8.2 + gradients 4.1 * 2 (8 lanes are one per rank) = 20 GB; embedding and head gathered in bfloat16
+and their gradients 5 GB, two layers 0.8 GB; at the end of a backward pass the sum of the latter over the ranks, in
+float32, as sent and received, 10 GB: 36 GB.
+While weights are published: weights and moments 12 GB, the bfloat16 ones that are handed over 2 GB, and the engine's
+share of the card, 56 GB: 70 GB. Of the share 16.4 GB are its weights, 40 GB the cache, 268,000 tokens at 144 KiB: all
+32 samples of an engine at their full length.
+`tools/plan.py` counts so, and estimates a step of 13.9 s.
+
+Wall time and result: not measured yet.
+"""
+
+out_dir = "out/qwen3_8b_colocated"
+init_from = "Qwen/Qwen3-8B"
+colocate = True
+dataset = "openai/gsm8k"
+dataset_config = "main"
+prompt_column = "question"
+prompt_template = "{question}\nPlease reason step by step, and put your final answer after ####."
+chat_template = True
+chat_template_args = "enable_thinking=False"  # with it, samples want 4,096 tokens and more
+eval_split = "test"
+max_prompt_tokens = 256
+max_new_tokens = 1024
+prompts_per_step = 32
+group_size = 8
+lanes = 8
+gradient_checkpointing = True
+learning_rate = 1e-6
+warmup_steps = 10
+max_steps = 200
+eval_every = 50
+engine_memory = 0.7
+keep_rollouts = 20

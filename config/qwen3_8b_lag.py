@@ -1,0 +1,38 @@
+"""
+Qwen3-8B on GSM8K, eight 80 GB GPUs: config/qwen3_8b.py with its two sides at work at the same time. Four train on the
+samples of the step before, while four draw the next with weights that are one step old; all the log-probs are checked
+with the weights that sampled them.
+
+    torchrun --nproc_per_node=8 train_grpo.py config/qwen3_8b_lag.py
+
+Memory of a trainer: that of config/qwen3_8b.py and the version that is being sent, bfloat16 4 GB, together 61 GB. The
+version before it waits in host memory, 4 GB a rank; while it checks that version's log-probs today's float32 weights
+are there twice, 8 GB, which is before there are gradients. An engine: 16.4 GB of weights, 52 GB of cache, 350,000
+tokens. `tools/plan.py` counts so, and estimates a step of 9.6 s where taking turns needs 15.2.
+
+Wall time and result: not measured yet.
+"""
+
+out_dir = "out/qwen3_8b_lag"
+init_from = "Qwen/Qwen3-8B"
+dataset = "openai/gsm8k"
+dataset_config = "main"
+prompt_column = "question"
+prompt_template = "{question}\nPlease reason step by step, and put your final answer after ####."
+chat_template = True
+chat_template_args = "enable_thinking=False"  # with it, samples want 4,096 tokens and more
+eval_split = "test"
+max_prompt_tokens = 256
+max_new_tokens = 1024
+rollout_ranks = 4
+lag = 1
+prompts_per_step = 32
+group_size = 8
+lanes = 4
+gradient_checkpointing = True
+learning_rate = 1e-6
+warmup_steps = 10
+max_steps = 200
+eval_every = 50
+engine_memory = 0.85
+keep_rollouts = 20

@@ -1,0 +1,206 @@
+"""
+tools/plan.py: what it counts is what the code has, and what the presets say of themselves. No engine; its seconds are
+beside those of real runs in `tools/plan.py --check`.
+
+    pytest tests/test_plan.py
+"""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import plan  # noqa: E402
+
+import sync  # noqa: E402
+
+SMALL = dict(
+    vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32,
+)  # fmt: skip
+
+
+def account(preset, gpus, *flags):
+    """(text of a preset, Shape, config, its plan)."""
+    s, c, card = plan.read([f"config/{preset}.py", f"--gpus={gpus}", *flags])
+    return " ".join((ROOT / f"config/{preset}.py").read_text().split()), s, c, plan.plan(s, c, card)
+
+
+def said(text, pattern):
+    """The number that a docstring has where `pattern` has a group."""
+    return float(re.search(pattern, text)[1].replace(",", ""))
+
+
+# ---- what is counted
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_parameters_of_a_folder_are_those_of_its_model(tmp_path, kind, tied):
+    hf = AutoConfig.for_model(kind, tie_word_embeddings=tied, **SMALL)
+    hf.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    s, _, _ = plan.read([f"--init_from={tmp_path}", "--gpus=1"])
+    assert plan.parameters(s) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("preset", ["small", "tiny", "calculator"])
+def test_a_scratch_model_has_as_many_parameters_as_the_one_that_is_made(tmp_path, preset):
+    s, c, _ = plan.read([f"config/{preset}.py", "--gpus=1", "--init_from=scratch"])
+    sync.make_scratch_model(tmp_path, vars(c))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert plan.parameters(s) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_published_models_have_their_published_sizes():
+    sizes = dict(zip(plan.MODELS, (0.596e9, 8.19e9, 32.8e9, 70.6e9)))  # the models' cards
+    for name, s in plan.MODELS.items():
+        assert plan.parameters(s) == pytest.approx(sizes[name], rel=2e-3), name
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_operations_are_those_that_torch_counts(tmp_path, kind):
+    hf = AutoConfig.for_model(kind, tie_word_embeddings=False, attn_implementation="eager", **SMALL)
+    hf.save_pretrained(tmp_path)
+    model, tokens = AutoModelForCausalLM.from_config(hf), 50
+    flags = "--gpus=1 --lanes=1 --prompts_per_step=1 --group_size=2 --max_prompt_tokens=64 --max_new_tokens=64"
+    s, c, _ = plan.read([f"--init_from={tmp_path}", *flags.split()])
+    with FlopCounterMode(display=False) as forward:
+        loss = model(torch.zeros(2, tokens, dtype=torch.long), use_cache=False).logits.sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    rotary = 2 * tokens * s.head_dim // 2  # positions times frequencies are a product to Hugging Face
+    # Eager attention computes the half above the diagonal, too.
+    products, head, attention = plan.operations(s, 2 * tokens, 2 * tokens, 2 * tokens**2, causal=1)
+    assert forward.get_total_flops() == pytest.approx(products + head + attention, abs=2 * rotary)
+    c.samples, c.prompt, c.response, c.tokens = 2, 0, tokens, 2 * tokens
+    seconds = plan.training_seconds(s, c, 1, plan.cpu_rates(1.0, 0.0))
+    assert seconds["forward"] == products + head
+    again = head  # our logits are not kept for the backward pass
+    assert seconds["backward"] - again == backward.get_total_flops() - 2 * attention
+
+
+def test_lengths_have_the_mean_and_the_square_that_decoding_counts():
+    s, c, _ = plan.read("--gpus=1 --max_new_tokens=1000 --response_tokens=300 --prompt_tokens=100".split())
+    n = 20_000
+    lengths = [1000 * (1 - ((i + 0.5) / n) ** (1 / c.tail)) for i in range(n)]
+    assert sum(lengths) / n == pytest.approx(300, rel=1e-3)
+    assert c.squares / c.samples == pytest.approx(sum((100 + x) ** 2 for x in lengths) / n, rel=1e-3)
+    # Decoding reads, at each token, the keys and values of all before it.
+    rates = plan.cpu_rates(math.inf, 0.0)._replace(cache=1.0)
+    read = sum(100 * x + x**2 / 2 for x in lengths) / n * c.samples * plan.cache_bytes(s)
+    assert plan.rollout_seconds(s, c, 1, rates)["decode: cache"] == pytest.approx(read, rel=1e-3)
+
+
+def test_seconds_are_linear_in_those_of_an_operation_and_of_a_step():
+    s, c, _ = plan.read(["--gpus=1"])
+
+    def seconds(*speeds):
+        return plan.cpu_seconds(s, c, *[plan.cpu_rates(*speeds)] * 2)
+
+    for both, operation, step in zip(seconds(2e9, 3e-3), seconds(1.0, 0.0), seconds(math.inf, 1.0)):
+        assert both == pytest.approx(operation / 2e9 + 3e-3 * step) and operation and step
+
+
+# ---- the presets' accounts
+
+
+def test_the_8b_preset_needs_what_it_says():
+    text, s, c, made = account("qwen3_8b", 8)
+    assert made.trains / 1e9 == pytest.approx(said(text, r"received, 10 GB: (\d+) GB"), rel=0.03)
+    assert made.cache / 1e9 == pytest.approx(said(text, r"leaves (\d+) GB of cache"), rel=0.03)
+    assert plan.cache_bytes(s) / 1024 == said(text, r"cache at (\d+) KiB")
+    lagged = account("qwen3_8b", 8, "--lag=1")[3]
+    assert (lagged.trains - made.trains) / 1e9 == pytest.approx(said(text, r"for (\d+) GB more"), rel=0.05)
+
+
+@pytest.mark.parametrize("name,gpus,flags", [("qwen3_32b", 16, ["--card=H200"]), ("llama_70b_lora", 8, [])])
+def test_the_presets_of_engines_over_several_cards_need_what_they_say(name, gpus, flags):
+    text, _, _, made = account(name, gpus, *flags)
+    assert made.gpu / 1e9 == pytest.approx(said(text, r"(\d+) GB\.\s(?:With|Memory of an engine)"), rel=0.02)
+    assert made.weights / 1e9 == pytest.approx(said(text, r"weights ([\d.]+) GB; 85 %"), rel=0.02)
+    assert made.cache / 1e9 == pytest.approx(said(text, r"leaves (\d+) GB of cache"), rel=0.02)
+    assert made.step == pytest.approx(said(text, r"a step of ([\d.]+) s"), rel=0.01)
+
+
+def test_the_presets_side_by_side_and_on_the_same_cards_need_what_they_say():
+    text, _, _, made = account("qwen3_8b_lag", 8)
+    assert made.trains / 1e9 == pytest.approx(said(text, r"together (\d+) GB"), rel=0.02)
+    assert made.step == pytest.approx(said(text, r"a step of ([\d.]+) s"), abs=0.05)
+    text, _, _, made = account("qwen3_8b_colocated", 8)
+    assert made.trains / 1e9 == pytest.approx(said(text, r"received, 10 GB: (\d+) GB"), rel=0.02)
+    assert made.gpu / 1e9 == pytest.approx(said(text, r"56 GB: (\d+) GB"), rel=0.02)
+    assert made.room == pytest.approx(said(text, r"the cache, ([\d,]+) tokens"), rel=0.01)
+    assert made.step == pytest.approx(said(text, r"a step of ([\d.]+) s"), abs=0.05)
+
+
+def test_the_lora_preset_needs_what_it_says():
+    text, s, c, made = account("qwen3_8b_lora", 1)
+    assert plan.learned_parameters(s, c) == pytest.approx(said(text, r"is ([\d.]+) M adapters") * 1e6, rel=1e-3)
+    assert made.trains / 1e9 == pytest.approx(said(text, r"twice: (\d+) GB"), rel=0.05)
+    assert made.gpu / 1e9 == pytest.approx(said(text, r"36 GB: (\d+) GB"), rel=0.03)
+    assert made.room == pytest.approx(said(text, r"a token ([\d,]+) tokens"), rel=0.03)
+
+
+def test_the_small_preset_for_a_gpu_needs_what_it_says():
+    text, s, c, made = account("qwen3_0p6b", 1)
+    phases = plan.trainer_memory(s, c, 1)
+    state = sum(phases["held"].values()) + next(iter(phases["train"].values()))
+    assert state / 1e9 == pytest.approx(said(text, r"= (\d+) GB; one activation"), rel=0.03)
+    assert phases["leaf"]["activations"] / 1e9 == pytest.approx(said(text, r"2 bytes = ([\d.]+) GB, and"), rel=0.05)
+
+
+# ---- what is printed, and refused
+
+
+def test_the_report_of_a_preset_adds_up(capsys):
+    made = plan.plan(*plan.read(["config/qwen3_8b.py"]))
+    plan.report(*plan.read(["config/qwen3_8b.py"]))
+    out = capsys.readouterr().out
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
+    times = {row[0]: float(row[1].strip("*")) for row in rows if row[1][0] in "0123456789*" and "%" not in row[1]}
+    parts = [x for name, x in times.items() if ":" in name or name == "files, ledger"]
+    assert sum(parts) == pytest.approx(times["**step**"], abs=0.1) and len(parts) == 17
+    assert times["**step**"] == pytest.approx(made.step, abs=0.05) and "ESTIMATES" in out
+    assert "56.7" in out and "Where it stops\n- trainers: lanes=4" in out
+
+
+def test_side_by_side_a_step_is_the_longer_side_and_in_turn_both():
+    in_turn, lagged, colocated = plan.ways(*plan.read(["config/qwen3_8b.py"])).values()
+    assert max(in_turn.roll, in_turn.train) < lagged.step < in_turn.step
+    assert (colocated.trainers, colocated.cards) == (8, 8) and colocated.train < in_turn.train
+    assert 0 < lagged.idle < in_turn.idle < 1
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        ("--card=A100", "card='A100': use H100 or H200"),
+        ("--gpus=0", "gpus=0: must be more than 0"),
+        ("--gpus=7", "lanes=4: 3 trainer ranks cannot share them; use 1, 2, 4"),
+        ("--mode=eval", "mode='eval': a plan is of RL steps; use 'grpo'"),
+        ("--response_tokens=2000", "response_tokens=2000.0: the longest has 1024; use 0 .. 1024"),
+        ("--init_from=nobody/nothing", "init_from='nobody/nothing': a folder with a config.json, scratch, or one of"),
+        ("--gpu=8", "--gpu: no such key; did you mean gpus?"),
+    ],
+)
+def test_what_makes_no_plan_is_refused_in_a_line(capsys, flags, line):
+    with pytest.raises(SystemExit) as e:
+        plan.read(["config/qwen3_8b.py", *flags.split()])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith(f"error: {line}") and err.count("\n") == 1, err
+
+
+def test_it_is_a_command():
+    command = [sys.executable, "tools/plan.py", "config/qwen3_8b_lora.py", "--gpus=1", "--card=H200"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 H200 of 141 GB, colocated" in done.stdout and not done.stderr, done.stderr
