@@ -949,8 +949,9 @@ class Sampler:
 
     def sample(self, folder, job, prompts):
         """
-        Does prompts of this job: writes their group files into `folder`, which is there. `prompts`: an iterator of their
-        indices, which the engines share. Each holds its share of them in flight; who is done first takes what is left.
+        Does prompts of this job: writes their group files into `folder`, which is there. `prompts`: an iterator of
+        their indices, which the engines share. Each holds its share of them in flight; who is done first takes what is
+        left.
         """
         share = -(-len(job.rows) // self.engines)
         self.began = time.time(), self.engine.worked()
