@@ -663,7 +663,11 @@ class Trainer:
             sync.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
             both, some = (sum(math.prod(s.shape) for s in part) for part in (every, self.shards))
-            print(f"model: {both:,} parameters" + f", of which {some:,} are trained" * bool(self.base), flush=True)
+            line = f"model: {both:,} parameters" + f", of which {some:,} are trained" * bool(self.base)
+            if device == "cuda":
+                room = torch.cuda.get_device_properties(device).total_memory
+                line += f"; they, moments and gradients take {self.state_bytes() / 1e9:.1f} of {room / 1e9:.1f} GB"
+            print(line, flush=True)
         # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer. LoRA's
         # is its base with adapters of another time, or with none: they are 0.
         self.frozen, others = None, bool(c.reference) and not Path(c.reference, "adapter_config.json").exists()
@@ -679,6 +683,12 @@ class Trainer:
             require(its.vocab_size == hf.vocab_size, f"{key}={name!r}: of another vocabulary than the model")
             self.frozen = build_model(its, self.mesh, device, c.batch_invariant, tp_split=c.tp_split)
             sync.load_weights(sync.shards(self.frozen, self.mesh), folder, its.tie_word_embeddings)
+
+    def state_bytes(self):
+        """Bytes of the weights here, AdamW's moments, and the gradients' sum with those of a row that is added up."""
+        gradients = 2 + int(math.log2(self.c.lanes // self.mesh.size()))
+        learned = sum(s.data.nbytes for s in self.shards)
+        return sum(s.data.nbytes for s in self.base) + learned * (1 + len(MOMENTS) + gradients)
 
     def optimizer_state(self, versions):
         """What a checkpoint has beside the model, cut like it: AdamW's moments, these versions, the critic's head."""

@@ -150,6 +150,8 @@ def test_the_memory_of_an_update_does_not_grow_with_the_batch(ranks, scratch, la
         most[rows] = (max(seen) - before) / gradient
     held = math.log2(lanes) + 1
     assert held - 0.5 < most[1] < held + 1.5 and held + 0.5 < most[6] < held + 1.5  # and some activations
+    printed = trainer.state_bytes() / gradient - 3  # beside the weights and their two moments
+    assert abs(most[6] - printed) < 0.5
 
 
 # ---- the model and its update
