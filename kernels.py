@@ -610,6 +610,13 @@ def _tile_at(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
 
 
 @triton.jit
+def _part(c, m, n, M, N, c_m, c_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to the (ROWS, COLUMNS) of c from (m, n) on, and which of them lie inside."""
+    rows, cols = (m + tl.arange(0, ROWS))[:, None], (n + tl.arange(0, COLUMNS))[None, :]
+    return c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n, (rows < M) & (cols < N)
+
+
+@triton.jit
 def triton_matmul(
     a, b, c, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n,
     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -639,19 +646,28 @@ def triton_matmul_tma(
     A_MK: tl.constexpr, B_NK: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same chain, fed by the copy engine. A_MK, B_NK: the descriptor's matrix lies (M, K), (N, K), K contiguous."""
-    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), PROGRAMS):
+    """
+    The same chain, fed by the copy engine. A_MK, B_NK: the descriptor's matrix lies (M, K), (N, K), K contiguous.
+    Flattened, the loops over tiles and K are one: a tile is stored while the next one's loads are under way. It goes in
+    halves, since the stages leave no shared memory for a whole one. With ADD, whose accumulator is read from c, the
+    flattened loads would be waited for one by one.
+    """
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), PROGRAMS, flatten=not ADD):
         row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
         m, n = row * BLOCK_M, col * BLOCK_N
-        rows, cols = (m + tl.arange(0, BLOCK_M))[:, None], (n + tl.arange(0, BLOCK_N))[None, :]
-        at = c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n
-        inside = (rows < M) & (cols < N)
-        acc = tl.load(at, mask=inside, other=0.0) if ADD else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if ADD:
+            at, inside = _part(c, m, n, M, N, c_m, c_n, BLOCK_M, BLOCK_N)
+            acc = tl.load(at, mask=inside, other=0.0)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, K, BLOCK_K):
             x = a.load([m, k]) if A_MK else a.load([k, m]).T
             y = b.load([n, k]).T if B_NK else b.load([k, n])
             acc = tl.dot(x, y, acc, input_precision="ieee")
-        tl.store(at, acc.to(c.dtype.element_ty), mask=inside)
+        halves = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+        for i in tl.static_range(2):
+            at, inside = _part(c, m, n + i * (BLOCK_N // 2), M, N, c_m, c_n, BLOCK_M, BLOCK_N // 2)
+            tl.store(at, halves[i].to(c.dtype.element_ty), mask=inside)
 
 
 def _matmul_config(M, N, dtype, tma, aligned):
@@ -710,7 +726,7 @@ def matmul(a, b, out_dtype=None, out=None):
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     config = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
     if tma:
-        programs = min(tiles, SMS) if block_n == 256 else tiles
+        programs = min(tiles, SMS * 8 // warps)  # all that are under way at once, which take tile after tile
         blocks = ([block, block_k] if k else [block_k, block] for block, k in ((block_m, x[1]), (block_n, y[1])))
         descriptors = [TensorDescriptor.from_tensor(t, block) for (t, _), block in zip((x, y), blocks)]
         args = (c, *descriptors, M, N, K, *c.stride(), programs, x[1], y[1], add)

@@ -37,11 +37,11 @@ bf16, f32 = torch.bfloat16, torch.float32
 class Compiled:
     """A launch as it would reach the GPU: its name, constants and what the compiler made of it."""
 
-    def __init__(self, fn, args, options):
+    def __init__(self, fn, args, grid, options):
         backend = make_backend(HOPPER)
         bound, specialization, _ = create_function_from_signature(fn.signature, fn.params, backend)(*args, **options)
         parsed, signature, constants, attributes = fn._pack_args(backend, options, bound, specialization, None)
-        self.name, self.options = fn.__name__, options
+        self.name, self.grid, self.options = fn.__name__, grid, options
         self.half = any("bf16" in str(kind) for kind in signature.values())
         self.key = (self.name, str(specialization), str(constants), str(options))
         self.args = fn, ASTSource(fn, signature, constants, attributes), parsed.__dict__
@@ -55,8 +55,13 @@ class Compiled:
         path.write_bytes(code.asm["cubin"])
         usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
         path.unlink()
-        self.stack = int(re.search(r"STACK:(\d+)", usage)[1])
+        self.registers, self.stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
         return self
+
+    def programs_per_sm(self):
+        """How many an SM holds: 65,536 registers, given out to threads by 8; 1 KB more of shared memory for each."""
+        threads = 32 * self.options["num_warps"]
+        return min(65536 // (-(-self.registers // 8) * 8 * threads), (SHARED_MEMORY + 1024) // (self.shared + 1024))
 
     def __repr__(self):
         return f"{self.name} {self.options}"
@@ -81,8 +86,9 @@ def launches(work, compiled=True):
     found = {}
 
     def run(self, *args, grid, warmup=False, **options):
-        launch = Compiled(self, args, options)
-        found.setdefault(launch.key, launch)
+        launch = Compiled(self, args, grid, options)
+        launch = found.setdefault(launch.key, launch)
+        launch.grid = max(launch.grid, grid)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
@@ -181,6 +187,15 @@ def heads():
     kernels.row_sums(empty(7, 4096, dtype=torch.float64))
 
 
+def waits(x):
+    """Whether some of a matmul's programs wait for others, or a tile's first loads for the last tile's store."""
+    if x.name != "triton_matmul_tma" or not x.half:
+        return False
+    one_loop = r"^( +)\S+ = ttng\.warp_group_dot .*^\1ttng\.async_tma_copy.*^\1 +tt\.store"  # of the deeper block
+    flattened, add = re.search(one_loop, x.ir, re.M | re.S), "tt.load" in x.ir
+    return x.grid[0] > x.programs_per_sm() * kernels.SMS or not (flattened or add)
+
+
 WORKS = matmuls, attentions, norms, elementwise, merges, heads
 
 
@@ -192,10 +207,18 @@ def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work
         assert {x.name for x in found} == {"triton_matmul", "triton_matmul_tma"}
         assert {x.options["BLOCK_N"] for x in found if x.name == "triton_matmul_tma"} == {16, 32, 64, 128, 256}
         assert all("wgmma" in x.ptx for x in found if x.half)
+        assert not any(map(waits, found))
         assert all(("cp.async.bulk.tensor" in x.ptx) == (x.name == "triton_matmul_tma") for x in found)
     if work is attentions:  # one instruction for all uses, whatever the tile
         assert all("wgmma" in x.ptx and " mma.sync" not in x.ptx for x in found if x.half and ".dot" in x.ir)
         assert {x.options.get("PARTS") for x in found if x.name == "triton_attention"} == {True, False}
+
+
+def test_programs_that_wait_for_others_or_for_a_store_are_caught(tmp_path):
+    for change in (("SMS * 8 // warps", "SMS * 16 // warps"), ("flatten=not ADD", "flatten=False")):
+        changed = mutant(tmp_path, change)
+        (x,) = launches(lambda: changed.matmul(empty(4096, 4096), empty(4096, 4096)))
+        assert faults(x) == [] and waits(x)
 
 
 def test_every_kernel_of_the_file_is_among_those_compiled():
