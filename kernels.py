@@ -107,9 +107,14 @@ NORM_WARPS, LONG_NORM_WARPS = 4, 8  # of a norm's program; long is a row beyond 
 LANES, LANE_WARPS = 4096, 8  # partial sums of a long row (log-probs, `row_sums`), and the warps that hold them
 DELTA_ROWS, DELTA_WARPS = 16, 4  # rows and warps of a program of rowsum(do * o), in attention's backward
 
-# Speed only, never seen in the bits. The figures are guesses until measured on a card, as are those of
-# `_matmul_config` and the warps and stages of attention.
+# Speed only, never seen in the bits. The figures are guesses until measured on a card, as are the warps and stages of
+# attention.
 SMS = 132  # of an H100 or H200
+TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an SM has room for 8 warps of them
+    (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (64, 64, 128, 4, 3),
+    (64, 32, 128, 4, 4), (64, 16, 128, 4, 4), (32, 64, 128, 4, 4), (16, 64, 128, 4, 4),
+)  # fmt: skip
+PRODUCTS = 128  # of a matmul that take an SM as long as to load one of their numbers
 DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.sync instead of wgmma
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
 PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill or a packed batch, and of its backward
@@ -670,6 +675,20 @@ def triton_matmul_tma(
             tl.store(at, halves[i].to(c.dtype.element_ty), mask=inside)
 
 
+def _tiles(M, N, block_m, block_n):
+    return -(-M // block_m) * -(-N // block_n)
+
+
+def _tile_time(M, N, block_m, block_n):
+    """
+    An estimate, in numbers loaded per k: of the SM that has most of the tiles, and of a tile what it loads (not what
+    lies beyond the matrix) and what it multiplies.
+    """
+    work = min(block_m, M) + min(block_n, N) + block_m * block_n / PRODUCTS
+    return -(-_tiles(M, N, block_m, block_n) // SMS) * work
+
+
+@functools.cache
 def _matmul_config(M, N, dtype, tma, aligned):
     """
     (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages): follows the shape for speed, and is never seen in the bits. Registers
@@ -677,16 +696,12 @@ def _matmul_config(M, N, dtype, tma, aligned):
     """
     if dtype == torch.float32:
         return 64, 64, 16, 4, 2
-    if N <= 64:  # decode after the swap: the weights' bytes are the whole cost, so many of them under way
-        stages = 4 if N <= 32 else 3
-        return 64, max(16, triton.next_power_of_2(N)), 128, 4, stages if M > 64 * SMS else 2 * stages
-    if not tma:
+    if not tma and min(M, N) > 64:
         return 128, 64, 32, 8, 3
-    table = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4))
-    for block_m, block_n, block_k, warps, stages in table[not aligned :]:
-        if triton.cdiv(M, block_m) * triton.cdiv(N, block_n) >= SMS:
-            return block_m, block_n, block_k, warps, stages
-    return 64, 64, 128, 4, 3
+    table = TILES[not aligned :] if tma else TILES[3:]
+    block_m, block_n, block_k, warps, stages = min(table, key=lambda tile: _tile_time(M, N, *tile[:2]))
+    alone = _tiles(M, N, block_m, block_n) <= SMS  # on its SM, whose shared memory is then for one program's stages
+    return block_m, block_n, block_k, warps, stages * 8 // warps if alone else stages
 
 
 def _for_tma(x):
@@ -718,12 +733,12 @@ def matmul(a, b, out_dtype=None, out=None):
     result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
     if 0 in c.shape:
         return result
-    if M <= 64 < N:  # the weights' columns become the rows: c^T = b^T a^T
-        a, b, c, M, N = b.t(), a.t(), c.t(), N, M
     x, y = (_for_tma(a), _for_tma(b.t())) if K else (None, None)
     tma, aligned = bool(x and y), c.stride(0) % 16 == 0
     block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, tma, aligned)
-    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    if block_m < 64:  # which wgmma needs, so the columns become the rows: c^T = b^T a^T
+        a, b, c, x, y, M, N, block_m, block_n = b.t(), a.t(), c.t(), y, x, N, M, block_n, block_m
+    tiles = _tiles(M, N, block_m, block_n)
     config = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
     if tma:
         programs = min(tiles, SMS * 8 // warps)  # all that are under way at once, which take tile after tile

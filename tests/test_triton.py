@@ -8,6 +8,7 @@ only a GPU can show is not here: that wgmma adds in one order for every tile, an
 """
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from gpu_bits import MODELS, linears
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -127,7 +129,7 @@ def empty(*shape, dtype=bf16, device="meta"):
 
 def matmuls(k=kernels):
     for M in (1, 20, 64, 100, 512, 4096):  # every bucket of the table
-        for N in (4096, 12288):
+        for N in (1024, 4096, 12288):
             k.matmul(empty(M, 4096), empty(N, 4096).t())
     k.head_logits(empty(1024, 4096), empty(151936, 4096))
     k.matmul(empty(4096, 12288), empty(12288, 4096))
@@ -212,6 +214,38 @@ def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work
     if work is attentions:  # one instruction for all uses, whatever the tile
         assert all("wgmma" in x.ptx and " mma.sync" not in x.ptx for x in found if x.half and ".dot" in x.ir)
         assert {x.options.get("PARTS") for x in found if x.name == "triton_attention"} == {True, False}
+
+
+def slow_choices(k):
+    """
+    The shapes of Qwen3 for which another tile of the table is faster by the estimate, worked out anew; and of decode's
+    narrow projections those that leave more than a tenth of the SMs idle.
+    """
+    rows, found = (1, 16, 64, 128, 512, 4096), []
+    for model in MODELS:
+        for (name, (N, K)), M in itertools.product(linears(model).items(), rows):
+
+            def time(tile):
+                tiles = len(range(0, M, tile[0])) * len(range(0, N, tile[1]))
+                of_the_first_sm = len(range(0, tiles, k.SMS))  # they are dealt out one by one
+                return of_the_first_sm * (min(M, tile[0]) + min(N, tile[1]) + tile[0] * tile[1] / k.PRODUCTS)
+
+            if time(k._matmul_config(M, N, bf16, True, True)) > min(map(time, k.TILES)):
+                found.append((model, name, M))
+            (x,) = launches(lambda: k.matmul(empty(M, K), empty(N, K).t()), compiled=False)
+            if model == "8B" and name in ("o", "down") and M <= 64 and x.grid[0] < 120:
+                found.append((model, name, M, x.grid))
+    return found
+
+
+def test_a_matmul_takes_the_tile_with_the_least_estimated_time_and_starts_a_program_on_nearly_every_sm(tmp_path):
+    assert slow_choices(kernels) == []
+    for change in (
+        ("// SMS) * work", "/ SMS) * work"),  # parts of a wave, as if the last were full
+        ("= min(table, key", "= max(table, key"),
+        ("(64, 32, 128, 4, 4), (64, 16, 128, 4, 4), ", ""),  # decode's weights 64 to a tile, as wgmma's rows
+    ):
+        assert slow_choices(mutant(tmp_path, change)), change
 
 
 def test_programs_that_wait_for_others_or_for_a_store_are_caught(tmp_path):
