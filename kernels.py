@@ -107,9 +107,14 @@ NORM_WARPS, LONG_NORM_WARPS = 4, 8  # of a norm's program; long is a row beyond 
 LANES, LANE_WARPS = 4096, 8  # partial sums of a long row (log-probs, `row_sums`), and the warps that hold them
 DELTA_ROWS, DELTA_WARPS = 16, 4  # rows and warps of a program of rowsum(do * o), in attention's backward
 
-# Speed only, never seen in the bits. The figures are guesses until measured on a card, as are those of
-# `_matmul_config` and the warps and stages of attention.
+# Speed only, never seen in the bits. The figures are guesses until measured on a card, as are the warps and stages of
+# attention.
 SMS = 132  # of an H100 or H200
+TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an SM has room for 8 warps of them
+    (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (64, 64, 128, 4, 3),
+    (64, 32, 128, 4, 4), (64, 16, 128, 4, 4), (32, 64, 128, 4, 4), (16, 64, 128, 4, 4),
+)  # fmt: skip
+PRODUCTS = 128  # of a matmul that take an SM as long as to load one of their numbers
 DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.sync instead of wgmma
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
 PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill or a packed batch, and of its backward
@@ -610,6 +615,13 @@ def _tile_at(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
 
 
 @triton.jit
+def _part(c, m, n, M, N, c_m, c_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to the (ROWS, COLUMNS) of c from (m, n) on, and which of them lie inside."""
+    rows, cols = (m + tl.arange(0, ROWS))[:, None], (n + tl.arange(0, COLUMNS))[None, :]
+    return c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n, (rows < M) & (cols < N)
+
+
+@triton.jit
 def triton_matmul(
     a, b, c, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n,
     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -639,21 +651,44 @@ def triton_matmul_tma(
     A_MK: tl.constexpr, B_NK: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same chain, fed by the copy engine. A_MK, B_NK: the descriptor's matrix lies (M, K), (N, K), K contiguous."""
-    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), PROGRAMS):
+    """
+    The same chain, fed by the copy engine. A_MK, B_NK: the descriptor's matrix lies (M, K), (N, K), K contiguous.
+    Flattened, the loops over tiles and K are one: a tile is stored while the next one's loads are under way. It goes in
+    halves, since the stages leave no shared memory for a whole one. With ADD, whose accumulator is read from c, the
+    flattened loads would be waited for one by one.
+    """
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), PROGRAMS, flatten=not ADD):
         row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
         m, n = row * BLOCK_M, col * BLOCK_N
-        rows, cols = (m + tl.arange(0, BLOCK_M))[:, None], (n + tl.arange(0, BLOCK_N))[None, :]
-        at = c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n
-        inside = (rows < M) & (cols < N)
-        acc = tl.load(at, mask=inside, other=0.0) if ADD else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if ADD:
+            at, inside = _part(c, m, n, M, N, c_m, c_n, BLOCK_M, BLOCK_N)
+            acc = tl.load(at, mask=inside, other=0.0)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, K, BLOCK_K):
             x = a.load([m, k]) if A_MK else a.load([k, m]).T
             y = b.load([n, k]).T if B_NK else b.load([k, n])
             acc = tl.dot(x, y, acc, input_precision="ieee")
-        tl.store(at, acc.to(c.dtype.element_ty), mask=inside)
+        halves = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+        for i in tl.static_range(2):
+            at, inside = _part(c, m, n + i * (BLOCK_N // 2), M, N, c_m, c_n, BLOCK_M, BLOCK_N // 2)
+            tl.store(at, halves[i].to(c.dtype.element_ty), mask=inside)
 
 
+def _tiles(M, N, block_m, block_n):
+    return -(-M // block_m) * -(-N // block_n)
+
+
+def _tile_time(M, N, block_m, block_n):
+    """
+    An estimate, in numbers loaded per k: of the SM that has most of the tiles, and of a tile what it loads (not what
+    lies beyond the matrix) and what it multiplies.
+    """
+    work = min(block_m, M) + min(block_n, N) + block_m * block_n / PRODUCTS
+    return -(-_tiles(M, N, block_m, block_n) // SMS) * work
+
+
+@functools.cache
 def _matmul_config(M, N, dtype, tma, aligned):
     """
     (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages): follows the shape for speed, and is never seen in the bits. Registers
@@ -661,16 +696,12 @@ def _matmul_config(M, N, dtype, tma, aligned):
     """
     if dtype == torch.float32:
         return 64, 64, 16, 4, 2
-    if N <= 64:  # decode after the swap: the weights' bytes are the whole cost, so many of them under way
-        stages = 4 if N <= 32 else 3
-        return 64, max(16, triton.next_power_of_2(N)), 128, 4, stages if M > 64 * SMS else 2 * stages
-    if not tma:
+    if not tma and min(M, N) > 64:
         return 128, 64, 32, 8, 3
-    table = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4))
-    for block_m, block_n, block_k, warps, stages in table[not aligned :]:
-        if triton.cdiv(M, block_m) * triton.cdiv(N, block_n) >= SMS:
-            return block_m, block_n, block_k, warps, stages
-    return 64, 64, 128, 4, 3
+    table = TILES[not aligned :] if tma else TILES[3:]
+    block_m, block_n, block_k, warps, stages = min(table, key=lambda tile: _tile_time(M, N, *tile[:2]))
+    alone = _tiles(M, N, block_m, block_n) <= SMS  # on its SM, whose shared memory is then for one program's stages
+    return block_m, block_n, block_k, warps, stages * 8 // warps if alone else stages
 
 
 def _for_tma(x):
@@ -702,15 +733,15 @@ def matmul(a, b, out_dtype=None, out=None):
     result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
     if 0 in c.shape:
         return result
-    if M <= 64 < N:  # the weights' columns become the rows: c^T = b^T a^T
-        a, b, c, M, N = b.t(), a.t(), c.t(), N, M
     x, y = (_for_tma(a), _for_tma(b.t())) if K else (None, None)
     tma, aligned = bool(x and y), c.stride(0) % 16 == 0
     block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, tma, aligned)
-    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    if block_m < 64:  # which wgmma needs, so the columns become the rows: c^T = b^T a^T
+        a, b, c, x, y, M, N, block_m, block_n = b.t(), a.t(), c.t(), y, x, N, M, block_n, block_m
+    tiles = _tiles(M, N, block_m, block_n)
     config = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
     if tma:
-        programs = min(tiles, SMS) if block_n == 256 else tiles
+        programs = min(tiles, SMS * 8 // warps)  # all that are under way at once, which take tile after tile
         blocks = ([block, block_k] if k else [block_k, block] for block, k in ((block_m, x[1]), (block_n, y[1])))
         descriptors = [TensorDescriptor.from_tensor(t, block) for (t, _), block in zip((x, y), blocks)]
         args = (c, *descriptors, M, N, K, *c.stride(), programs, x[1], y[1], add)

@@ -55,10 +55,9 @@ def sizes(quick):
     long, short = [3000, 1, 1025, 1024, 1023, 64], [1100, 3, 65, 64, 1]
     groups = [(bf16, D, g, 2, short) for D in (64, 128) for g in ((1, 4, 5) if quick else range(1, 9))]
     few_tiles = (64, 16, 128, 4, 3), (128, 32, 64, 4, 3), (16, 64, 32, 4, 3)
-    tiles = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages that kernels._matmul_config may choose one day
-        (64, 16, 128, 4, 8), (64, 32, 128, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 4), (128, 128, 64, 8, 4),
-        (128, 256, 64, 8, 3), (64, 64, 16, 4, 4), (64, 64, 32, 4, 1), (128, 64, 64, 4, 3), (64, 256, 64, 4, 3),
-        (64, 64, 256, 4, 2), (128, 32, 64, 8, 4),
+    tiles = (  # those that kernels._matmul_config chooses from, some as they are alone on an SM; or may one day
+        *kernels.TILES, (64, 128, 64, 4, 8), (16, 64, 128, 4, 8), (64, 64, 16, 4, 4), (64, 64, 32, 4, 1),
+        (128, 64, 64, 4, 3), (64, 256, 64, 4, 3), (64, 64, 256, 4, 2), (128, 32, 64, 8, 4),
     )  # fmt: skip
     pairs = dict(  # on a CPU, on a GPU
         models=(tiny, models), head=((98, 40), (VOCABULARY, 1024)), D=(64, 128), V=(98, VOCABULARY), tokens=(90, 1111),

@@ -74,16 +74,16 @@ def matmul_configs():
     """The bits of one product under every tile shape, by pointers and by the copy engine, swapped and not."""
     x, w = torch.randn(70, 128), torch.randn(96, 128)
     whole, rows = kernels.matmul(x, w.t()), []
-    chosen, for_tma = kernels._matmul_config, kernels._for_tma
+    chosen, for_tma, sms = kernels._matmul_config, kernels._for_tma, kernels.SMS
     try:
         for config in ((64, 16, 128, 4, 3), (64, 64, 16, 4, 3), (128, 32, 64, 4, 3), (16, 128, 32, 4, 3)):
             for path in (for_tma, lambda _: None):
-                kernels._matmul_config, kernels._for_tma = lambda *_: config, path
+                kernels._matmul_config, kernels._for_tma, kernels.SMS = lambda *_: config, path, 1  # many tiles each
                 rows += [
                     same(kernels.matmul(x[i : i + M], w.t()), whole[i : i + M]) for i, M in ((0, 70), (9, 1), (20, 33))
                 ]
     finally:
-        kernels._matmul_config, kernels._for_tma = chosen, for_tma
+        kernels._matmul_config, kernels._for_tma, kernels.SMS = chosen, for_tma, sms
     return rows
 
 
