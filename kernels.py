@@ -52,7 +52,8 @@ What the Triton kernels do about it:
     attention     key tiles of 64 and splits of 1024 keys at absolute positions, one inner loop, one merge; the softmax
                   denominator is a product with ones, on the tensor core.
     contraction   the compiler may fuse a * b + c in one kernel and not in its twin: switched off in every kernel that
-                  computes on rows or elements (EXACT); where a fused step pays it is written as `tl.fma`.
+                  computes on rows or elements (EXACT) but the sampler's, whose twin is compiled by torch; where a fused
+                  step pays it is written as `tl.fma`.
     gradients     no atomics: sums over rows go in row order, cut at constants of this file.
 
 `tests/test_kernels.py` checks the CPU operators bit for bit, `tests/test_triton.py` what can be known of the others
@@ -2169,26 +2170,7 @@ def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
 
 # ------------------------------------------------------------------------------------------------------------------
 # the sampler's noise: no sum at all, but a hash of the sample's seed, the position and the token, so that no neighbour
-# and no other step can be seen in it
-
-
-def finite_hash(hash32, seed, positions, columns):
-    """
-    What SGLang's function `hash32` gives, its largest value replaced by the one below; (B, V) float64. For CUDA.
-
-    SGLang draws the token with the largest log-prob + noise, -log(-log(x)) with x = hash / (2^32 - 1) in float64. Of
-    the hash 2^32 - 1 that is +inf, and once in 2^32 draws a token was taken whatever its probability: of 151,936 tokens
-    to draw from, one in 28,000 (sglang issue 25106, mended after 0.5.17). Of 2^32 - 2, x is 1 - 2^-32 and the noise
-    22.2, so the two largest hashes now stand for the same tail. Every other hash keeps its noise, bit for bit.
-
-    The other end is finite as it is: log(0) is clamped to -1.8e308, and the noise of hash 0 is -709.8, where an exact
-    draw from that end would be near -3. So a token with hash 0 is not taken unless all others are as good as
-    impossible, which takes at most 2^-32 off its probability: less than a float32 log-prob tells apart.
-
-    float64 holds each hash exactly, and torch knows no minimum of uint32. SGLang's own conversion then has nothing to
-    do; torch.compile makes all this part of the kernel that makes the noise.
-    """
-    return hash32(seed, positions, columns).double().clamp_(max=2**32 - 2)
+# and no other step can be seen in it. A draw is a largest number and a smallest column, neither of which has an order.
 
 
 @loop
@@ -2223,19 +2205,66 @@ def cpu_draw(first, last, logprobs, seeds, positions, tokens, V):
                 tokens[row] = i
 
 
+@triton.jit
+def _mix_uint32(h, k):
+    k = k.to(tl.uint32) * 0xCC9E2D51
+    h ^= ((k << 15) | (k >> 17)) * 0x1B873593
+    return ((h << 13) | (h >> 19)) * 5 + 0xE6546B64
+
+
+@triton.jit
+def _murmur_hash_uint32(seed, position, column):
+    """`murmur_hash32` in uint32, whose products wrap by themselves."""
+    h = _mix_uint32(_mix_uint32(0, seed), seed >> 32)
+    h = _mix_uint32(_mix_uint32(h, position), column) ^ 16
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def triton_draw(logprobs, seeds, positions, scores, columns, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Of one block of a row, the largest score and the first column that has it, into (B, blocks) each."""
+    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.minimum(_murmur_hash_uint32(tl.load(seeds + row), tl.load(positions + row), c), 0xFFFFFFFE)
+    u = h.to(tl.float64) * (1 / 4294967295)  # as torch on CUDA divides; of one hash in 750 it is an ulp below
+    score = tl.load(logprobs + row * V + c, mask=c < V, other=float("-inf")).to(tl.float64)
+    score -= tl.log(tl.minimum(-tl.log(u), 1.7976931348623157e308))
+    score = tl.where(score == score, score, float("inf"))  # the first NaN is taken, as torch.argmax does
+    top, at = tl.max(score, 0), row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scores + at, top)
+    tl.store(columns + at, tl.min(tl.where(score == top, c, V), 0))
+
+
 def draw(logprobs, seeds, positions):
     """
-    The CPU's: a token (B, 1) from each row of logprobs (B, V) float32, that with the largest log-prob + noise, the
-    noise of `finite_hash` from seeds (B,) int64 and positions (B,).
+    A token (B, 1) int64 from each row of logprobs (B, V): the first column with the largest log-prob + noise. seeds
+    (B,) int64 and positions (B,) are hashed. It takes the place of SGLang's multinomial_with_seed, and draws the same
+    tokens but for one hash in 2^32.
+
+    The noise is -log(-log(u)), u = hash / (2^32 - 1) in float64. Of the hash 2^32 - 1 that is +inf, and once in 2^32
+    draws a token was taken whatever its probability: of 151,936 tokens to draw from, one in 28,000 (sglang issue 25106,
+    mended after 0.5.17). Of 2^32 - 2, u is 1 - 2^-32 and the noise 22.2, so the two largest hashes now stand for the
+    same tail. Every other hash keeps its noise, bit for bit.
+
+    The other end is finite as it is: -log(0) is clamped to 1.8e308, and the noise of hash 0 is -709.8, where an exact
+    draw from that end would be near -3. So a token with hash 0 is not taken unless all others are as good as
+    impossible, which takes at most 2^-32 off its probability: less than a float32 log-prob tells apart.
     """
     check_operands(logprobs)
     if logprobs.dim() != 2 or seeds.shape != logprobs.shape[:1] or positions.shape != logprobs.shape[:1]:
         shapes = [tuple(x.shape) for x in (logprobs, seeds, positions)]
         raise ValueError(f"logprobs, seeds, positions {shapes}: (B, V), (B,), (B,) are needed")
-    (B, V), tokens = logprobs.shape, torch.zeros(len(logprobs), 1, dtype=torch.int64)
-    args = logprobs.contiguous(), seeds.long().contiguous(), positions.long().contiguous(), tokens
-    _share(cpu_draw, B, 60 * B * V, *map(_flat, args), V)
-    return tokens
+    (B, V), args = logprobs.shape, (logprobs.contiguous(), seeds.long().contiguous(), positions.long().contiguous())
+    if not use_triton(logprobs):
+        tokens = torch.zeros(B, 1, dtype=torch.int64)
+        _share(cpu_draw, B, 60 * B * V, *map(_flat, (*args, tokens)), V)
+        return tokens
+    grid = B, triton.cdiv(V, ELEMENTS)
+    scores, columns = (logprobs.new_empty(grid, dtype=dtype) for dtype in (torch.float64, torch.int64))
+    # not EXACT: torch.compile, and so SGLang, fuses a step of libdevice's float64 logarithm
+    _launch(triton_draw, grid, *args, scores, columns, V=V, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS)
+    return columns.gather(1, scores.argmax(1, keepdim=True))
 
 
 # ------------------------------------------------------------------------------------------------------------------

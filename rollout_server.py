@@ -296,8 +296,7 @@ def install_operators(backend, inv_freq, tp_split):
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
     VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side; Sampler.forward divides
-    once, by a tensor of temperatures, before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA,
-    is the float64 noise of a hash, element by element, and an argmax.
+    once, by a tensor of temperatures, before the log_softmax that it returns.
     """
     from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -478,11 +477,11 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     enable = functools.partial(kernels.enable_batch_invariant, threads)
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
     batch_invariant_ops.enable_batch_invariant_mode = enable if inv_freq else lambda: None
+    sampler.multinomial_with_seed = kernels.draw
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
-        sampler.multinomial_with_seed = kernels.draw
         sampler.Sampler.forward = functools.partialmethod(sample_tokens, sampler.Sampler.forward)
         kernels.kept = None if kernels.INTERPRET else {}
         processor = batch_result_processor.SchedulerBatchResultProcessor
@@ -496,8 +495,6 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         parallel_state.GroupCoordinator.__init__ = group_on_cpu  # it would ask for a CUDA device
     else:  # SGLang would have nvcc compile this one at the first decode step
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
-        # for multinomial_with_seed
-        sampler.murmur_hash32 = functools.partial(kernels.finite_hash, sampler.murmur_hash32)
     if inv_freq:
         install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses

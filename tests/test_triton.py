@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+import triton.language as tl
 from gpu_bits import MODELS, linears
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -187,6 +188,7 @@ def heads():
     kernels.log_softmax(empty(7, 151936, dtype=f32), -1, False)
     kernels.embedding_backward(torch.zeros(7, 64, dtype=bf16), torch.zeros(7, dtype=torch.long), 90, -1, False)
     kernels.row_sums(empty(7, 4096, dtype=torch.float64))
+    kernels.draw(empty(7, 151936, dtype=f32), *empty(2, 7, dtype=torch.long))
 
 
 def waits(x):
@@ -300,6 +302,21 @@ def test_queries_and_keys_have_one_kernel_for_every_batch_and_in_a_fused_qkv():
         return {x.key for N in (1, 2, 16, 33) for f in (0, 1) for x in launches(lambda: turn(N, HQ, 1, f), False)}
 
     assert len(kernels_of(4)) == len(kernels_of(5)) == 1 and kernels_of(4) != kernels_of(5)
+
+
+@triton.jit
+def log_float64(x, y):
+    i = tl.arange(0, 128)  # one for each thread
+    tl.store(y + i, tl.log(tl.load(x + i)))
+
+
+def test_the_draws_logarithm_is_compiled_as_torch_compile_does():
+    """Whose option is Triton's own default: with EXACT, a step of each of the two would not be fused."""
+    x = empty(128, dtype=torch.float64)
+    (log,) = launches(lambda: log_float64[(1,)](x, x))
+    draw = next(x for x in launches(heads, compiled=False) if x.name == "triton_draw").compile()
+    steps, columns = log.ptx.count("fma.rn.f64"), draw.options["BLOCK"] // (32 * draw.options["num_warps"])
+    assert steps > 10 and draw.ptx.count("fma.rn.f64") == 2 * columns * steps
 
 
 # ---- mutants: what the rules are for
