@@ -77,6 +77,7 @@ def main():
             f"--checkpoint_every={START}",
             "--keep_checkpoints=4",
             *more,
+            "--watch=",  # which is of RL steps
         )
         start, teacher = (folder / f"sft/ckpt/step_{n * START:06d}" for n in (1, 3))
         common = f"--init_from={start} --warmup_sft_steps=0 --prompts_per_step=32 --eval_samples=4 --checkpoint_every=0"
