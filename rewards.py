@@ -495,7 +495,7 @@ def answer_ids(texts, tokenizer, stop_tokens):
 
 
 def encode_prompts(rows, what, tokenizer, config):
-    """Adds prompt_tokens to each row and drops rows with too many; a line counts them. what: 'training' or 'held-out'."""
+    """Adds prompt_tokens to each row and drops rows with too many, with a line. what: 'training' or 'held-out'."""
     arguments = template_arguments(config["chat_template_args"])
     known = not config["chat_template"] or tokenizer.chat_template
     require(known, "chat_template=True: the model's tokenizer has none; use prompt_template")

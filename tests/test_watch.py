@@ -115,7 +115,7 @@ def test_a_run_that_turns_back_has_one_ledger_killed_and_replayed(tmp_path, game
     assert status == 0 and len(victims) == 1, output[-4000:]
     (said,) = {line for line in output.splitlines() if line.startswith("watch: ")}  # after a kill it may turn again
     (turn,) = lines(tmp_path / "a", "ledger.jsonl", "rollback")
-    assert said == f"watch: {turn['signal']} after step {turn['step']}; back to that of step {turn['to']}"
+    assert said == f"watch: {turn['signal']} after step {turn['step']}; back to the checkpoint of step {turn['to']}"
     assert turn["to"] == (turn["step"] - 20) // 8 * 8 and f"resuming at step {turn['to']}" in output
     entries, n = lines(tmp_path / "a", "ledger.jsonl", "rl"), turn["step"]
     before, after = entries[:n], entries[n:]
