@@ -387,7 +387,7 @@ def test_an_agent_that_asks_for_nothing_or_says_nothing_new_ends_the_run(templat
         await chat.generate()
 
     assert "returned without a turn of the model" in error_of(silent, [], template)
-    assert "before anything new was said" in error_of(twice, ["x", "y"], template)
+    assert "nothing new to tell the model" in error_of(twice, ["x", "y"], template)
 
 
 @pytest.mark.parametrize("hang", ["tool", "await", "loop"])
@@ -425,7 +425,7 @@ def test_what_never_ends_is_named_by_the_watchdog_whatever_it_hangs_in(hang, tem
         asyncio.run(episode.play(solve, {}))
     assert 0.5 < time.monotonic() - began < 10
     place = {"tool": "turn 0, call 0 (forever)"}.get(hang, "its start")
-    assert said[0] == f"rl step 3, prompt 2, sample 5, {place}: nothing for agent_timeout=0.5 s"
+    assert said[0] == f"rl step 3, prompt 2, sample 5, {place}: no progress for agent_timeout=0.5 s"
 
 
 # ---- rule 4: the journal
