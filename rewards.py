@@ -403,7 +403,7 @@ def with_wrong_sum(row):
 def programs():
     """
     Rows {"prompt": "plus 13, times 4:", "answer": tests, "program": "def f(x):return(x+13)*4"} of all pairs of steps
-    with numbers from 2 to 19. Every other program is a careless one, without the parentheses that some need.
+    with numbers from 2 to 19. Of the programs that need parentheses, about every other one lacks them.
     """
     words, rows = {"+": "plus", "-": "minus", "*": "times"}, []
     for first, a, second, b in product(words, range(2, 20), words, range(2, 20)):

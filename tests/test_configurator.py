@@ -590,7 +590,7 @@ def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys
 
 @pytest.mark.parametrize("argument,status", [("--help", 0), ("--learing_rate=1", 2), ("--group_size=1", 2)])
 def test_help_and_mistyped_keys_do_not_wait_for_the_libraries(argument, status):
-    """None of which is imported; a wall clock would only say so on an idle machine."""
+    """None of them is imported; a time limit would show that on an idle machine only."""
     script = Path(configurator.__file__).parent / "train_grpo.py"
     code = f"""if True:
         import runpy, sys

@@ -149,7 +149,7 @@ def test_new_adapters_leave_the_base_as_it_is_bit_for_bit_and_do_not_see_the_num
 def test_the_merged_folder_has_the_trainers_logprobs_bit_for_bit_and_gradients_are_those_of_its_weights(
     trainer, adapted, base, tmp_path
 ):
-    """dB = s dW A^T and dA = s B^T dW, of the merged weights' gradient dW, which the adapters' trainer never has."""
+    """dB = s dW A^T and dA = s B^T dW, from the merged weights' gradient dW, which a LoRA trainer never makes."""
     samples = make_samples(9)
     merge_folder(str(base), save(adapted, tmp_path / "adapters"), tmp_path / "merged")
     full = trainer(tmp_path / "merged")

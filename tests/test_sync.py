@@ -323,7 +323,7 @@ def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere
 
 
 def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
-    """It is done after five times the timeout; of a sign that nobody touches none is left after that."""
+    """Its work takes five times the timeout; after that nobody touches a sign, and the wait ends."""
     signs, started = [tmp_path / "engine_0.alive", tmp_path / "engine_1.alive"], time.monotonic()
     queue = sync.Queue(tmp_path, None, "abc", 0.2, signs)
 
