@@ -373,8 +373,8 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
     pair, tmp_path, freed, capfd, monkeypatch
 ):
     """
-    As on CUDA where a rank trains, too. SGLang can lend a GPU's memory only, so here the real engine has a stand-in that
-    knows what is lent: nothing is lent while it is in use, and nothing is sampled or loaded while it is lent.
+    As on CUDA where a rank trains, too. SGLang can lend a GPU's memory only, so here the real engine has a stand-in
+    that knows what is lent: nothing is lent while it is in use, and nothing is sampled or loaded while it is lent.
     """
     engine, _, transports = pair
     sglang, lent = engine.manager, []
