@@ -98,7 +98,7 @@ numeric.reads = expected_number
 
 
 def exact(prompt, response, answer):
-    """1.0 if response and answer are the same text, but for white space around them."""
+    """1.0 if response and answer are the same text; white space around them does not count."""
     return float(response.strip() == answer.strip())
 
 

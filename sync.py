@@ -918,7 +918,7 @@ class Record:
             tqdm.write(f"supervised step {step + 1}: loss {metrics['loss']:.4f}")
 
     def evaluation(self, step, scores, prompts):
-        """Records scores {metric: value} on so many held-out prompts or pairs."""
+        """Records scores {metric: value} of an evaluation. prompts: number of held-out prompts or pairs."""
         c = self.c
         self.metrics(phase="eval", step=step, **scores)
         rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)

@@ -69,7 +69,7 @@ eval_every = 0  # steps between evaluations; 0: only before the first step and a
 eval_samples = 1  # samples per held-out prompt
 eval_temperature = 1.0  # 0: greedy
 pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, for easy and hard groups, for 'reject'
-reject_best = 1  # most right samples of a group that mode='reject' writes
+reject_best = 1  # mode='reject' writes at most this number of right samples of a group
 # the rollout
 prompts_per_step = 8  # P
 group_size = 8  # G
@@ -87,14 +87,14 @@ judge_tries = 3  # requests for one verdict; the run ends if the last fails, too
 sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
 sandbox_seconds = 2.0  # seconds of CPU time that a program may take
 sandbox_memory = 256  # MiB for each process of a program
-truth_reward = ""  # a second reward, recorded but not trained on: what `reward` is a proxy for
+truth_reward = ""  # a second reward, which is only noted and not trained on: what `reward` stands for
 # what happens when the reward looks gamed (rewards.hacking): 'stop' ends the run with status 3; 'rollback' goes back to
 # a healthy checkpoint and on with other prompts and a KL to that policy, three times at most; '': nobody looks
 watch = ""
 watch_kl_coef = 0.1  # weight of that KL
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: no penalty
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards still count in the group
-dynamic_sampling = 0  # most further rounds that replace groups of equal rewards; 0: such groups are kept
+dynamic_sampling = 0  # number of further rounds, at most, that replace groups of equal rewards; 0: such groups are kept
 # agents: samples of several turns, with tools
 # 'my_file.py:my_function' (agents/chat.py says how to write one), or a command such as 'python my_agent.py'
 # (agents/endpoint.py); '': no agent: one turn, scored by `reward`
@@ -122,7 +122,7 @@ lr_decay_steps = 0  # cosine from warmup_steps to lr_decay_steps; 0: constant
 min_lr = 0.0
 beta1 = 0.9
 beta2 = 0.95
-weight_decay = 0.0  # only of matrices
+weight_decay = 0.0  # of matrices only
 grad_clip = 1.0  # l2 norm; 0: off
 advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic) or distill (a teacher)
 gamma = 1.0  # discount per token with advantage='gae', per turn with credit='turn'
@@ -173,7 +173,7 @@ engine_timeout = 600.0  # seconds of silence after which an engine counts as dea
 weight_sync = ""
 checkpoint_every = 50  # steps between checkpoints, beside those after the warm-up and the last step; 0: no checkpoints
 keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
-queue_dir = ""  # where the rollouts of mode='replay' are; '': out_dir/queue
+queue_dir = ""  # only with mode='replay': the folder of a run's rollouts, such as 'out/tiny/queue'
 keep_rollouts = 0  # steps of rollout files to keep; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
 track = ""  # 'tensorboard' or 'wandb': shows metrics.jsonl there, too
@@ -446,7 +446,7 @@ def as_sampled(sample, age):
 
 
 def versions_kept(c):
-    """The largest staleness that a token can have, in steps: so many older versions of the weights must be kept."""
+    """The largest staleness of a token, in steps; it is also how many older versions of the weights must be kept."""
     if not c.segment_tokens:
         return c.lag
     # A group is sampled in at most `drawn` steps. Then it waits for the groups begun before it, and each step trains on
@@ -1155,7 +1155,7 @@ if __name__ == "__main__":
             rate = learning_rate_at(step, *rl_schedule)
             for i in range(updates_per_batch):
                 figures, hashes = trainer.update(samples, step, rate, check=i == 0)
-                metrics |= figures  # the last update's, but for the mismatch, which is the first's
+                metrics |= figures  # the last update's, except the mismatch, which is the first's
             trainer.keep(step + 1)
         step += 1
         times.append(time.monotonic())

@@ -302,7 +302,7 @@ def test_L9_side_by_side_or_in_turn_one_ledger(lagged, lagged_apart, two_ranks):
     steps = lines(lagged[0], "metrics.jsonl", "rl")
     assert [m["staleness"] for m in steps] == [0, 1, *[2] * 22]
     assert all(m["logprob_mismatch_tokens"] == 0 for m in steps)
-    # The weights are others than those that sampled: ratios, which the check takes no part in, say by how much.
+    # The weights differ from those that sampled; the ratios, which the check does not use, say by how much.
     assert all((m["ratio_mean"], m["kl_behaviour"], m["effective_sample_size"]) == (1, 0, 1) for m in steps[:1])
     assert all(m["ratio_variance"] > 1e-5 and m["kl_behaviour"] > 1e-5 for m in steps[2:])
     assert all(0.9 < m["effective_sample_size"] < 1 for m in steps[2:])

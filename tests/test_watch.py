@@ -22,7 +22,7 @@ from test_laws import ledger  # noqa: E402
 
 
 def steps_of(n, **metrics):
-    """n steps of a run that learns honestly, but for these metrics: numbers, or functions of the step."""
+    """n steps of a run that learns honestly, with these metrics changed: numbers, or functions of the step."""
     honest = dict(
         reward_mean=lambda i: 0.3 + i / 200, unique_answers=lambda i: 3 - i / 40, distinct_2=lambda i: 0.5 - i / 400,
         repetition=0.1, symbols=0.05, truncated_fraction=lambda i: 0.2 - i / 400, response_length_mean=lambda i: 40 + i,
