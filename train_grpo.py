@@ -677,7 +677,7 @@ class Trainer:
                 line += f"; they, moments and gradients take {self.state_bytes() / 1e9:.1f} of {room / 1e9:.1f} GB"
             print(line, flush=True)
         # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer. With
-        # LoRA the reference is the base with the adapters in `reference`, or with zeros for adapters.
+        # LoRA the reference is the base with the adapters in `reference`, or with zeros, unless that is a whole model.
         self.frozen, others = None, bool(c.reference) and not Path(c.reference, "adapter_config.json").exists()
         if self.base and c.kl_coef and not others:
             self.frozen = self.model
@@ -838,7 +838,7 @@ class Trainer:
     def gradients(self, samples, phase="rl", check=False):
         """
         The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and what
-        `check_logprobs` found in this rank's leaves. Sums over leaves are trees whose shape does not depend on the
+        `check_logprobs` found in this rank's leaves. Sums over leaves are made in an order that does not depend on the
         number of ranks. Under torch.no_grad there are no gradients.
         check: compare log-probs with the engine's at tokens that were sampled with these very weights.
         """
