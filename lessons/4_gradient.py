@@ -45,7 +45,7 @@ def as_they_come(grads, gpus):
 
 
 def as_one_tree(grads, gpus):
-    """What the trainer does: leaf i is on GPU i % gpus; one tree adds across the GPUs and then over each one's leaves."""
+    """What the trainer does: leaf i is on GPU i % gpus; one tree adds across GPUs, then over each one's leaves."""
     total = LeafSum(LEAVES // gpus)
     for i in range(0, LEAVES, gpus):
         total.add([tree_sum(torch.stack(grads[i : i + gpus]))])
