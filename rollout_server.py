@@ -78,10 +78,10 @@ def check_model(folder, config, key="init_from"):
     name = f"{key}={str(folder)!r}"
     require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
     sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
-    require(not sliding, f"{name}: sliding-window attention is not supported")
+    require(not sliding, f"{name}: sliding-window attention is not supported; use a model without it")
     tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
     fits = f"max_new_tokens={config['max_new_tokens']}: {tokens} tokens with the prompt, and 8 to spare"
-    require(tokens + 8 <= most, f"{fits}; the model has {most} positions")
+    require(tokens + 8 <= most, f"{fits}; the model has {most} positions; use less")
     if key == "reward":
         require(gives_scores(hf), f"{name}: a language model; a reward model is wanted, such as --mode=rm trains")
         require(hf.num_labels == 1, f"{name}: it gives {hf.num_labels} numbers; a reward model gives one")

@@ -376,7 +376,7 @@ def load_weights(shards, folder, tied, key="init_from"):
     files = weight_files(folder, key)
     for s in shards:
         name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
-        require(name in files, f"{key}={str(folder)!r}: no {name} in its safetensors files")
+        require(name in files, f"{key}={str(folder)!r}: no {name} in its safetensors files; use a complete folder")
         rows = files[name].get_slice(name)
         shape = tuple(rows.get_shape())
         require(shape == s.shape, f"{key}={str(folder)!r}: {name} is {shape}, config.json says {s.shape}")
@@ -451,7 +451,7 @@ def read_adapter_config(folder):
         found = json.loads(Path(folder, "adapter_config.json").read_text())
         found["target_modules"] = sorted(found["target_modules"])
         other = [f"{key}={found[key]!r}" for key in OTHER_KINDS.split() if found.get(key)]
-        require(found["r"] > 0 and not other, f"lora={str(folder)!r}: {', '.join(other)}; known is plain LoRA")
+        require(found["r"] > 0 and not other, f"lora={str(folder)!r}: {', '.join(other)}; use plain LoRA")
         return found | dict(lora_alpha=float(found["lora_alpha"]))
     except (OSError, ValueError, KeyError, TypeError) as e:
         require(False, f"lora={str(folder)!r}: no usable adapter_config.json: {reason(e)}")
@@ -742,7 +742,7 @@ class Queue:
         expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
         for path in (group_path(folder, i) for i in job.rows):
             if not appears(path, 60 if self.signs else 0):
-                raise RunError(f"{path}: not to be found on {socket.gethostname()}")
+                raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
         return [read_group(folder, i, expected | {"prompt": i}) for i in job.rows]
 
     def _share(self, key, job):
@@ -869,7 +869,7 @@ class Record:
         sizes = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
         self.ledger = Ledger(folder / LOGS[0], "onecurve 1", sizes[LOGS[0]], c.strict)
         if saved and self.ledger.digest != saved["digest"]:
-            raise RunError(f"{self.ledger.path}: does not lead to the checkpoint of step {saved['step']}; edited?")
+            raise RunError(f"{self.ledger.path}: does not lead to step {saved['step']}'s checkpoint; was it edited?")
         for name in LOGS[1:]:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])

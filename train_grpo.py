@@ -688,7 +688,7 @@ class Trainer:
             key = "teacher" if c.teacher else "reference"
             folder = sync.fetch_model(name, key)
             its = check_model(folder, vars(c), key)
-            require(its.vocab_size == hf.vocab_size, f"{key}={name!r}: of another vocabulary than the model")
+            require(its.vocab_size == hf.vocab_size, f"{key}={name!r}: needs the vocabulary of init_from's model")
             self.frozen = build_model(its, self.mesh, device, c.batch_invariant, tp_split=c.tp_split)
             sync.load_weights(sync.shards(self.frozen, self.mesh), folder, its.tie_word_embeddings)
 

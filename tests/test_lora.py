@@ -257,7 +257,7 @@ def test_adapters_that_do_not_fit_are_refused_in_one_line(trainer, adapted, tmp_
     trainer(**fits, lora=str(folder))
     cases = [
         (fits | dict(lora=str(other)), "made for another base than init_from="),
-        (fits | dict(lora=str(dora)), "use_dora=True; known is plain LoRA"),
+        (fits | dict(lora=str(dora)), "use_dora=True; use plain LoRA"),
         (fits | dict(lora=str(tmp_path)), "no usable adapter_config.json"),
         (dict(lora_rank=8, lora=str(folder)), "lora_rank=8: the adapters of"),
         (dict(lora_rank=4, lora=str(folder)), "lora_alpha=32.0: the adapters of"),

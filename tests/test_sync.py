@@ -318,7 +318,7 @@ def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere
         pool.submit(lambda: time.sleep(0.3) or sync.write_group(tmp_path, 7, TENSORS, META))
         assert sync.appears(sync.group_path(tmp_path, 7), 5)
     assert not sync.appears(sync.group_path(tmp_path, 8), 0.1)
-    with pytest.raises(RunError, match=f"group_0004.safetensors: not to be found on {socket.gethostname()}"):
+    with pytest.raises(RunError, match=f"group_0004.safetensors: not found on {socket.gethostname()}"):
         sync.Queue(tmp_path, None, "abc").sample(JOB)
 
 
