@@ -52,7 +52,8 @@ What the Triton kernels do about it:
     attention     key tiles of 64 and splits of 1024 keys at absolute positions, one inner loop, one merge; the softmax
                   denominator is a product with ones, on the tensor core.
     contraction   the compiler may fuse a * b + c in one kernel and not in its twin: switched off in every kernel that
-                  computes on rows or elements (EXACT); where a fused step pays it is written as `tl.fma`.
+                  computes on rows or elements (EXACT) but the sampler's, whose twin is compiled by torch; where a fused
+                  step pays it is written as `tl.fma`.
     gradients     no atomics: sums over rows go in row order, cut at constants of this file.
 
 `tests/test_kernels.py` checks the CPU operators bit for bit, `tests/test_triton.py` what can be known of the others
@@ -107,9 +108,14 @@ NORM_WARPS, LONG_NORM_WARPS = 4, 8  # of a norm's program; long is a row beyond 
 LANES, LANE_WARPS = 4096, 8  # partial sums of a long row (log-probs, `row_sums`), and the warps that hold them
 DELTA_ROWS, DELTA_WARPS = 16, 4  # rows and warps of a program of rowsum(do * o), in attention's backward
 
-# Speed only, never seen in the bits. The figures are guesses until measured on a card, as are those of
-# `_matmul_config` and the warps and stages of attention.
+# Speed only, never seen in the bits. The figures are guesses until measured on a card, as are the warps and stages of
+# attention.
 SMS = 132  # of an H100 or H200
+TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an SM has room for 8 warps of them
+    (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (64, 64, 128, 4, 3),
+    (64, 32, 128, 4, 4), (64, 16, 128, 4, 4), (32, 64, 128, 4, 4), (16, 64, 128, 4, 4),
+)  # fmt: skip
+PRODUCTS = 128  # of a matmul that take an SM as long as to load one of their numbers
 DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.sync instead of wgmma
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
 PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill or a packed batch, and of its backward
@@ -610,6 +616,13 @@ def _tile_at(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
 
 
 @triton.jit
+def _part(c, m, n, M, N, c_m, c_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to the (ROWS, COLUMNS) of c from (m, n) on, and which of them lie inside."""
+    rows, cols = (m + tl.arange(0, ROWS))[:, None], (n + tl.arange(0, COLUMNS))[None, :]
+    return c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n, (rows < M) & (cols < N)
+
+
+@triton.jit
 def triton_matmul(
     a, b, c, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n,
     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -639,21 +652,44 @@ def triton_matmul_tma(
     A_MK: tl.constexpr, B_NK: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same chain, fed by the copy engine. A_MK, B_NK: the descriptor's matrix lies (M, K), (N, K), K contiguous."""
-    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), PROGRAMS):
+    """
+    The same chain, fed by the copy engine. A_MK, B_NK: the descriptor's matrix lies (M, K), (N, K), K contiguous.
+    Flattened, the loops over tiles and K are one: a tile is stored while the next one's loads are under way. It goes in
+    halves, since the stages leave no shared memory for a whole one. With ADD, whose accumulator is read from c, the
+    flattened loads would be waited for one by one.
+    """
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), PROGRAMS, flatten=not ADD):
         row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
         m, n = row * BLOCK_M, col * BLOCK_N
-        rows, cols = (m + tl.arange(0, BLOCK_M))[:, None], (n + tl.arange(0, BLOCK_N))[None, :]
-        at = c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n
-        inside = (rows < M) & (cols < N)
-        acc = tl.load(at, mask=inside, other=0.0) if ADD else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if ADD:
+            at, inside = _part(c, m, n, M, N, c_m, c_n, BLOCK_M, BLOCK_N)
+            acc = tl.load(at, mask=inside, other=0.0)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, K, BLOCK_K):
             x = a.load([m, k]) if A_MK else a.load([k, m]).T
             y = b.load([n, k]).T if B_NK else b.load([k, n])
             acc = tl.dot(x, y, acc, input_precision="ieee")
-        tl.store(at, acc.to(c.dtype.element_ty), mask=inside)
+        halves = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+        for i in tl.static_range(2):
+            at, inside = _part(c, m, n + i * (BLOCK_N // 2), M, N, c_m, c_n, BLOCK_M, BLOCK_N // 2)
+            tl.store(at, halves[i].to(c.dtype.element_ty), mask=inside)
 
 
+def _tiles(M, N, block_m, block_n):
+    return -(-M // block_m) * -(-N // block_n)
+
+
+def _tile_time(M, N, block_m, block_n):
+    """
+    An estimate, in numbers loaded per k: of the SM that has most of the tiles, and of a tile what it loads (not what
+    lies beyond the matrix) and what it multiplies.
+    """
+    work = min(block_m, M) + min(block_n, N) + block_m * block_n / PRODUCTS
+    return -(-_tiles(M, N, block_m, block_n) // SMS) * work
+
+
+@functools.cache
 def _matmul_config(M, N, dtype, tma, aligned):
     """
     (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages): follows the shape for speed, and is never seen in the bits. Registers
@@ -661,16 +697,12 @@ def _matmul_config(M, N, dtype, tma, aligned):
     """
     if dtype == torch.float32:
         return 64, 64, 16, 4, 2
-    if N <= 64:  # decode after the swap: the weights' bytes are the whole cost, so many of them under way
-        stages = 4 if N <= 32 else 3
-        return 64, max(16, triton.next_power_of_2(N)), 128, 4, stages if M > 64 * SMS else 2 * stages
-    if not tma:
+    if not tma and min(M, N) > 64:
         return 128, 64, 32, 8, 3
-    table = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4))
-    for block_m, block_n, block_k, warps, stages in table[not aligned :]:
-        if triton.cdiv(M, block_m) * triton.cdiv(N, block_n) >= SMS:
-            return block_m, block_n, block_k, warps, stages
-    return 64, 64, 128, 4, 3
+    table = TILES[not aligned :] if tma else TILES[3:]
+    block_m, block_n, block_k, warps, stages = min(table, key=lambda tile: _tile_time(M, N, *tile[:2]))
+    alone = _tiles(M, N, block_m, block_n) <= SMS  # on its SM, whose shared memory is then for one program's stages
+    return block_m, block_n, block_k, warps, stages * 8 // warps if alone else stages
 
 
 def _for_tma(x):
@@ -702,15 +734,15 @@ def matmul(a, b, out_dtype=None, out=None):
     result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
     if 0 in c.shape:
         return result
-    if M <= 64 < N:  # the weights' columns become the rows: c^T = b^T a^T
-        a, b, c, M, N = b.t(), a.t(), c.t(), N, M
     x, y = (_for_tma(a), _for_tma(b.t())) if K else (None, None)
     tma, aligned = bool(x and y), c.stride(0) % 16 == 0
     block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, tma, aligned)
-    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    if block_m < 64:  # which wgmma needs, so the columns become the rows: c^T = b^T a^T
+        a, b, c, x, y, M, N, block_m, block_n = b.t(), a.t(), c.t(), y, x, N, M, block_n, block_m
+    tiles = _tiles(M, N, block_m, block_n)
     config = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
     if tma:
-        programs = min(tiles, SMS) if block_n == 256 else tiles
+        programs = min(tiles, SMS * 8 // warps)  # all that are under way at once, which take tile after tile
         blocks = ([block, block_k] if k else [block_k, block] for block, k in ((block_m, x[1]), (block_n, y[1])))
         descriptors = [TensorDescriptor.from_tensor(t, block) for (t, _), block in zip((x, y), blocks)]
         args = (c, *descriptors, M, N, K, *c.stride(), programs, x[1], y[1], add)
@@ -2139,26 +2171,7 @@ def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
 
 # ------------------------------------------------------------------------------------------------------------------
 # the sampler's noise: no sum at all, but a hash of the sample's seed, the position and the token, so that no neighbour
-# and no other step can be seen in it
-
-
-def finite_hash(hash32, seed, positions, columns):
-    """
-    What SGLang's function `hash32` gives, its largest value replaced by the one below; (B, V) float64. For CUDA.
-
-    SGLang draws the token with the largest log-prob + noise, -log(-log(x)) with x = hash / (2^32 - 1) in float64. Of
-    the hash 2^32 - 1 that is +inf, and once in 2^32 draws a token was taken whatever its probability: of 151,936 tokens
-    to draw from, one in 28,000 (sglang issue 25106, mended after 0.5.17). Of 2^32 - 2, x is 1 - 2^-32 and the noise
-    22.2, so the two largest hashes now stand for the same tail. Every other hash keeps its noise, bit for bit.
-
-    The other end is finite as it is: log(0) is clamped to -1.8e308, and the noise of hash 0 is -709.8, where an exact
-    draw from that end would be near -3. So a token with hash 0 is not taken unless all others are as good as
-    impossible, which takes at most 2^-32 off its probability: less than a float32 log-prob tells apart.
-
-    float64 holds each hash exactly, and torch knows no minimum of uint32. SGLang's own conversion then has nothing to
-    do; torch.compile makes all this part of the kernel that makes the noise.
-    """
-    return hash32(seed, positions, columns).double().clamp_(max=2**32 - 2)
+# and no other step can be seen in it. A draw is a largest number and a smallest column, neither of which has an order.
 
 
 @loop
@@ -2193,19 +2206,66 @@ def cpu_draw(first, last, logprobs, seeds, positions, tokens, V):
                 tokens[row] = i
 
 
+@triton.jit
+def _mix_uint32(h, k):
+    k = k.to(tl.uint32) * 0xCC9E2D51
+    h ^= ((k << 15) | (k >> 17)) * 0x1B873593
+    return ((h << 13) | (h >> 19)) * 5 + 0xE6546B64
+
+
+@triton.jit
+def _murmur_hash_uint32(seed, position, column):
+    """`murmur_hash32` in uint32, whose products wrap by themselves."""
+    h = _mix_uint32(_mix_uint32(0, seed), seed >> 32)
+    h = _mix_uint32(_mix_uint32(h, position), column) ^ 16
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def triton_draw(logprobs, seeds, positions, scores, columns, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Of one block of a row, the largest score and the first column that has it, into (B, blocks) each."""
+    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.minimum(_murmur_hash_uint32(tl.load(seeds + row), tl.load(positions + row), c), 0xFFFFFFFE)
+    u = h.to(tl.float64) * (1 / 4294967295)  # as torch on CUDA divides; of one hash in 750 it is an ulp below
+    score = tl.load(logprobs + row * V + c, mask=c < V, other=float("-inf")).to(tl.float64)
+    score -= tl.log(tl.minimum(-tl.log(u), 1.7976931348623157e308))
+    score = tl.where(score == score, score, float("inf"))  # the first NaN is taken, as torch.argmax does
+    top, at = tl.max(score, 0), row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scores + at, top)
+    tl.store(columns + at, tl.min(tl.where(score == top, c, V), 0))
+
+
 def draw(logprobs, seeds, positions):
     """
-    The CPU's: a token (B, 1) from each row of logprobs (B, V) float32, that with the largest log-prob + noise, the
-    noise of `finite_hash` from seeds (B,) int64 and positions (B,).
+    A token (B, 1) int64 from each row of logprobs (B, V): the first column with the largest log-prob + noise. seeds
+    (B,) int64 and positions (B,) are hashed. It takes the place of SGLang's multinomial_with_seed, and draws the same
+    tokens but for one hash in 2^32.
+
+    The noise is -log(-log(u)), u = hash / (2^32 - 1) in float64. Of the hash 2^32 - 1 that is +inf, and once in 2^32
+    draws a token was taken whatever its probability: of 151,936 tokens to draw from, one in 28,000 (sglang issue 25106,
+    mended after 0.5.17). Of 2^32 - 2, u is 1 - 2^-32 and the noise 22.2, so the two largest hashes now stand for the
+    same tail. Every other hash keeps its noise, bit for bit.
+
+    The other end is finite as it is: -log(0) is clamped to 1.8e308, and the noise of hash 0 is -709.8, where an exact
+    draw from that end would be near -3. So a token with hash 0 is not taken unless all others are as good as
+    impossible, which takes at most 2^-32 off its probability: less than a float32 log-prob tells apart.
     """
     check_operands(logprobs)
     if logprobs.dim() != 2 or seeds.shape != logprobs.shape[:1] or positions.shape != logprobs.shape[:1]:
         shapes = [tuple(x.shape) for x in (logprobs, seeds, positions)]
         raise ValueError(f"logprobs, seeds, positions {shapes}: (B, V), (B,), (B,) are needed")
-    (B, V), tokens = logprobs.shape, torch.zeros(len(logprobs), 1, dtype=torch.int64)
-    args = logprobs.contiguous(), seeds.long().contiguous(), positions.long().contiguous(), tokens
-    _share(cpu_draw, B, 60 * B * V, *map(_flat, args), V)
-    return tokens
+    (B, V), args = logprobs.shape, (logprobs.contiguous(), seeds.long().contiguous(), positions.long().contiguous())
+    if not use_triton(logprobs):
+        tokens = torch.zeros(B, 1, dtype=torch.int64)
+        _share(cpu_draw, B, 60 * B * V, *map(_flat, (*args, tokens)), V)
+        return tokens
+    grid = B, triton.cdiv(V, ELEMENTS)
+    scores, columns = (logprobs.new_empty(grid, dtype=dtype) for dtype in (torch.float64, torch.int64))
+    # not EXACT: torch.compile, and so SGLang, fuses a step of libdevice's float64 logarithm
+    _launch(triton_draw, grid, *args, scores, columns, V=V, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS)
+    return columns.gather(1, scores.argmax(1, keepdim=True))
 
 
 # ------------------------------------------------------------------------------------------------------------------

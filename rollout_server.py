@@ -20,11 +20,11 @@ The life of one prompt:
 
 A group whose file exists is never made again.
 
-`install_operators` hooks kernels.py into SGLang's classes in the scheduler's process. On a CPU SGLang needs four
-replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag that keeps RoPE from importing vLLM, the
-draw (SGLang's noise is a Triton kernel), its batch-invariant mode (Triton, too), and process groups that ask for no
-CUDA device; `sample_tokens` and `decode_results` only save time. Nothing here imports sglang before an engine is
-wanted: that takes seconds.
+`install_operators` hooks kernels.py into SGLang's classes in the scheduler's process, and `kernels.draw` takes the place
+of its draw. On a CPU SGLang needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag
+that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), and process groups that ask for no CUDA
+device; `sample_tokens` and `decode_results` only save time. Nothing here imports sglang before an engine is wanted:
+that takes seconds.
 """
 
 import asyncio
@@ -298,8 +298,7 @@ def install_operators(backend, inv_freq, tp_split):
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
     VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side; Sampler.forward divides
-    once, by a tensor of temperatures, before the log_softmax that it returns; multinomial_with_seed, compiled on CUDA,
-    is the float64 noise of a hash, element by element, and an argmax.
+    once, by a tensor of temperatures, before the log_softmax that it returns.
     """
     from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -480,11 +479,11 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     enable = functools.partial(kernels.enable_batch_invariant, threads)
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
     batch_invariant_ops.enable_batch_invariant_mode = enable if inv_freq else lambda: None
+    sampler.multinomial_with_seed = kernels.draw
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
-        sampler.multinomial_with_seed = kernels.draw
         sampler.Sampler.forward = functools.partialmethod(sample_tokens, sampler.Sampler.forward)
         kernels.kept = None if kernels.INTERPRET else {}
         processor = batch_result_processor.SchedulerBatchResultProcessor
@@ -498,8 +497,6 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         parallel_state.GroupCoordinator.__init__ = group_on_cpu  # it would ask for a CUDA device
     else:  # SGLang would have nvcc compile this one at the first decode step
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
-        # for multinomial_with_seed
-        sampler.murmur_hash32 = functools.partial(kernels.finite_hash, sampler.murmur_hash32)
     if inv_freq:
         install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses

@@ -55,10 +55,9 @@ def sizes(quick):
     long, short = [3000, 1, 1025, 1024, 1023, 64], [1100, 3, 65, 64, 1]
     groups = [(bf16, D, g, 2, short) for D in (64, 128) for g in ((1, 4, 5) if quick else range(1, 9))]
     few_tiles = (64, 16, 128, 4, 3), (128, 32, 64, 4, 3), (16, 64, 32, 4, 3)
-    tiles = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages that kernels._matmul_config may choose one day
-        (64, 16, 128, 4, 8), (64, 32, 128, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 4), (128, 128, 64, 8, 4),
-        (128, 256, 64, 8, 3), (64, 64, 16, 4, 4), (64, 64, 32, 4, 1), (128, 64, 64, 4, 3), (64, 256, 64, 4, 3),
-        (64, 64, 256, 4, 2), (128, 32, 64, 8, 4),
+    tiles = (  # those that kernels._matmul_config chooses from, some as they are alone on an SM; or may one day
+        *kernels.TILES, (64, 128, 64, 4, 8), (16, 64, 128, 4, 8), (64, 64, 16, 4, 4), (64, 64, 32, 4, 1),
+        (128, 64, 64, 4, 3), (64, 256, 64, 4, 3), (64, 64, 256, 4, 2), (128, 32, 64, 8, 4),
     )  # fmt: skip
     pairs = dict(  # on a CPU, on a GPU
         models=(tiny, models), head=((98, 40), (VOCABULARY, 1024)), D=(64, 128), V=(98, VOCABULARY), tokens=(90, 1111),
@@ -277,6 +276,18 @@ def attention(size):
     yield from (*rows.values(), packs)
 
 
+def captured(step):
+    """(a CUDA graph of step(), what it writes)."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiled before the capture
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        out = step()
+    return graph, out
+
+
 def attention_graph(size):
     """What the engine does: one captured graph, replayed with what lengths, pages and queries then hold."""
     from test_kernels import Sequences
@@ -288,13 +299,7 @@ def attention_graph(size):
         held = s.keys, s.values, s.table, s.q[:B].clone(), ones.clone(), s.requests[:1].repeat(B)
         keys, values, table, q, kv_lens, requests = held
         step = partial(kernels.attention, q, keys, values, kernels.paged_plan(ones, kv_lens, table, requests), s.scale)
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compiled before the capture
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            out = step()
+        graph, out = captured(step)
         for _ in range(size.repeats):
             which = torch.randint(len(s.lengths), (B,), device=DEVICE)
             lengths, start = (torch.tensor(x, device=DEVICE)[which] for x in (s.lengths, s.start))
@@ -411,7 +416,47 @@ def embedding(size):
     yield row
 
 
-PARTS = [matmul, attention, on_rows, embedding] + [attention_graph] * CUDA
+def by_sglang(logprobs, seeds, positions):
+    """SGLang's draw as torch.compile has it, of a hash that has its largest value replaced by the one below."""
+    from sglang.srt.layers import sampler
+
+    def finite(*args, own=sampler.murmur_hash32):
+        return own(*args).double().clamp_(max=2**32 - 2)
+
+    with mock.patch.object(sampler, "murmur_hash32", finite):
+        return sampler.multinomial_with_seed(logprobs, seeds, positions)
+
+
+def draw(size):
+    from test_kernels import ENDS, ends, plain_draw, ties
+
+    row, R = (
+        Row("draw", "rows; SGLang's own draw and a plain formula, ties, both ends of the hash; again"),
+        size.head_rows,
+    )
+    z, seeds = random(R, size.V, dtype=f32) * 3, torch.randint(-(2**63), 2**63 - 1, (R,), device=DEVICE)
+    args = kernels.log_softmax(z, -1, False), seeds, torch.randint(40_000, (R,), device=DEVICE)
+    whole = kernels.draw(*args)
+    for M in size.counts:
+        at = M * 37 % (R - M + 1) if M < R else 0
+        for rows in zip(*(views(x[at : at + M]) for x in args)):
+            row.check(kernels.draw(*rows), whole[at : at + M])
+            row.check(plain_draw(*rows), whole[at : at + M])
+    for args_of, tokens in (ties(), *map(ends, ENDS)):
+        row.check(kernels.draw(*(x.to(DEVICE) for x in args_of)), tokens.to(DEVICE))
+    row.again(lambda: kernels.draw(*args), whole, size.repeats)
+    if CUDA:
+        row.check(by_sglang(*args), whole)
+        graph, out = captured(partial(kernels.draw, *args))
+        for x in args[1:]:  # the graph reads what these then hold
+            x.add_(1)
+        graph.replay()
+        row.check(out, by_sglang(*args))
+    row.control("other seeds", kernels.draw(args[0], args[1] + 2**40, args[2]), whole)
+    yield row
+
+
+PARTS = [matmul, attention, on_rows, embedding, draw] + [attention_graph] * CUDA
 
 
 def main():

@@ -6,7 +6,6 @@ The real SGLang engine in this process, against the trainer's model: the same 32
 
 import asyncio
 import copy
-import functools
 import itertools
 import json
 import mmap
@@ -28,7 +27,7 @@ import rollout_server
 import sync
 import train_grpo as train
 from configurator import block
-from kernels import finite_hash, murmur_hash32
+from kernels import murmur_hash32
 from rewards import load_reward
 from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
 
@@ -524,7 +523,6 @@ def test_the_largest_hash_does_not_take_a_token_whatever_its_probability(seed, p
     where = torch.tensor([seed]), torch.tensor([position])
     assert theirs(hashes, logprobs, *where) == column  # SGLang does
     assert kernels.draw(logprobs, *where) != column
-    assert theirs(functools.partial(finite_hash, hashes), logprobs, *where) != column  # as on CUDA
 
 
 def test_all_other_draws_are_sglangs_own():
@@ -532,23 +530,8 @@ def test_all_other_draws_are_sglangs_own():
     seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=draws)
     positions = torch.randint(0, 40_000, (64,), generator=draws)
     logprobs = torch.randn(64, 2_000, generator=draws).log_softmax(1)
-    where = seeds.view(torch.uint64), positions, torch.arange(2_000)
-    finite = finite_hash(hashes, *where)
-    assert torch.equal(hashes(*where).double(), finite) and finite.dtype == torch.float64  # so SGLang does not round
     tokens = theirs(hashes, logprobs, seeds, positions)
     assert torch.equal(tokens, kernels.draw(logprobs, seeds, positions)) and len(set(tokens[:, 0].tolist())) > 50
-    assert torch.equal(tokens, theirs(lambda *_: finite, logprobs, seeds, positions))
-
-
-def test_both_ends_of_the_hash_have_finite_noise():
-    def first_is_drawn(hashes, logprobs):
-        hash32 = functools.partial(finite_hash, lambda *_: torch.tensor([hashes]))
-        return theirs(hash32, torch.tensor([logprobs], dtype=torch.float64), torch.tensor([0]), torch.tensor([0])) == 0
-
-    most = 2**32 - 1
-    assert first_is_drawn([most, most - 1], [0.0, 0.0]) and first_is_drawn([most - 1, most], [0.0, 0.0])  # the same
-    assert first_is_drawn([most - 1, most - 2], [0.0, 0.0]) and not first_is_drawn([most - 2, most - 1], [0.0, 0.0])
-    assert first_is_drawn([0, 1], [0.0, -706.7]) and not first_is_drawn([0, 1], [0.0, -706.6])  # -709.8 and -3.1
 
 
 def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else():

@@ -9,6 +9,7 @@ Law L12 in test_laws.py has the same bits on other CPUs.
 
 import functools
 import importlib.util
+import math
 import os
 import shutil
 import subprocess
@@ -607,28 +608,57 @@ def test_bit_sum_is_the_sum_of_int64_products_and_sees_every_bit(dtype):
     assert kernels.bit_sum(x, rows, columns) != found
 
 
-def test_a_draw_is_the_largest_logprob_and_noise_of_a_plain_formula():
+def plain_draw(logprobs, seeds, positions):
+    """`kernels.draw` in torch: int64, of which the low 32 bits count, and float64."""
+
     def rotate(x, n):
-        return (x << n | x >> (32 - n)) & 0xFFFFFFFF
+        return (x << n | x >> (32 - n)) & most
 
-    def murmur3(*blocks):
-        h = 0
-        for k in blocks:
-            h ^= rotate(k * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
-            h = (rotate(h, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
-        h ^= 16
-        h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-        h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-        return h ^ h >> 16
+    most, h = 2**32 - 1, torch.zeros(logprobs.shape, dtype=torch.int64, device=logprobs.device)
+    columns = torch.arange(logprobs.shape[1], device=logprobs.device)
+    for k in (seeds[:, None] & most, seeds[:, None] >> 32 & most, positions[:, None], columns):
+        h ^= rotate(k * 0xCC9E2D51 & most, 15) * 0x1B873593 & most
+        h = rotate(h, 13) * 5 + 0xE6546B64 & most
+    h ^= 16
+    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        h = (h ^ h >> shift) * multiplier & most
+    u = (h ^ h >> 16).clamp(max=most - 1).double() / most
+    return (logprobs.double() - (-u.log()).clamp(max=1.7976931348623157e308).log()).argmax(1, keepdim=True)
 
-    logprobs = torch.log_softmax(torch.randn(40, 90), -1)
-    seeds, positions = torch.randint(0, 2**62, (40,)), torch.randint(0, 2**31, (40,))
+
+def test_a_draw_is_the_largest_logprob_and_noise_of_a_plain_formula():
+    logprobs = torch.log_softmax(torch.randn(300, 90), -1)
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (300,)), torch.randint(0, 2**31, (300,))
     tokens = kernels.draw(logprobs, seeds, positions)
-    for row, seed, position, token in zip(logprobs, seeds.tolist(), positions.tolist(), tokens[:, 0].tolist()):
-        hashes = [murmur3(seed & 0xFFFFFFFF, seed >> 32, position, i) for i in range(90)]
-        u = torch.tensor([min(h, 2**32 - 2) / (2**32 - 1) for h in hashes], dtype=torch.float64)
-        assert int((row.double() - (-u.log()).log()).argmax()) == token
-    assert len(set(tokens[:, 0].tolist())) > 20  # not one and the same
+    assert torch.equal(tokens, plain_draw(logprobs, seeds, positions))
+    assert len(set(tokens[:, 0].tolist())) > 50  # not one and the same
+
+
+def ties():
+    """(logprobs, seeds, positions) and the tokens: where log-probs leave nothing of the noise, the first column."""
+    logprobs = torch.full((5, 2500), -1e30)
+    logprobs[1, [700, 1500, 2499]], logprobs[2, 2499] = -1e29, -1e29
+    logprobs[3], logprobs[4] = -torch.inf, torch.nan
+    return (logprobs, torch.arange(5), torch.arange(5)), torch.tensor([[0], [700], [2499], [0], [0]])
+
+
+# seed, position, column: where the hash is the largest and 0, and the noise of these
+ENDS = {2**32 - 1: (1, 36_420, 317, 22.180709777801834), 0: (11, 5_371, 860, -709.782712893384)}
+
+
+def ends(hash32):
+    """(logprobs, seeds, positions) and the tokens: column 0, or that of this hash, is likelier by 1e-3."""
+    seed, position, column, noise = ENDS[hash32]
+    assert kernels.murmur_hash32(seed, position, column) == hash32
+    other = -math.log(-math.log(kernels.murmur_hash32(seed, position, 0) / (2**32 - 1)))
+    logprobs = torch.full((2, 1100), -torch.inf)
+    logprobs[:, 0], logprobs[:, column] = 0, other - noise + torch.tensor([-1e-3, 1e-3])
+    return (logprobs, torch.tensor([seed] * 2), torch.tensor([position] * 2)), torch.tensor([[0], [column]])
+
+
+def test_a_tie_is_the_first_column_and_both_ends_of_the_hash_have_finite_noise():
+    for args, tokens in (ties(), *map(ends, ENDS)):
+        assert torch.equal(kernels.draw(*args), tokens)
 
 
 FORMULAS = {

@@ -8,6 +8,7 @@ only a GPU can show is not here: that wgmma adds in one order for every tile, an
 """
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+import triton.language as tl
+from gpu_bits import MODELS, linears
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -37,11 +40,11 @@ bf16, f32 = torch.bfloat16, torch.float32
 class Compiled:
     """A launch as it would reach the GPU: its name, constants and what the compiler made of it."""
 
-    def __init__(self, fn, args, options):
+    def __init__(self, fn, args, grid, options):
         backend = make_backend(HOPPER)
         bound, specialization, _ = create_function_from_signature(fn.signature, fn.params, backend)(*args, **options)
         parsed, signature, constants, attributes = fn._pack_args(backend, options, bound, specialization, None)
-        self.name, self.options = fn.__name__, options
+        self.name, self.grid, self.options = fn.__name__, grid, options
         self.half = any("bf16" in str(kind) for kind in signature.values())
         self.key = (self.name, str(specialization), str(constants), str(options))
         self.args = fn, ASTSource(fn, signature, constants, attributes), parsed.__dict__
@@ -55,8 +58,13 @@ class Compiled:
         path.write_bytes(code.asm["cubin"])
         usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
         path.unlink()
-        self.stack = int(re.search(r"STACK:(\d+)", usage)[1])
+        self.registers, self.stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
         return self
+
+    def programs_per_sm(self):
+        """How many an SM holds: 65,536 registers, given out to threads by 8; 1 KB more of shared memory for each."""
+        threads = 32 * self.options["num_warps"]
+        return min(65536 // (-(-self.registers // 8) * 8 * threads), (SHARED_MEMORY + 1024) // (self.shared + 1024))
 
     def __repr__(self):
         return f"{self.name} {self.options}"
@@ -81,8 +89,9 @@ def launches(work, compiled=True):
     found = {}
 
     def run(self, *args, grid, warmup=False, **options):
-        launch = Compiled(self, args, options)
-        found.setdefault(launch.key, launch)
+        launch = Compiled(self, args, grid, options)
+        launch = found.setdefault(launch.key, launch)
+        launch.grid = max(launch.grid, grid)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
@@ -121,7 +130,7 @@ def empty(*shape, dtype=bf16, device="meta"):
 
 def matmuls(k=kernels):
     for M in (1, 20, 64, 100, 512, 4096):  # every bucket of the table
-        for N in (4096, 12288):
+        for N in (1024, 4096, 12288):
             k.matmul(empty(M, 4096), empty(N, 4096).t())
     k.head_logits(empty(1024, 4096), empty(151936, 4096))
     k.matmul(empty(4096, 12288), empty(12288, 4096))
@@ -179,6 +188,16 @@ def heads():
     kernels.log_softmax(empty(7, 151936, dtype=f32), -1, False)
     kernels.embedding_backward(torch.zeros(7, 64, dtype=bf16), torch.zeros(7, dtype=torch.long), 90, -1, False)
     kernels.row_sums(empty(7, 4096, dtype=torch.float64))
+    kernels.draw(empty(7, 151936, dtype=f32), *empty(2, 7, dtype=torch.long))
+
+
+def waits(x):
+    """Whether some of a matmul's programs wait for others, or a tile's first loads for the last tile's store."""
+    if x.name != "triton_matmul_tma" or not x.half:
+        return False
+    one_loop = r"^( +)\S+ = ttng\.warp_group_dot .*^\1ttng\.async_tma_copy.*^\1 +tt\.store"  # of the deeper block
+    flattened, add = re.search(one_loop, x.ir, re.M | re.S), "tt.load" in x.ir
+    return x.grid[0] > x.programs_per_sm() * kernels.SMS or not (flattened or add)
 
 
 WORKS = matmuls, attentions, norms, elementwise, merges, heads
@@ -192,10 +211,50 @@ def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work
         assert {x.name for x in found} == {"triton_matmul", "triton_matmul_tma"}
         assert {x.options["BLOCK_N"] for x in found if x.name == "triton_matmul_tma"} == {16, 32, 64, 128, 256}
         assert all("wgmma" in x.ptx for x in found if x.half)
+        assert not any(map(waits, found))
         assert all(("cp.async.bulk.tensor" in x.ptx) == (x.name == "triton_matmul_tma") for x in found)
     if work is attentions:  # one instruction for all uses, whatever the tile
         assert all("wgmma" in x.ptx and " mma.sync" not in x.ptx for x in found if x.half and ".dot" in x.ir)
         assert {x.options.get("PARTS") for x in found if x.name == "triton_attention"} == {True, False}
+
+
+def slow_choices(k):
+    """
+    The shapes of Qwen3 for which another tile of the table is faster by the estimate, worked out anew; and of decode's
+    narrow projections those that leave more than a tenth of the SMs idle.
+    """
+    rows, found = (1, 16, 64, 128, 512, 4096), []
+    for model in MODELS:
+        for (name, (N, K)), M in itertools.product(linears(model).items(), rows):
+
+            def time(tile):
+                tiles = len(range(0, M, tile[0])) * len(range(0, N, tile[1]))
+                of_the_first_sm = len(range(0, tiles, k.SMS))  # they are dealt out one by one
+                return of_the_first_sm * (min(M, tile[0]) + min(N, tile[1]) + tile[0] * tile[1] / k.PRODUCTS)
+
+            if time(k._matmul_config(M, N, bf16, True, True)) > min(map(time, k.TILES)):
+                found.append((model, name, M))
+            (x,) = launches(lambda: k.matmul(empty(M, K), empty(N, K).t()), compiled=False)
+            if model == "8B" and name in ("o", "down") and M <= 64 and x.grid[0] < 120:
+                found.append((model, name, M, x.grid))
+    return found
+
+
+def test_a_matmul_takes_the_tile_with_the_least_estimated_time_and_starts_a_program_on_nearly_every_sm(tmp_path):
+    assert slow_choices(kernels) == []
+    for change in (
+        ("// SMS) * work", "/ SMS) * work"),  # parts of a wave, as if the last were full
+        ("= min(table, key", "= max(table, key"),
+        ("(64, 32, 128, 4, 4), (64, 16, 128, 4, 4), ", ""),  # decode's weights 64 to a tile, as wgmma's rows
+    ):
+        assert slow_choices(mutant(tmp_path, change)), change
+
+
+def test_programs_that_wait_for_others_or_for_a_store_are_caught(tmp_path):
+    for change in (("SMS * 8 // warps", "SMS * 16 // warps"), ("flatten=not ADD", "flatten=False")):
+        changed = mutant(tmp_path, change)
+        (x,) = launches(lambda: changed.matmul(empty(4096, 4096), empty(4096, 4096)))
+        assert faults(x) == [] and waits(x)
 
 
 def test_every_kernel_of_the_file_is_among_those_compiled():
@@ -243,6 +302,21 @@ def test_queries_and_keys_have_one_kernel_for_every_batch_and_in_a_fused_qkv():
         return {x.key for N in (1, 2, 16, 33) for f in (0, 1) for x in launches(lambda: turn(N, HQ, 1, f), False)}
 
     assert len(kernels_of(4)) == len(kernels_of(5)) == 1 and kernels_of(4) != kernels_of(5)
+
+
+@triton.jit
+def log_float64(x, y):
+    i = tl.arange(0, 128)  # one for each thread
+    tl.store(y + i, tl.log(tl.load(x + i)))
+
+
+def test_the_draws_logarithm_is_compiled_as_torch_compile_does():
+    """Whose option is Triton's own default: with EXACT, a step of each of the two would not be fused."""
+    x = empty(128, dtype=torch.float64)
+    (log,) = launches(lambda: log_float64[(1,)](x, x))
+    draw = next(x for x in launches(heads, compiled=False) if x.name == "triton_draw").compile()
+    steps, columns = log.ptx.count("fma.rn.f64"), draw.options["BLOCK"] // (32 * draw.options["num_warps"])
+    assert steps > 10 and draw.ptx.count("fma.rn.f64") == 2 * columns * steps
 
 
 # ---- mutants: what the rules are for

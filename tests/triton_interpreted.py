@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import Sequences, qkv, reference, same
+from test_kernels import ENDS, Sequences, ends, plain_draw, qkv, reference, same, ties
 from test_triton import REVERSED_K, SPLIT_K, mutant
 from triton.runtime import interpreter
 
@@ -74,16 +74,16 @@ def matmul_configs():
     """The bits of one product under every tile shape, by pointers and by the copy engine, swapped and not."""
     x, w = torch.randn(70, 128), torch.randn(96, 128)
     whole, rows = kernels.matmul(x, w.t()), []
-    chosen, for_tma = kernels._matmul_config, kernels._for_tma
+    chosen, for_tma, sms = kernels._matmul_config, kernels._for_tma, kernels.SMS
     try:
         for config in ((64, 16, 128, 4, 3), (64, 64, 16, 4, 3), (128, 32, 64, 4, 3), (16, 128, 32, 4, 3)):
             for path in (for_tma, lambda _: None):
-                kernels._matmul_config, kernels._for_tma = lambda *_: config, path
+                kernels._matmul_config, kernels._for_tma, kernels.SMS = lambda *_: config, path, 1  # many tiles each
                 rows += [
                     same(kernels.matmul(x[i : i + M], w.t()), whole[i : i + M]) for i, M in ((0, 70), (9, 1), (20, 33))
                 ]
     finally:
-        kernels._matmul_config, kernels._for_tma = chosen, for_tma
+        kernels._matmul_config, kernels._for_tma, kernels.SMS = chosen, for_tma, sms
     return rows
 
 
@@ -347,6 +347,58 @@ def test_what_attention_cannot_do_is_refused_by_name():
     out = kernels.attention(x, y, z, kernels.paged_plan(one, one, one[None], one * 0), 1)
     with pytest.raises(ValueError, match="paged_plan has no gradient"):
         out.sum().backward()
+
+
+# ---- the sampler's noise
+
+
+def draws():
+    """Of each kind, (logprobs, seeds, positions) and the tokens."""
+    for B, V in ((3, 1), (40, 98), (20, 2500), (1, 151_936), (0, 98)):
+        logprobs = torch.log_softmax(torch.randn(B, V) * 3, -1)
+        logprobs[:, 1::7] = float("-inf")
+        args = logprobs, torch.randint(-(2**63), 2**63 - 1, (B,)), torch.randint(0, 2**31, (B,))
+        yield args, plain_draw(*args)
+    yield from (ties(), *map(ends, ENDS))
+
+
+@pytest.fixture
+def large_blocks(monkeypatch):
+    """A draw sees no block: there is nothing to add. The interpreter takes its time for each."""
+    monkeypatch.setattr(kernels, "ELEMENTS", 32_768)
+
+
+def test_a_draw_is_that_of_the_plain_formula_and_of_the_cpus_loop(large_blocks, monkeypatch):
+    for args, tokens in draws():
+        assert torch.equal(kernels.draw(*args), tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "INTERPRET", False)
+            assert torch.equal(kernels.draw(*args), tokens)
+
+
+def test_a_draw_is_the_same_in_blocks_of_any_size_and_for_a_row_alone(monkeypatch):
+    for args, tokens in (ties(), *list(draws())[2:3]):
+        for size in (16, 1024, 4096):
+            monkeypatch.setattr(kernels, "ELEMENTS", size)
+            rows = slice(5) if size > 16 else slice(1, 2)
+            assert torch.equal(kernels.draw(*(x[rows] for x in args)), tokens[rows])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("0xFFFFFFFE)\n", "0xFFFFFFFF)\n"),
+        ("tl.minimum(-tl.log(u), 1.7976931348623157e308)", "-tl.log(u)"),
+        ("tl.min(tl.where(score == top, c, V), 0)", "tl.max(tl.where(score == top, c, 0), 0)"),
+        ('tl.where(score == score, score, float("inf"))', "score"),
+        ("seed >> 32", "seed >> 31"),
+        ("c < V, other", "c < V - 1, other"),
+    ],
+)
+def test_a_wrong_draw_is_caught(change, large_blocks, tmp_path):
+    changed = mutant(tmp_path, change)
+    changed.ELEMENTS = 32_768
+    assert not all(torch.equal(changed.draw(*args), tokens) for args, tokens in draws())
 
 
 # ---- the head and the embedding
