@@ -20,7 +20,7 @@ The life of one prompt:
 
 A group whose file exists is never made again.
 
-`install_operators` hooks kernels.py into SGLang's classes in the scheduler's process, and `kernels.draw` takes the place
+`install_operators` hooks kernels.py into SGLang's classes in the scheduler's process; `kernels.draw` takes the place
 of its draw. On a CPU SGLang needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag
 that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), and process groups that ask for no CUDA
 device; `sample_tokens` and `decode_results` only save time. Nothing here imports sglang before an engine is wanted:
