@@ -30,7 +30,7 @@ ORIGINS = {}  # key -> the config file or "command line" that last set it, fille
 
 
 def close_bars():
-    """Gives an error a line of its own: a progress bar leaves the cursor behind itself."""
+    """Closes progress bars, which leave the cursor at their end: so an error gets a line of its own."""
     for bar in list(getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())):
         bar.close()
 
@@ -45,8 +45,8 @@ def fail(message, status=2):
 def require(condition, message):
     """Ends the run with one line unless `condition`. Only for checks that come out the same on every rank."""
     if not condition and os.environ.get("RANK", "0") != "0":
-        # torchrun kills all ranks as soon as one has exited. The line is rank 0's to print, and it may be a few
-        # seconds behind (still importing torch): so the others wait, and are usually killed while they do.
+        # torchrun kills all ranks as soon as one has exited. Rank 0 prints the line, and may come here seconds later
+        # (it is still importing torch): so the others wait, and are usually killed while they do.
         time.sleep(5)
         sys.exit(2)
     if not condition:
@@ -61,8 +61,8 @@ def block(namespace):
 def configure(namespace, argv=None):
     """
     Overrides the config block in `namespace` (a script's globals()) from `argv`, in place; returns {key: value} in the
-    block's order. Call it before any other name that `block` would take for a key is bound. In a config file, too, a
-    name that is no key starts with an underscore.
+    block's order. Call it before the script binds any other name that `block` would take for a key. In a config file a
+    name that is not a key starts with an underscore.
     """
     argv = sys.argv[1:] if argv is None else argv
     script = Path(namespace.get("__file__", ""))
@@ -97,8 +97,9 @@ def configure(namespace, argv=None):
 
 def resume_config(config, path, free):
     """
-    (the config saved in `path`, the same where what the command line and its files set counts for the keys that
-    free(config) names). Ends with one line that names the others, if their values differ.
+    (the config saved in `path`, the config to resume with): the saved one with what the command line and its files set
+    for free keys, which free(config) lists. Ends the run with one line that names the other keys for which they set new
+    values.
     """
     saved = _run_file(str(path), path.parent, config)
     free = set(free(saved)) & set(free(config))
@@ -111,7 +112,7 @@ def resume_config(config, path, free):
 
 
 def config_source(config, origins=ORIGINS):
-    """`config` as the source of a config file that reruns the run; behind each override stands its origin."""
+    """`config` as the source of a config file that reruns the run; a comment behind each override says its origin."""
     comments = {key: f"  # {origin}" for key, origin in origins.items()}
     return "".join(f"{key} = {value!r}{comments.get(key, '')}\n" for key, value in config.items())
 
@@ -129,7 +130,7 @@ def commit():
 
 
 def provenance(gpu):
-    """Comment lines for a saved config: the command, the code's commit, the versions and the machine (gpu: or '')."""
+    """Comment lines for a saved config: command, commit, versions and machine. gpu: its name, or '' for the CPU."""
     libraries = ", ".join(f"{name} {number}" for name, number in versions().items())
     chip = gpu or f"{platform.processor() or platform.machine()} CPU"
     machine = f"python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores"
@@ -149,7 +150,7 @@ def _typed(value, kind, is_text):
 
 
 def _run_file(name, folder, defaults):
-    """{key: value} as assigned by a config file, found from the working directory or else from the script's folder."""
+    """{key: value} that a config file assigns; it is looked for in the working directory, then beside the script."""
     require(name.endswith(".py"), f"{name}: not a config file (.py); a flag is joined to its value: --key=value")
     path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
     require(path, f"{name}: no such config file, in {Path.cwd()} or in {folder.resolve()}")
@@ -157,10 +158,10 @@ def _run_file(name, folder, defaults):
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), scope)
     except Exception as error:  # the file's code may raise anything
-        lines = [getattr(error, "lineno", "?")]  # a syntax error's: such a file never had a frame
+        lines = [getattr(error, "lineno", "?")]  # of a syntax error, which has no frame in the file
         lines += [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
         require(False, f"{name}:{lines[-1]}: {type(error).__name__}: {getattr(error, 'msg', error)}")
-    # what has a __name__ is a module, function or class: an import, unless it was put where a setting belongs
+    # a value with a __name__ is a module, function or class: an import or helper, and an error only under a key's name
     return {key: x for key, x in scope.items() if key in defaults or not (key[0] == "_" or hasattr(x, "__name__"))}
 
 
@@ -210,8 +211,8 @@ POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns max_result_chars agent_timeout
     judge_tries sandbox_seconds sandbox_memory""".split()
-HEALTHY = 20  # steps before the one at which a watch speaks, until which all counts as well: two means of its figures
-# keys that say nothing without another
+HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
+# keys that have no effect unless another key has this value
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay")}
 ONLY_WITH |= {"watch_kl_coef": ("watch", "rollback"), "tp_split": ("batch_invariant", True)}
@@ -220,7 +221,7 @@ ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm"))
 
 
 def free_keys(config):
-    """FREE_KEYS, but for those that a run needs to know where it turns back to."""
+    """FREE_KEYS, without those that decide where a run with watch='rollback' turns back to."""
     turns = config["watch"] == "rollback"
     return [key for key in FREE_KEYS if not (turns and key in ("watch", "checkpoint_every"))]
 
@@ -239,8 +240,8 @@ def template_arguments(text):
 def resolve(namespace, defaults):
     """
     Reads the command line of train_grpo.py, whose globals() are `namespace`, into its block and checks it; imports
-    nothing that takes time. Returns (the config, the saved config of the run in out_dir that goes on or {}, whether it
-    goes on because torchrun restarts it).
+    nothing that takes time. Returns (the config; on a resume the saved config of the run in out_dir, else {}; whether
+    torchrun or a watch has restarted the run, and not the user).
     """
     config, saved = configure(namespace), {}
     path, by_user = Path(config["out_dir"], "config.py"), config["init_from"] == "resume"
@@ -269,7 +270,7 @@ def check_versions():
 
 
 def roles(config, world):
-    """(trainers, engines) of `world` ranks; the engines' are the last ones, rollout_tp each, both may be one rank."""
+    """(trainers, engines) of `world` ranks. Engines have the last ranks, rollout_tp each; a rank may be both."""
     if config["mode"] in ("replay", "sft", "rm"):
         return world, 0
     if config["mode"] in ("rollout", "reject", "eval", "serve"):
@@ -309,10 +310,10 @@ def check_config(config, world, defaults):
     check("groups_in_flight", c.segment_tokens or not c.groups_in_flight, "is for segment_tokens, which is 0")
     why = "groups in flight are not replaced; --segment_tokens=0, or use 0"
     check("dynamic_sampling", not (c.dynamic_sampling and c.segment_tokens), why)
-    check("advantage", c.teacher or not distills, "from whom? --teacher=model folder")
+    check("advantage", c.teacher or not distills, "needs a teacher; --teacher=model folder")
     check("kl_coef", not c.kl_coef or not distills, "advantage='distill' is the KL to the teacher; use 0")
     refers = not c.kl_coef or c.reference or c.init_from != "scratch"
-    check("kl_coef", refers, "to what? a scratch model is random; --reference=model folder")
+    check("kl_coef", refers, "needs a reference, as a scratch model is random; --reference=model folder")
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     check("loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence")
     has_ratio = c.loss != "pg"
@@ -322,7 +323,7 @@ def check_config(config, world, defaults):
     check("overlong_cache", 0 <= c.overlong_cache < c.max_new_tokens, f"not within max_new_tokens={c.max_new_tokens}")
     check("dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0")
     check("temperature", c.temperature > 0, "samples of a group must differ; use more than 0")
-    check("eval_temperature", c.eval_temperature >= 0, "below 0")
+    check("eval_temperature", c.eval_temperature >= 0, "use 0 (greedy) or more")
     check("eval_size", c.eval_size > 0 or c.mode != "eval", "mode='eval' is of held-out prompts; use more than 0")
     # LoRA
     check("lora_rank", c.lora_rank >= 0, "use 1 or more, or 0: the weights themselves are trained")
@@ -360,13 +361,13 @@ def check_config(config, world, defaults):
         check("checkpoint_every", c.checkpoint_every > 0, "watch='rollback' goes back to a checkpoint; use more than 0")
         why = f"watch='rollback' goes back {HEALTHY} steps and more; use {enough}"
         check("keep_checkpoints", c.keep_checkpoints >= enough, why)
-        check("watch_kl_coef", c.watch_kl_coef >= 0, "below 0")
+        check("watch_kl_coef", c.watch_kl_coef >= 0, "use 0 or more")
     samples = c.mode in ("grpo", "replay", "rollout", "reject")
     check("watch", samples or not c.watch, f"watches RL steps, and mode={c.mode!r} has none")
     by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")
     check("credit", c.agent or not by_turn, "is for an agent")
     check("credit", not by_turn or c.advantage in known, f"is for advantage {', '.join(known)}")
-    check("credit", not (by_turn and (c.kl_in_reward or c.overlong_cache)), "a sample's KL or length is no turn's")
+    check("credit", not (by_turn and (c.kl_in_reward or c.overlong_cache)), "not with kl_in_reward or overlong_cache")
     # the machine
     sample, trainers, engines = c.max_prompt_tokens + c.max_new_tokens, *roles(config, world)
     holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample

@@ -59,8 +59,8 @@ What the Triton kernels do about it:
 `tests/test_kernels.py` checks the CPU operators bit for bit, `tests/test_triton.py` what can be known of the others
 without a GPU; and a run checks the sum of them at every token it trains on.
 
-Letters: N tokens of a packed batch, B sequences, T queries and L keys of one, H / HK query / key heads, G of the one to
-one of the other, D head dim, C width, F of the MLP, V vocabulary; M, N, K of a matmul (M, K) @ (K, N).
+Letters: N tokens of a packed batch, B sequences, T queries and L keys of a sequence, H query heads, HK key heads, G =
+H / HK, D head dim, C width, F width of the MLP, V vocabulary; M, N, K of a matmul (M, K) @ (K, N).
 """
 
 import ctypes
@@ -86,7 +86,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def cpu_features():
-    """What this CPU has, or what Numba is told to compile for."""
+    """The features of this CPU, or those for which Numba is told to compile."""
     told = numba.config.CPU_FEATURES
     return llvmlite.binding.get_host_cpu_features().flatten() if told is None else told
 
@@ -120,7 +120,7 @@ DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.syn
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
 PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill or a packed batch, and of its backward
 HASHED = 1 << 24  # elements of `bit_sum` that are multiplied at a time
-COLUMNS = 256  # that a program of `triton_column_sums` adds, each for itself
+COLUMNS = 256  # columns that a program of `triton_column_sums` adds, each for itself
 MERGED = 64  # rows and columns of a program of `triton_lora`
 ELEMENTS, ELEMENT_WARPS = 1024, 4  # numbers of a row that one program of an elementwise kernel takes, and its warps
 
@@ -140,12 +140,12 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # tests: CPU tensors take
 
 
 def use_triton(x):
-    """Whether x takes the Triton path: plain torch is for CPUs, and for no other device."""
+    """Whether x takes the Triton path: the loops are for CPUs, and for no other device."""
     return x.device.type != "cpu" or INTERPRET
 
 
 def check_operands(x, *others):
-    """Raises ValueError unless x's path can take it, and the others are of its device and dtype."""
+    """Raises ValueError unless x's path can compute with x, and `others` have its device and dtype."""
     on_a_gpu = use_triton(x) and not INTERPRET
     if on_a_gpu and (x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != (9, 0)):
         raise ValueError(f"device={x.device}: the Triton operators are written for compute capability 9.0")
@@ -182,7 +182,7 @@ class _NoGradient:
 
 
 def _apply(function, *args):
-    """function.apply(*args), which takes longer than some loops do, only where a gradient may be asked for."""
+    """function.apply(*args) if a gradient may be asked for, else forward alone: `apply` is slower than some loops."""
     return function.apply(*args) if torch.is_grad_enabled() else function.forward(_NoGradient(), *args)
 
 
@@ -209,14 +209,14 @@ LOAD, STORE, FMA = f"masked.load.v{VECTOR}f32.p0", f"masked.store.v{VECTOR}f32.p
 ZERO, ONE, ONES, NOTHING = np.float32(0), np.float32(1), np.ones(VECTOR, np.float32), np.zeros(0, np.float32)
 LEAST = np.finfo(np.float32).min
 LOOP_DTYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.int64: "<i8"}
-# of `exp`, `log` and `cos_sin`: what rounds to whole numbers when it is added and taken off again, and so on
+# Constants of `exp`, `log` and `cos_sin`. To add WHOLE32 or WHOLE64 and subtract it again rounds to a whole number.
 WHOLE32, LOG2_E32 = np.float32(1.5 * 2**23), np.float32(1.4426950408889634)
-EXP_ENDS = np.float32(-104), np.float32(89)  # from there on it is 0 and infinite
-LN2_32 = np.float32(-0.693359375), np.float32(2.12194440e-4)  # -ln 2, the first with few bits
+EXP_ENDS = np.float32(-104), np.float32(89)  # exp is 0 from the first down, infinite from the second up
+LN2_32 = np.float32(-0.693359375), np.float32(2.12194440e-4)  # -ln 2 as a sum, the first number with few bits
 EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
 EXP = tuple(map(np.float32, EXP))
 WHOLE64, HALF_PI = 1.5 * 2**52, (1.5707963267948966, 6.123233995736766e-17)
-LOG_SHIFT = (0x3FF00000 - 0x3FE6A09E) << 32  # of the bits of 1 to those of sqrt(1/2)
+LOG_SHIFT = (0x3FF00000 - 0x3FE6A09E) << 32  # the bits of 1 minus those of sqrt(1/2)
 LN2_64 = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 LOG = (
     1.479819860511658591e-01, 1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01,
@@ -285,7 +285,7 @@ def _in_all_lanes(builder, x):
 
 
 def _vectors(builder, tile, pointer, at, stride, left):
-    """Of each vector of a tile: its number, and (pointer, alignment, mask of those of its columns that are `left`)."""
+    """Yields for each vector of a tile its number, and (pointer, alignment, mask of its columns below `left`)."""
     for i in range(tile.rows * tile.vectors):
         row, first = divmod(i, tile.vectors)
         if row and not first:
@@ -302,7 +302,7 @@ def _pointer(context, builder, array_type, value):
 
 @intrinsic(prefer_literal=True)
 def load(_, rows, vectors, x, at, stride, left):
-    """A tile of x (any,) float32, whose rows begin at `at`, at + stride, ..; columns that are not `left` are 0."""
+    """A tile of x (any,) float32, whose rows begin at `at`, at + stride, ..; columns from `left` on are 0."""
     tile = Tile(rows.literal_value, vectors.literal_value)
 
     def generate(context, builder, signature, args):
@@ -316,7 +316,7 @@ def load(_, rows, vectors, x, at, stride, left):
 
 @intrinsic(prefer_literal=True)
 def store(_, tile, x, at, stride, left):
-    """The opposite of `load`."""
+    """Writes a tile to where `load` would read it; columns from `left` on are left as they are."""
 
     def generate(context, builder, signature, args):
         for i, where in _vectors(builder, tile, _pointer(context, builder, x, args[1]), *args[2:]):
@@ -328,7 +328,7 @@ def store(_, tile, x, at, stride, left):
 
 @intrinsic
 def add_outer(_, tile, a, at, stride, b, first):
-    """The tile, to whose row r the product of a[at + r * stride] and b[first ..] is added, each in one rounding."""
+    """The tile with a[at + r * stride] * b[first ..] added to each row r, product and sum in one rounding."""
 
     def generate(context, builder, signature, args):
         out, x, at, stride, y, first = args
@@ -349,7 +349,7 @@ def add_outer(_, tile, a, at, stride, b, first):
 
 @intrinsic
 def add_product(_, tile, x, y):
-    """tile + x * y, number by number, each in one rounding."""
+    """tile + x * y, number by number, product and sum in one rounding."""
 
     def generate(context, builder, signature, args):
         for i in range(tile.rows * tile.vectors):
@@ -376,7 +376,7 @@ def total(_, tile):
 
 @intrinsic
 def transpose(_, tile):
-    """Of a tile of VECTOR rows, one vector each."""
+    """The transpose of a tile of VECTOR rows, one vector each."""
 
     def generate(context, builder, signature, args):
         # Row i of the upper half and row i of the lower one, number by number in turn; log2(VECTOR) times.
@@ -401,7 +401,7 @@ def fma(_, a, b, c):
 
 @loop
 def polynomial(x, coefficients):
-    """Of the highest degree first (Horner)."""
+    """The polynomial of x with these coefficients, the highest degree first (Horner)."""
     y = coefficients[0]
     for i in range(1, len(coefficients)):
         y = fma(y, x, coefficients[i])
@@ -463,7 +463,7 @@ def sum_of(x, at, n):
     return total(tile)
 
 
-@functools.partial(loop, fastmath={"nnan", "nsz"})  # or it would not be computed in vectors; the largest has no order
+@functools.partial(loop, fastmath={"nnan", "nsz"})  # else LLVM uses no vectors; a maximum has no order to keep
 def largest(x, at, n):
     y, row = x[at], x[at:]
     for i in range(n):
@@ -472,7 +472,7 @@ def largest(x, at, n):
 
 
 class _Memory:
-    """What NumPy takes for an array. Tensor.numpy() would do, but a storage that it has seen FSDP2 cannot resize."""
+    """What NumPy takes for an array. Not Tensor.numpy(), after which FSDP2 cannot resize the tensor's storage."""
 
     def __init__(self, x, size):
         self.kept, where = x, (x.data_ptr(), False)
@@ -482,7 +482,7 @@ class _Memory:
 def _flat(x):
     """
     The memory of a CPU tensor from its first element to its last, as a NumPy array that loops index by x's strides.
-    Loops check nothing: who hands over to one has compared the shapes.
+    Loops check nothing: their callers have compared the shapes.
     """
     if x.device.type != "cpu" or x.dtype not in LOOP_DTYPES:
         raise ValueError(f"{x.dtype} on {x.device}: the CPU operators know float32")
@@ -492,13 +492,13 @@ def _flat(x):
     return np.asarray(_Memory(x, size))
 
 
-threads = 1  # of a loop, beside which torch's own would wait for each other by spinning: see enable_batch_invariant
-_pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a forked child has none of its parent's
+threads = 1  # of a loop; torch itself gets one only (enable_batch_invariant)
+_pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a fork has none of its parent's threads
 
 
 def _share(loop, units, work, *args):
     """loop(first, last, *args) over all units, by several threads if `work`, the number of operations, is worth it."""
-    shares = min(threads, units)  # none of them is empty: a loop may want to know what it begins with
+    shares = min(threads, units)  # so that no share is empty: a loop may read its first unit
     if shares <= 1 or work < WORTH_THREADS:
         return loop(0, units, *args) if units else None
     ends = [units * i // shares for i in range(shares + 1)]
@@ -524,7 +524,7 @@ def panels(columns):
 
 @loop
 def padded(rows):
-    """So that whole vectors can be packed; what is in the columns beyond is in no result."""
+    """A number of rows rounded up to whole vectors; what is packed beyond `rows` is in no result."""
     return (rows + VECTOR - 1) // VECTOR * VECTOR
 
 
@@ -577,8 +577,8 @@ def cpu_matmul_blocks(first, last, a, a_m, a_k, packed, c, M, N, K, add):
         cpu_multiply(a, m * a_m, a_m, a_k, rows, K, packed, 0, K, panel, panel + 1, c, m * N, N, N, add)
 
 
-# An engine makes this a dict, {where b is: (b, its panels)}, and clears it when its weights change: it multiplies by
-# nothing else, and often by so few rows that the panels cost as much time as the product.
+# An engine makes this a dict, {where b is: (b, its panels)}, and clears it when its weights change. Its b are weights
+# only, and its a have often so few rows that to pack the panels takes as long as the product.
 kept = None
 
 
@@ -770,14 +770,14 @@ def addmm(bias, a, b, *, beta=1, alpha=1):
 # ------------------------------------------------------------------------------------------------------------------
 # split products: a b as the sum of products over equal parts of K, a chain of float32 each, added as a binary tree and
 # rounded once. Where an engine runs on several GPUs (Shoeybi et al. 2019, arXiv:1909.08053), each has some of the parts
-# of o_proj and down_proj, and their tree goes on across them: so it says nothing of who computes what. All else that is
-# cut there, heads, columns and the vocabulary, is added up on one of them.
+# of o_proj and down_proj, and the tree goes on across the GPUs: so its sum does not depend on who has which part. What
+# else is cut there, heads, columns and the vocabulary, leaves every sum whole on one GPU.
 
 
 def tree_sum(parts):
     """
-    Pairwise sum over the first dim: ((p0 + p1) + (p2 + p3)) + ...; an odd last part goes up alone. In the parts' own
-    memory: they may be a model's gradients.
+    Pairwise sum over the first dim: ((p0 + p1) + (p2 + p3)) + ...; an odd last part goes up alone. It overwrites the
+    parts, since they may be a model's gradients, of which there is no room for a copy.
     """
     while len(parts) > 1:
         even = len(parts) // 2 * 2
@@ -796,8 +796,8 @@ def split_matmul(a, b, split):
 
 def linear(x, weight, bias, split=1, gather=None):
     """
-    x (M, K) @ weight (N, K)^T + bias (N,) or None -> (M, N), not differentiable. With split > 1 in so many products, to
-    which others have more: gather(this one's float32 sum) -> (ranks, M, N), all of theirs.
+    x (M, K) @ weight (N, K)^T + bias (N,) or None -> (M, N), not differentiable. split: number of products into which K
+    is cut here. gather: if other ranks have more parts of K, gather(the float32 sum here) -> (ranks, M, N), all sums.
     """
     if split == 1 and not gather:
         return mm(x, weight.t()) if bias is None else addmm(bias, x, weight.t())
@@ -807,7 +807,7 @@ def linear(x, weight, bias, split=1, gather=None):
 
 
 class SplitLinear(torch.autograd.Function):
-    """`linear` of a whole weight: the gradients sum over other dims than K."""
+    """`linear` of a whole weight, differentiable; its gradients are not split, as they sum over other dims than K."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, split):
@@ -944,7 +944,7 @@ def _turn_row(y, cos, sin, half, sign):
 
 @loop
 def cpu_norm_rope(first, last, x, x_n, weight, cos, sin, y, H, C, eps):
-    """Tokens first .. last of x, each of H rows of C, x_n apart from token to token. No weight, or no cos: not done."""
+    """Tokens first .. last of x, H rows of C each, x_n apart. An empty weight skips the norm, an empty cos the turn."""
     half = C // 2
     for row in range(first * H, last * H):
         at = row // H * x_n + row % H * C
@@ -1093,7 +1093,7 @@ def rms_norm(x, weight, eps, residual=None):
     """
     if weight.shape != x.shape[-1:] or residual is not None and residual.shape != x.shape:
         raise ValueError(f"weight {tuple(weight.shape)} or residual does not fit x {tuple(x.shape)}")
-    s = x if residual is None else x + residual  # the engine has residuals, the trainer none: so it is no kernel's work
+    s = x if residual is None else x + residual  # not in the kernel: the engine passes residuals, the trainer none
     check_operands(x, weight, s)
     if use_triton(x):
         y = TritonRMSNorm.apply(s, weight, eps)
@@ -1127,7 +1127,7 @@ def rope_table(inv_freq, positions):
 
 @triton.jit
 def _head(q, k, q_n, k_n, row, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr):
-    """Where rows begin that are, token by token, the heads of q and then those of k."""
+    """Where rows begin, if rows are numbered token by token, the heads of q first and then those of k."""
     token, head = (row // (HQ + HK)).to(tl.int64), row % (HQ + HK)
     return tl.where(head < HQ, q + token * q_n + head * D, k + token * k_n + (head - HQ) * D)[:, None]
 
@@ -1193,7 +1193,7 @@ def triton_norm_rope_backward(
 
 
 def _heads_lie_side_by_side(x):
-    """Whether x (N, H, D) can be walked as it is, with the layout that a new tensor would have."""
+    """Whether the kernels can read x (N, H, D) as it is, in the layout that a new tensor would have."""
     return x.stride()[1:] == (x.shape[2], 1) and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
 
 
@@ -1350,7 +1350,7 @@ class Plan:
 
     q_lens (B,) queries of each sequence, kv_lens (B,) its keys, of which the queries' are the last. Over a paged cache:
     page_table (any, >= max kv_lens), the cache row of each position, and requests (B,), the table's row of each
-    sequence. Without: the keys are packed as the queries are.
+    sequence. Without a page_table the keys are packed as the queries are.
 
     The Triton kernels read every number from the device: no step waits for it. A captured CUDA graph replays with what
     kv_lens, page_table and requests then hold; q_lens, of which the plan keeps running sums (B,), must stay. Keep the
@@ -1364,13 +1364,13 @@ class Plan:
         self._ends = {}
 
     def ends(self, per_token, rows):
-        """Triton's: running sums (B,) of the tiles of `rows` rows of each sequence, `per_token` rows to a token."""
+        """For Triton: running sums (B,) of each sequence's tiles of `rows` rows, with `per_token` rows to a token."""
         if (per_token, rows) not in self._ends:
             self._ends[per_token, rows] = ((self.q_lens * per_token + (rows - 1)) // rows).cumsum(0)
         return self._ends[per_token, rows]
 
     def check(self, N, S):
-        """The CPU's: raises ValueError unless the plan is one of N queries over S rows of keys."""
+        """For the CPU: raises ValueError unless the plan is of N queries over S rows of keys."""
         if self.queries != N or self.page_table is None and self.queries != S:
             raise ValueError(f"the plan is of {self.queries} tokens, there are {N} queries and {S} keys")
 
@@ -1381,8 +1381,8 @@ class Plan:
     @functools.cached_property
     def for_loops(self):
         """
-        The CPU's: the packed batch's rows and the keys' rows, (any,) int32, and of each sequence the place of its first
-        query in the one and its queries, the place of its first key in the other and its keys, (B,) int64.
+        For the CPU: (rows of the packed batch, rows of the keys), (any,) int32 each; and for each sequence, (B,) int64
+        each, where its queries begin in the first, how many they are, where its keys begin in the second, how many.
         """
         starts, tokens = self.q_ends - self.q_lens, torch.arange(self.queries, dtype=torch.int32)
         rows, first = tokens, starts
@@ -1411,7 +1411,7 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
 
 @loop
 def _bring(x, rows, first, n, row_size, at, width, out):
-    """Of n rows of x, whose numbers begin at rows[first], the `width` numbers from `at` on, one after the other."""
+    """Copies to `out`, end to end, the `width` numbers from `at` on of the rows rows[first : first + n] of x."""
     for i in range(n):
         start = np.int64(rows[first + i]) * row_size + at
         for j in range(0, width, VECTOR):
@@ -1420,7 +1420,7 @@ def _bring(x, rows, first, n, row_size, at, width, out):
 
 @loop
 def _scores_to_probabilities(s, at, keys, width, scale, m):
-    """A row of `width` scores becomes exp(score * scale - m), 0 for what it does not see: all but the first `keys`."""
+    """A row of `width` scores becomes exp(score * scale - m), and 0 beyond the first `keys`, which are all it sees."""
     row = s[at : at + width]
     for i in range(keys):
         row[i] = exp(row[i] * scale - m)
@@ -1903,7 +1903,7 @@ class CpuLayer:
 
     def __call__(self, x, residual, rope, keys, values, where, plan):
         """x (M, C) and residual, or None for the first layer -> those for the next one, in their place."""
-        residual = torch.full_like(x, -0.0) if residual is None else residual  # to which x is added: x, and so is -0.0
+        residual = torch.full_like(x, -0.0) if residual is None else residual  # x + -0.0 is x, also where x is -0.0
         before, after = map(_flat, (x, residual)), map(_flat, (*rope, keys, values, where))
         args = *before, self.weights, self.eps, *after, plan.for_loops, NOTHING, x.shape[1], *self.tail
         _share(cpu_layer, plan.B, 2 * len(x) * sum(w.size for w in self.weights), *args)
@@ -2083,7 +2083,8 @@ def token_logprobs(hidden, weight, targets, temperature=1.0):
     """
     Log-probs of `targets` (N,) under softmax(hidden @ weight^T / temperature), and the entropies, both (N,) float32.
 
-    hidden (N, H), weight (V, H). Gradients flow to hidden and weight; the log-probs must have one.
+    hidden (N, H), weight (V, H). Gradients flow to hidden and weight; the log-probs must be in the loss, the entropies
+    need not be.
     """
     if hidden.shape[1:] != weight.shape[1:] or targets.shape != hidden.shape[:1]:
         shapes = [tuple(x.shape) for x in (hidden, weight, targets)]
@@ -2319,7 +2320,7 @@ class AdamW(torch.optim.AdamW):
                     return super().step()
                 state, (b1, b2), lr = self.state[w], group["betas"], group["lr"]
                 state["step"] += 1
-                # Decimal: a power of Python's float is the C library's, which has its own on each CPU.
+                # Decimal: for powers of floats Python asks the C library, which computes them in its way on each CPU.
                 c1, c2 = (float(1 - Decimal(b) ** int(state["step"])) for b in (b1, b2))
                 numbers = 1 - b1, b2, 1 - b2, 1 - lr * group["weight_decay"], lr / c1, math.sqrt(c2), group["eps"]
                 tensors = map(_flat, (w, w.grad, state["exp_avg"], state["exp_avg_sq"]))
@@ -2384,7 +2385,7 @@ def _std(rows, correction=None):
 
 
 def power(base, exponents):
-    """aten::pow of a number and a float tensor: RoPE's frequencies, once, in decimal arithmetic."""
+    """aten::pow of a number and a float tensor, in decimal arithmetic: RoPE's frequencies need it, once."""
     if not exponents.is_floating_point() or not base > 0:
         return torch.pow(base, exponents, out=torch.empty_like(exponents, dtype=torch.result_type(base, exponents)))
     powers = [float(Decimal(base) ** Decimal(x)) for x in exponents.flatten().tolist()]
@@ -2399,13 +2400,13 @@ _library = None
 
 def enable_batch_invariant(cpu_threads=1):
     """
-    Replaces torch's kernels of the named operators in this process by the ones above, for CPU and CUDA tensors.
+    Replaces torch's kernels of the operators named below by ours, in this process, for CPU and CUDA tensors.
     cpu_threads: of a loop. torch itself keeps one: several would wait for each other, and for our loops, by spinning.
     """
     global _library, threads
     threads = cpu_threads
     torch.set_num_threads(1)
-    # A step's memory stays with the process. Where the C library is another than glibc, it does as it does.
+    # A step's memory stays with the process; a C library other than glibc has no such switch.
     keep_memory = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
     keep_memory(M_TRIM_THRESHOLD, 2**30), keep_memory(M_MMAP_THRESHOLD, 2**30)
     if _library is not None:

@@ -1,7 +1,7 @@
 """
 Tasks: scores, and the rows of a data set with their prompts. A reward is a pure function
 
-    reward(prompt: str, response: str, answer: str) -> float, or (float, a dict of what to note with it)
+    reward(prompt: str, response: str, answer: str) -> float, or (float, a dict of notes for the rollout file)
 
 of its arguments alone: a clock, a random number or the order of a set of strings (it changes with PYTHONHASHSEED) would
 end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
@@ -57,7 +57,7 @@ def _plain(text):
 
 
 def exact_value(number):
-    """The exact value of a NUMBER match: 42, 42.0 and 84/2 are equal. None if it has none that we can use."""
+    """The exact value of a NUMBER match: 42, 42.0 and 84/2 are equal. None if it divides by 0 or is too long."""
     sign, top, bottom = (part.replace(",", "") for part in number.groups(default=""))
     if len(number[0]) > LENGTH_MAX or (bottom and not Fraction(bottom)):
         return None
@@ -98,7 +98,7 @@ numeric.reads = expected_number
 
 
 def exact(prompt, response, answer):
-    """1.0 if response and answer are the same text, but for white space around them."""
+    """1.0 if response and answer are the same text; white space around them does not count."""
     return float(response.strip() == answer.strip())
 
 
@@ -128,8 +128,8 @@ def load_reward(spec, config=None):
     """
     The reward function for `spec`: terms joined by +, each a built-in name, path/to/file.py:function or model:folder,
     each optionally weighted (0.2*format; 0*format is only noted). A file is looked up in the working directory, then
-    beside this file; a path cannot contain + or *. What it returns is noted, too: (the sum, {term: {"reward": number,
-    ..}}). config: the run's. Ends the run with one line if there is no such function, or if what it needs is not there.
+    beside this file; a path cannot contain + or *. The function returns (the sum, {term: {"reward": number, ..}}).
+    config: the run's. Ends the run with one line if there is no such function, or if what it needs is not there.
     """
     SETTINGS.update(config or {})
     terms = []
@@ -158,7 +158,7 @@ def load_reward(spec, config=None):
 
 
 def find_reward(name):
-    """The reward function called so. Raises ValueError, with a cure, also where what it needs is not there."""
+    """The reward function of this name. Raises ValueError, with a cure, if there is none or it lacks what it needs."""
     if name.startswith("model:"):
         from agents.judges import RewardModel
 
@@ -183,7 +183,7 @@ def check_answers(reward, rows, column):
 
 
 def check_vocabulary(tokenizer):
-    """Ends the run with one line where a reward model reads texts by another vocabulary than the policy writes them."""
+    """Ends the run with one line if a reward model has another vocabulary than the policy."""
     for name, model in MODELS.items():
         why = "of another vocabulary than the policy; use one that --mode=rm made of the same model"
         require(model.tokenizer.get_vocab() == tokenizer.get_vocab(), f"reward={name!r}: {why}")
@@ -232,11 +232,12 @@ def reward_metrics(groups):
 # a watch for reward hacking: pure functions of what a run records, and so as repeatable as the run
 
 WATCHED = HEALTHY // 2  # steps of a mean
-KL_TIMES, KL_LEAST = 4.0, 0.02  # of the KL to the reference (nats per token) ten steps before; below the least none
-SHARE = 0.1  # of the start's diversity
-MORE = 0.5  # than at the start, of a share: repeated bigrams, symbols, samples that were cut off
-LONGER = 4.0  # times the start's responses
-GAP = 0.2  # between the training reward and the truth, more than it was at its least
+# A signal is, of means over WATCHED steps,
+KL_TIMES, KL_LEAST = 4.0, 0.02  # a KL to the reference above KL_LEAST nats per token and KL_TIMES the mean before
+SHARE = 0.1  # less than this share of the start's diversity
+MORE = 0.5  # a share (repeated bigrams, symbols, samples cut off) higher than at the start by more than this
+LONGER = 4.0  # responses more than this number of times as long as at the start
+GAP = 0.2  # a gap of training reward and truth larger than the smallest so far by more than this
 
 
 def text_metrics(groups):
@@ -260,9 +261,9 @@ def text_metrics(groups):
 
 def hacking(steps, truth=""):
     """
-    What in the metrics of RL steps (dicts, the last one the newest) says that the reward is gamed and not earned: a
-    signal in words, or ''. Means over the last WATCHED steps are held against those before them and at the start. With
-    `truth`, a reward that is only noted, so is the gap between the two.
+    A signal in words that the reward is gamed and not earned, or '', from the metrics of RL steps (dicts, the newest
+    last). Means over the last WATCHED steps are compared with those over the steps before and over the first ones.
+    truth: a reward that is only noted; the gap of the training reward to it is compared, too.
 
     Such signals see the ways in which most hacks change a run. They do not see one that stays as diverse, as long and
     as near to the reference as honest answers are, unless the truth is watched, and a truth can be gamed like any
@@ -279,7 +280,7 @@ def hacking(steps, truth=""):
     bounds = [(name, "<", SHARE * mean(start, name)) for name in ("unique_answers", "distinct_2")]
     bounds += [(name, ">", MORE + mean(start, name)) for name in ("repetition", "symbols", "truncated_fraction")]
     bounds += [("response_length_mean", ">", LONGER * mean(start, "response_length_mean"))]
-    if rises and all("kl_reference" in x for x in before + now):  # a watch that turns back is what begins it
+    if rises and all("kl_reference" in x for x in before + now):  # a watch that turns back begins to measure it
         bounds += [("kl_reference", ">", max(KL_LEAST, KL_TIMES * mean(before, "kl_reference")))]
     for name, sign, bound in bounds:
         value = mean(now, name)
@@ -319,7 +320,7 @@ def find_function(name, built_in, what):
     if path is None:
         raise ValueError(f"no file {file} in {folders[0]} or {folders[1]}")
 
-    key = str(path.resolve())  # a name of its own, although two files may share a stem; dataclasses look it up too
+    key = str(path.resolve())  # the module's name, not the stem, which two files may share; dataclasses need it, too
     if key not in sys.modules:
         spec = importlib.util.spec_from_file_location(key, key)
         sys.modules[key] = module = importlib.util.module_from_spec(spec)
@@ -350,7 +351,7 @@ def describe(error):
 
 
 def pass_at_k(n, right, k):
-    """Chance that one of k samples is right, from n of which `right` are, unbiased: Chen et al. 2021, equation 1."""
+    """Unbiased chance that any of k samples is right, if `right` of n were: Chen et al. 2021, equation 1."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -384,12 +385,12 @@ def arithmetic(size_max=100, size_min=0):
 
 
 def sides(mode):
-    """The names of the texts that a row of the data has for a prompt."""
+    """The names of a row's responses: ("chosen", "rejected") with mode='rm', else ("answer",)."""
     return ("chosen", "rejected") if mode == "rm" else ("answer",)
 
 
 def with_wrong_sum(row):
-    """A sum's row as a pair: its answer is chosen, and the same with digits changed is rejected; a hash says which."""
+    """A pair from a sum's row: its answer, and the answer with digits changed as a hash of the prompt says."""
     right, h = row["answer"], int(content_hash(row["prompt"]), 16)
     h, changed = divmod(h, 2 ** len(right) - 1)  # a bit for each digit; 0 stands for all of them
     wrong = ""
@@ -402,7 +403,7 @@ def with_wrong_sum(row):
 def programs():
     """
     Rows {"prompt": "plus 13, times 4:", "answer": tests, "program": "def f(x):return(x+13)*4"} of all pairs of steps
-    with numbers from 2 to 19. Every other program is a careless one, without the parentheses that some need.
+    with numbers from 2 to 19. Of the programs that need parentheses, about every other one lacks them.
     """
     words, rows = {"+": "plus", "-": "minus", "*": "times"}, []
     for first, a, second, b in product(words, range(2, 20), words, range(2, 20)):
@@ -418,7 +419,7 @@ def programs():
 
 @lru_cache(maxsize=2)
 def permutation(n, *key):
-    """Of 0 .. n-1, from a hash of the key."""
+    """A random order of 0 .. n-1, drawn from a hash of the key."""
     source = torch.Generator().manual_seed(int(content_hash(list(key)), 16) % 2**63)
     return torch.randperm(n, generator=source).tolist()
 
@@ -477,24 +478,24 @@ def load_rows(config):
         return {**others, "prompt": prompt, **{side: str(text) for side, text in known.items()}}
 
     if held_out is None:
-        require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all")
+        require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all; use less")
         order = permutation(len(data), "held out")  # the same for every seed
         data, held_out = [data[i] for i in order[size:]], [data[i] for i in order[:size]]
     return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
 
 
 def prompt_ids(prompts, tokenizer, config):
-    """The tokens of each prompt's text, which a chat template has begun in its own way."""
+    """The ids of each prompt; a chat template has written its special tokens itself, so none are added to it."""
     return tokenizer(prompts, add_special_tokens=not config["chat_template"])["input_ids"] if prompts else []
 
 
 def answer_ids(texts, tokenizer, stop_tokens):
-    """The tokens of each whole response, with an EOS."""
+    """The ids of each whole response, with an EOS."""
     return [ids + stop_tokens[:1] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
 
 def encode_prompts(rows, what, tokenizer, config):
-    """Adds prompt_tokens to each row and drops those with too many, in one line that counts them as `what`."""
+    """Adds prompt_tokens to each row and drops rows with too many, with a line. what: 'training' or 'held-out'."""
     arguments = template_arguments(config["chat_template_args"])
     known = not config["chat_template"] or tokenizer.chat_template
     require(known, "chat_template=True: the model's tokenizer has none; use prompt_template")
@@ -522,7 +523,7 @@ def encode_answers(rows, tokenizer, stop_tokens, config):
     for row in rows:
         same = len(texts) == 2 and row["chosen_tokens"] == row["rejected_tokens"]
         where = f"a pair of prompt {row['prompt']!r:.60} has equal sides"
-        require(not same, f"mode='rm': {where}, {row[texts[-1]]!r:.60}; drop what nobody prefers")
+        require(not same, f"mode='rm': {where}, {row[texts[-1]]!r:.60}; drop such pairs")
     for side in texts:
         rows = _short_enough(rows, f"{side}_tokens", "max_new_tokens", f"{side} texts", config)
     return rows
@@ -530,7 +531,7 @@ def encode_answers(rows, tokenizer, stop_tokens, config):
 
 def _short_enough(rows, field, key, what, config):
     kept = [row for row in rows if 0 < len(row[field]) <= config[key]]
-    require(kept or not rows, f"{key}={config[key]}: all {len(rows)} {what} are longer (or empty)")
+    require(kept or not rows, f"{key}={config[key]}: all {len(rows)} {what} are longer (or empty); use more")
     if len(kept) < len(rows) and os.environ.get("RANK", "0") == "0":
         print(f"dropped {len(rows) - len(kept)} of {len(rows)} {what}: over {key}={config[key]}")
     return kept

@@ -10,20 +10,21 @@ The rollout side: a real SGLang engine started inside a torchrun rank; prompts i
 The life of one prompt:
 
     plan       which prompts a step has follows from (seed, step) alone, so all ranks make the same Job by themselves
-    share      an engine with room for one takes the next of them, by a counter in torchrun's store; this decides who
-               does the work, and nothing that comes out of it
+    share      an engine that has room takes the next prompt, by a counter in torchrun's store: this decides who does
+               the work, not what comes out of it
     generate   SGLang draws G samples side by side, the noise of each from a seed of its own
-    score      the reward function sees the texts: user code, one prompt at a time, beside what is still generated
+    score      the reward function sees the texts while other prompts are generated; user code, one text at a time
     write      group_0003.safetensors appears whole: tokens, log-probs, rewards and weight version under one checksum
     take       all ranks wait until every engine has said that its files are there, and read them in the order of the
                prompts (sync.Queue)
 
-A group that is there is never made again.
+A group whose file exists is never made again.
 
-`install_operators` hooks kernels.py into SGLang's classes in the scheduler's process. On a CPU SGLang needs three
-replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag that keeps RoPE from importing vLLM, the
-draw (its noise is a Triton kernel there), and its batch-invariant mode (Triton too); two others only save time,
-`sample_tokens` and `decode_results`. Nothing here imports sglang before an engine is wanted: that takes seconds.
+`install_operators` hooks kernels.py into SGLang's classes in the scheduler's process; `kernels.draw` takes the place
+of its draw. On a CPU SGLang needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for them): a flag
+that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), and process groups that ask for no CUDA
+device; `sample_tokens` and `decode_results` only save time. Nothing here imports sglang before an engine is wanted:
+that takes seconds.
 """
 
 import asyncio
@@ -65,8 +66,8 @@ LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 def check_model(folder, config, key="init_from"):
     """
-    The Hugging Face config of a model we can train and serve alike: of a language model, or with key='reward' of a
-    reward model. With mode='rm' it is changed into that of the reward model which is to become of the language model.
+    The Hugging Face config of a language model, or with key='reward' of a reward model. With mode='rm' it is the config
+    of the reward model that the language model becomes. Ends the run with one line if we cannot train and serve it.
     """
     from transformers import AutoConfig
 
@@ -77,10 +78,10 @@ def check_model(folder, config, key="init_from"):
     name = f"{key}={str(folder)!r}"
     require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
     sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
-    require(not sliding, f"{name}: sliding-window attention is not supported")
+    require(not sliding, f"{name}: sliding-window attention is not supported; use a model without it")
     tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
     fits = f"max_new_tokens={config['max_new_tokens']}: {tokens} tokens with the prompt, and 8 to spare"
-    require(tokens + 8 <= most, f"{fits}; the model has {most} positions")
+    require(tokens + 8 <= most, f"{fits}; the model has {most} positions; use less")
     if key == "reward":
         require(gives_scores(hf), f"{name}: a language model; a reward model is wanted, such as --mode=rm trains")
         require(hf.num_labels == 1, f"{name}: it gives {hf.num_labels} numbers; a reward model gives one")
@@ -128,10 +129,11 @@ def rope_frequencies(hf, device):
 
 def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
     """
-    The Hugging Face model, sharded by FSDP2, its weights still unset. fp32 master weights; on CUDA computed with in
-    bfloat16. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,). lora:
-    (rank, scale, targets) of adapters, beside which the weights are frozen, and of the type that is computed in. mesh
-    None: for forward passes only, whole, and its weights of that type, too. tp_split: parts of row-parallel sums.
+    The Hugging Face model, sharded by FSDP2, its weights still unset. Master weights are float32, the compute dtype is
+    bfloat16 on CUDA and float32 elsewhere. `model.token_logprobs` is its forward pass for training. critic: with a
+    value head (hidden size,). lora: (rank, scale, targets) of adapters; the model's own weights are then frozen and
+    held in the compute dtype. mesh None: a whole model for forward passes only, in the compute dtype. tp_split: parts
+    of row-parallel sums.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -200,8 +202,8 @@ def in_parts(m, x, split):
 
 def token_logprobs(model, leaf, temperature):
     """
-    Log-probs of the leaf's targets and the entropies there, (M,) each; with a critic also its values there (M,) and
-    after each sample's last token (samples,), else None. Of a reward model the last are the scores, and all there is.
+    At the leaf's targets (log-probs (M,), entropies (M,), the critic's values (M,), its values after each sample's last
+    token (samples,)); without a critic the values are None. Of a reward model (None, None, None, scores (samples,)).
     """
     plan = kernels.packed_plan(leaf.lengths)
     ids, positions = leaf.ids[None], leaf.positions[None]
@@ -227,7 +229,7 @@ ROW_PARALLEL = "o_proj", "down_proj"  # the layers whose sums an engine over sev
 
 
 def install_in_trainer(model, inv_freq, tp_split=1):
-    """The same for a Hugging Face model in the trainer's process: its own rotary embedding, attention, norms, MLPs."""
+    """Makes a Hugging Face model compute with kernels.py: rotary embedding, attention, norms, MLPs, cut sums."""
 
     def attend(self, hidden_states, position_embeddings, plan, **_):
         projections = self.q_proj, self.k_proj, self.v_proj
@@ -269,7 +271,7 @@ def paged_attention(inv_freq):
         def init_forward_metadata_in_graph(self, batch):
             q_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
             table = self.req_to_token_pool.req_to_token
-            table[:1, :1].zero_()  # all that a graph's empty slots read: memory that was lent comes back with anything
+            table[:1, :1].zero_()  # a graph's empty slots read this entry, and memory comes back from a loan as garbage
             self.plan = kernels.paged_plan(q_lens, batch.seq_lens, table, batch.req_pool_indices)
             self.rope_table = kernels.rope_table(self.inv_freq, batch.positions)
 
@@ -290,8 +292,8 @@ def paged_attention(inv_freq):
 def install_operators(backend, inv_freq, tp_split):
     """
     Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
-    choice of a platform's kernel. `backend`: whose name our attention takes, as SGLang decides by the name how the
-    cache is laid out. A decoder layer is the same operators on a CPU and on CUDA; on a CPU they are one call, but where
+    choice of a platform's kernel. backend: the name under which our attention is registered; by it SGLang decides how
+    the cache is laid out. A decoder layer is the same operators on a CPU and on CUDA; on a CPU they are one call unless
     sums are cut into parts (tp_split).
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
@@ -313,7 +315,7 @@ def install_operators(backend, inv_freq, tp_split):
         return kernels.linear(x, module.weight, module.bias, tp_split // module.tp_size, gather)
 
     def add_rows(group, x):
-        """Rows that one rank has and the others fill with zeros; in whole numbers, where -0.0 is no zero."""
+        """Adds rows that one rank has and the others fill with zeros; as integers, since -0.0 + 0.0 loses its sign."""
         rows = group.all_gather(x[None], 0).view({2: torch.int16, 4: torch.int32}[x.itemsize])
         return rows.sum(0, dtype=rows.dtype).view(x.dtype)
 
@@ -394,8 +396,8 @@ def hugging_face_parameters(model):
 
 def check_weights(scheduler, expected):
     """
-    Raises ValueError unless the model that this scheduler runs, with those of the other ranks of its engine, has the
-    parameters {Hugging Face's name: hash}.
+    Raises ValueError, with names, unless the parameters of the model that the engine's schedulers run together have the
+    hashes `expected`, {Hugging Face's name: hash}.
     """
     found = [x for x in hugging_face_parameters(scheduler.tp_worker.model_runner.model) if x[0].name in expected]
     hashes, group = {}, scheduler.tp_group
@@ -410,7 +412,7 @@ def check_weights(scheduler, expected):
 
 
 def allow_deterministic_backend():
-    """Deterministic mode takes known backends only and switches the radix cache off for others; in both processes."""
+    """Has deterministic mode take the CPU's backend and keep the radix cache with it; needed in both processes."""
     from sglang.srt import server_args
 
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
@@ -435,9 +437,9 @@ def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
 
 def decode_results(self, by_sglang, batch, result):
     """
-    What SGLang's scheduler does with the tokens of a decode step, half of its own work there. Most requests just go on,
-    and only keep their token and its log-prob. Those that may end here, whatever the reason, are streamed, or have a
-    sign of life to send, are left to SGLang's own function.
+    What SGLang's scheduler does with the tokens of a decode step, in less time: it is half of its own work. Most
+    requests just go on, and only keep their token and its log-prob. Requests that may end here, are streamed, or have a
+    sign of life to send are left to SGLang's own function.
     """
     if not batch.return_logprob:
         return by_sglang(self, batch, result)
@@ -487,7 +489,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         processor = batch_result_processor.SchedulerBatchResultProcessor
         own = processor.process_batch_result_decode
         processor.process_batch_result_decode = functools.partialmethod(decode_results, own)
-        os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # into buffers that only a graph would need
+        os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
 
         def group_on_cpu(self, own=parallel_state.GroupCoordinator.__init__, **options):
             own(self, **options | dict(use_pynccl=False, use_custom_allreduce=False))
@@ -503,7 +505,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         os.environ["SGLANG_FORCE_COARSE_WAR_BARRIER"] = "1"
         # for its own backend's sake SGLang would cut prefills at multiples of 4096, and wait for ever for larger chunks
         os.environ["SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE"] = "1"
-    # it would import all its two hundred models before it picks one: seconds
+    # SGLang would import all its two hundred models before it picks one: seconds
     others = {module.name for module in pkgutil.iter_modules(models.__path__)} - set(MODEL_TYPES)
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
@@ -530,8 +532,8 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
 @contextmanager
 def lean_imports():
     """
-    Importing SGLang takes half as long without packages that it and transformers import only because they are there,
-    and without a search for garbage among the modules again and again, which would also come at the process's end.
+    Inside, importing SGLang takes half as long: without packages that it and transformers import only because they are
+    installed, and without garbage collection among the modules, now and at the process's end.
     """
     unused = () if torch.cuda.is_available() else ("flashinfer", "sklearn", "torchao")
     hidden = dict.fromkeys(name for name in unused if name not in sys.modules)
@@ -678,7 +680,7 @@ class RolloutEngine:
         self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
         self.lends, self.asleep, self.model_type = lends, False, hf.model_type
-        self.asked, self.since, self.busy = 0, 0.0, 0.0  # requests to answer, since when there are any, seconds before
+        self.asked, self.since, self.busy = 0, 0.0, 0.0  # open requests, since when, seconds with any before that
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         try:
@@ -727,10 +729,10 @@ class RolloutEngine:
 
     async def _take_signals_back(self):
         """
-        SGLang would drain its requests first: a SIGTERM, torchrun's too, is to end us (the kernel then ends the
-        scheduler), and a dead scheduler gets our one line.
+        Takes SIGTERM and SIGQUIT back from SGLang, which would drain its requests first. A SIGTERM, torchrun's too,
+        ends this process (the kernel then ends the scheduler), and a dead scheduler is reported in one line.
         """
-        self.manager.auto_create_handle_loop()  # takes them, if no request has done so yet
+        self.manager.auto_create_handle_loop()  # SGLang takes the signals here, if no request has made it do so yet
         for s in (signal.SIGTERM, signal.SIGQUIT):
             self.loop.remove_signal_handler(s)  # outside of the loop uvloop would not
         signal.signal(signal.SIGQUIT, self._died)
@@ -741,8 +743,8 @@ class RolloutEngine:
 
     def fail(self, line):
         """
-        Ends the run, with status 2, at a mistake of the user's code: at once, while Python would first wait for the
-        rewards and tools that are still at work, and one may wait for a judge.
+        Ends the run at once, with status 2, for a mistake of the user's code. An exception would first wait for the
+        rewards and tools that are still at work, and one of them may wait for a judge.
         """
         close_bars()
         sys.stdout.flush()
@@ -778,8 +780,8 @@ class RolloutEngine:
 
     async def generate(self, ids, params, hear=None):
         """
-        SGLang's output for these token ids, or for each list of them. hear: with each token that comes before the last,
-        it gets all that are there, [(log-prob, id, None)].
+        SGLang's output for these token ids, or for each list of them. hear: called after each token but the last, with
+        all tokens so far, [(log-prob, id, None)].
         """
         options = dict(input_ids=ids, sampling_params=params, return_logprob=True)
         if not hear:
@@ -794,7 +796,7 @@ class RolloutEngine:
         return await self.ask(stream())
 
     def drawn(self, output, version):
-        """What `generate` drew: a Drawn. Raises RunError if other weights did."""
+        """The Drawn of an output of `generate`. Raises RunError if other weights than `version` drew it."""
         meta = output["meta_info"]
         if int(meta["weight_version"]) != version:
             raise RunError(f"{self.name}: a sample of weights {meta['weight_version']}, expected {version}")
@@ -919,16 +921,16 @@ def sampling_seed(*key):
 
 
 class Job(NamedTuple):
-    """Prompts to do, by all engines together: one step's, or the held-out ones."""
+    """Prompts that the engines are to sample together: a step's, or the held-out ones."""
 
-    stream: str  # 'rl' or 'eval', and how often the watch has turned back; samples of two never share a seed
+    stream: str  # 'rl' or 'eval', and how often the watch has turned back; samples of two streams never share a seed
     step: int  # RL steps done before it
     version: int  # of the weights to sample with
     rows: dict  # {prompt's index in the step: dict(prompt text, answer text, prompt_tokens list)}
     samples: int  # G, per prompt
     temperature: float  # 0: greedy
-    tokens: int = 0  # that each sample may get now; 0: all that it may have
-    begun: dict = {}  # {prompt's index: (the step and the index it began with, its group as it is or None)}
+    tokens: int = 0  # most tokens that each sample gets in this job; 0: as many as max_new_tokens leaves it
+    begun: dict = {}  # {prompt's index: ((step, index) with which its group was begun, the group so far or None)}
 
 
 class Sampler:
@@ -946,9 +948,9 @@ class Sampler:
 
     def sample(self, folder, job, prompts):
         """
-        Does prompts of this job: writes their group files into `folder`, which is there. `prompts`: an iterator of
-        their indices, which the engines share. Each holds its share of them in flight; who is done first takes what is
-        left.
+        Samples prompts of this job and writes their group files into `folder`, which exists. prompts: an iterator of
+        their indices, which the engines share: each engine has an even share in flight, and takes the next prompt when
+        one is done.
         """
         share = -(-len(job.rows) // self.engines)
         self.began = time.time(), self.engine.worked()
@@ -999,7 +1001,7 @@ class Sampler:
         return ended or len(sample.tokens) == self.config["max_new_tokens"]
 
     async def _draw(self, samples, prompt, seeds, job):
-        """Draws the job's tokens for those of a prompt's samples that are not finished: SGLang's retractions."""
+        """Draws the job's tokens for the unfinished samples of a prompt; returns SGLang's number of retractions."""
         left = [self.config["max_new_tokens"] - len(sample.tokens) for sample in samples]
         goes_on = [g for g, sample in enumerate(samples) if not (sample.tokens and self._is_finished(sample))]
         most = [min(n, job.tokens or n) for n in left]
@@ -1020,7 +1022,7 @@ class Sampler:
         return [Drawn(*(part.tolist() for part in sample)) for sample in zip(*fields)]
 
     def _tensors(self, row, samples, seeds, rewards):
-        """A group file's: the samples' tokens end to end, T of them in all; `lengths` cuts them apart again."""
+        """The tensors of a group file: the samples' tokens end to end, T in all, which `lengths` cuts apart again."""
         tokens, logprobs, versions = (torch.tensor([*itertools.chain(*field)]) for field in zip(*samples))
         return dict(
             prompt_tokens=torch.tensor(row["prompt_tokens"]),
@@ -1056,15 +1058,15 @@ def sample_step(queue, step, rows, c, version, flight):
     """
     Has the engines make samples (Queue.sample, Sampler.sample, SGLang's async_generate); returns the Batch of RL step
     `step` on every rank, in the order of the prompts. With dynamic sampling (DAPO, equation 11) groups of equal rewards
-    are replaced by the next round's, and fill up what is missing after the last one. Each round has its own prompts, so
-    what one step needs moves no other step's.
+    are replaced by the next round's; if groups are missing after the last round, they fill up the batch. Each round has
+    its own prompts, so the number of rounds in a step changes no other step's prompts.
     """
     if c.segment_tokens:
         return sample_segments(queue, step, rows, c, version, flight)
     kept, dropped, rounds, P, stream = [], [], 1 + c.dynamic_sampling, c.prompts_per_step, f"rl{c.branch}"
     for k in range(rounds):
         chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, stream)
-        # A round's prompts are numbered on from the round's before: the number is part of a sample's seed.
+        # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
         prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
         for t, meta in queue.sample(Job(stream, step, version, prompts, c.group_size, c.temperature)):
             equal = c.dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()

@@ -89,8 +89,8 @@ def reason(error):
 
 class Ranks(NamedTuple):
     """
-    Roles: trainers are ranks 0 .. trainers-1. Of the last ones each `tp` share an engine, which the first of them
-    hosts; the others have nothing to do but lend their GPUs. One rank may be trainer and engine.
+    Trainers are ranks 0 .. trainers-1. The last ranks sample: each `tp` of them share an engine, which the first one
+    hosts while the others only lend their GPUs. One rank may be trainer and engine.
     """
 
     rank: int
@@ -120,11 +120,11 @@ def hidden_torchrun():
 
 
 def take_gpu(config, world, gpu):
-    """Makes the GPU of this number the one this rank uses: its name. Ends the run where this machine's cannot do it."""
+    """Makes GPU number `gpu` this rank's; returns its name. Ends the run with one line if it is none we can use."""
     trainers, engines = roles(config, world)
     if int(os.environ.get("RANK", 0)) < trainers < world:
-        # What one of FSDP2's streams frees is then of use to the others. Memory that an engine is lent or handed cannot
-        # be of that kind.
+        # In such segments one of FSDP2's streams can use what another has freed. Memory that an engine shares with its
+        # trainer cannot be of this kind.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     count = torch.cuda.device_count()
     require(count, "device='cuda': this machine has no CUDA device; use --device=cpu")
@@ -164,7 +164,7 @@ def several_nodes(world):
 
 
 def own_address():
-    """The address at which other nodes reach this one, that of the way to torchrun's MASTER_ADDR, and its interface."""
+    """(this node's address on the interface that leads to torchrun's MASTER_ADDR, the interface's name)."""
     from psutil import net_if_addrs
 
     master = os.environ["MASTER_ADDR"]
@@ -214,7 +214,8 @@ def trainer_mesh(trainers, device):
 class TreeReduceScatter(ReduceScatter):
     """
     FSDP2's reduce-scatter as an all-to-all and a pairwise sum in rank order. The backend's own adds in ring order,
-    which depends on the number of ranks. Sends the same bytes; sums, whatever `op` says: FSDP's average is not ours.
+    which depends on the number of ranks. Sends the same bytes. It adds even where `op` asks for FSDP's average: the
+    loss has been divided already.
     """
 
     def allocate(self, size, *, dtype, device):
@@ -228,16 +229,16 @@ class TreeReduceScatter(ReduceScatter):
 
 class LeafSum:
     """
-    Adds a rank's gradients, leaf by leaf, in place. A row's, `lanes` of them (a power of two) on this rank, add like a
-    binary counter adds ones: equal-sized subtrees merge. Row after row goes to one accumulator, `total`. So there are
-    at most that and log2(lanes) + 1 gradients at a time, however large the batch is.
+    Adds a rank's gradients, leaf by leaf, in place. The `lanes` leaves that a row has on this rank (a power of two) add
+    as a binary counter adds ones: equal-sized subtrees merge. The sum of each row is added to `total`. So beside
+    `total` there are at most log2(lanes) + 1 gradients at a time, however large the batch is.
     """
 
     def __init__(self, lanes):
         self.lanes, self.subtrees, self.total = lanes, [], None  # (leaves, [tensors]), sizes strictly falling
 
     def add(self, grads):
-        """Takes the tensors [(rows here, ..)] of one leaf as its own."""
+        """Adds the tensors [(rows here, ..)] of one leaf, and keeps and overwrites them."""
         leaves = 1
         while self.subtrees and self.subtrees[-1][0] == leaves:
             _, left = self.subtrees.pop()
@@ -337,8 +338,8 @@ def make_scratch_model(folder, config):
         bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(hf)
-    # torch's normal numbers follow the width of the CPU's vectors. A sum of twelve even ones has their mean and
-    # variance, and this one is of whole numbers.
+    # torch's normal numbers depend on the width of the CPU's vectors. A sum of twelve uniform numbers in -1/2 .. 1/2
+    # has their mean 0 and variance 1, and here it is a sum of whole numbers, which is exact.
     generator = torch.Generator().manual_seed(config["seed"])
     for p in (p.data for p in model.parameters() if p.dim() > 1):
         whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)
@@ -347,7 +348,7 @@ def make_scratch_model(folder, config):
 
 
 def fetch_model(name, key="init_from"):
-    """The local folder of a model folder or hub name; `key` is whose value it is."""
+    """The local folder of a model folder or hub name. key: the config's key that has the name, for the error line."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -355,11 +356,11 @@ def fetch_model(name, key="init_from"):
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except Exception as e:
-        require(False, f"{key}={name!r}: neither a model folder nor to be had from the hub: {reason(e)}")
+        require(False, f"{key}={name!r}: neither a model folder nor a model that the hub gives: {reason(e)}")
 
 
 def weight_files(folder, key="init_from"):
-    """{parameter: the open safetensors file that has it} of a model folder; `key` is what names it."""
+    """{parameter: the open safetensors file that has it} of a model folder. key: as in `fetch_model`."""
     files = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
@@ -371,11 +372,11 @@ def weight_files(folder, key="init_from"):
 
 
 def load_weights(shards, folder, tied, key="init_from"):
-    """Each rank reads its own rows of each parameter from the folder's files; `key` is what names it."""
+    """Each rank reads its own rows of each parameter from the folder's files. key: as in `fetch_model`."""
     files = weight_files(folder, key)
     for s in shards:
         name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
-        require(name in files, f"{key}={str(folder)!r}: no {name} in its safetensors files")
+        require(name in files, f"{key}={str(folder)!r}: no {name} in its safetensors files; use a complete folder")
         rows = files[name].get_slice(name)
         shape = tuple(rows.get_shape())
         require(shape == s.shape, f"{key}={str(folder)!r}: {name} is {shape}, config.json says {s.shape}")
@@ -426,7 +427,7 @@ def lora_settings(c):
 
 
 def merge_adapters(base, adapters, mesh, scale):
-    """The shards of `base`, of every adapted weight the sum W + scale B A. Collective over the trainers."""
+    """The shards of `base`, with W + scale B A in place of each adapted W. Collective over the trainers."""
     data, merged = {s.name: s for s in adapters}, []
     for s in base:
         stem = s.name.removesuffix("weight") + "lora_"
@@ -445,12 +446,12 @@ def adapter_config(c, adapters):
 
 
 def read_adapter_config(folder):
-    """What a folder of PEFT's says of its adapters. Ends the run with one line if they are not plain LoRA."""
+    """The adapter_config.json of PEFT's folder, as a dict. Ends the run with one line if it is not plain LoRA."""
     try:
         found = json.loads(Path(folder, "adapter_config.json").read_text())
         found["target_modules"] = sorted(found["target_modules"])
         other = [f"{key}={found[key]!r}" for key in OTHER_KINDS.split() if found.get(key)]
-        require(found["r"] > 0 and not other, f"lora={str(folder)!r}: {', '.join(other)}; known is plain LoRA")
+        require(found["r"] > 0 and not other, f"lora={str(folder)!r}: {', '.join(other)}; use plain LoRA")
         return found | dict(lora_alpha=float(found["lora_alpha"]))
     except (OSError, ValueError, KeyError, TypeError) as e:
         require(False, f"lora={str(folder)!r}: no usable adapter_config.json: {reason(e)}")
@@ -516,7 +517,7 @@ def meet(group=None):
 
 
 def from_first_rank(x, group=None):
-    """What rank 0 has, on every rank. group: one of all ranks that no thread uses meanwhile; None: the default one."""
+    """Rank 0's x, on every rank. group: a group of all ranks that no other thread uses meanwhile; None: the default."""
     meet(group)
     shared = [x]
     dist.broadcast_object_list(shared, src=0, group=group)
@@ -525,15 +526,15 @@ def from_first_rank(x, group=None):
 
 class WeightSync:
     """
-    Sends the trainers' weights to every engine, which proves by a hash of each parameter it then holds that they
-    arrived. Collective over all ranks; `shards` is None on a rank without a trainer, `engine` on one without an engine.
+    Sends the trainers' weights to every engine, and compares a hash of each parameter that the engine then holds with
+    the trainers'. Collective over all ranks; without a trainer `shards` is None, without an engine `engine`.
 
     broadcast   trainer rank 0 and the engines' workers form a group, by SGLang's own weight-update group
     ipc         a rank that has both hands its engine the memory itself (CUDA's handles; shared memory on a CPU)
     disk        safetensors in `folder`
 
-    how: one of these; '' is ipc where every rank of a GPU is both, and broadcast elsewhere. dtype: what is sent.
-    overlap: a rank without an engine goes on while a thread of its own sends, when the engines are ready for it.
+    how: one of these; '' is ipc where every rank has a GPU, a trainer and an engine, else broadcast. dtype: of what is
+    sent. overlap: on a rank without an engine a thread sends, as soon as the engines are ready, and the rank goes on.
     """
 
     def __init__(self, how, ranks, shards, engine, device, dtype, folder, overlap=False):
@@ -576,9 +577,9 @@ class WeightSync:
 
     def publish(self, version, hashes=None, shards=None):
         """
-        Gives every engine weights as `version`: this rank's as they are, or `shards`. Returns when the engines hold
-        them; where a thread sends, at once: then they must not change. Raises RunError if an engine does not get them.
-        hashes: {name: hash} of the weights, if the caller has them already; they count where nothing is rounded.
+        Gives every engine as `version` the weights in `shards`, or else the current ones. Returns when the engines hold
+        them; where a thread sends, it returns at once, and `shards` must not change. Raises RunError if an engine does
+        not get them. hashes: {name: hash} of the weights, if the caller has them; used if sending rounds nothing.
         """
         cast = [s._replace(data=s.data.to(self.device, self.dtype)) for s in shards or self.shards or ()]
         if cast and (not hashes or cast[0].name not in hashes or self.shards[0].data.dtype != self.dtype):
@@ -650,9 +651,9 @@ class WeightSync:
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# rollouts: queue/rl_000012/group_0003.safetensors, written once and whole. Who makes which, and that all are there, is
-# said over torchrun's store: a network file system may go on for a minute to say that a file is not there, but only to
-# a node that has asked for it before it was.
+# rollouts: queue/rl_000012/group_0003.safetensors, written once and whole. Engines say over torchrun's store which of
+# them makes which file, and when all are written. So no node asks for a file too early: a network file system might
+# then go on for a minute to say that it does not exist.
 
 
 def _sync(path):
@@ -710,19 +711,19 @@ def read_group(folder, index, expected):
 
 
 def appears(path, seconds):
-    """Whether a file that was written is to be found here, too, within so many seconds."""
+    """Whether a file that another node may have written can be seen here within so many seconds."""
     end = time.monotonic() + seconds
     while not (there := path.exists()) and time.monotonic() < end:
         time.sleep(0.01)
-        list(path.parent.glob("*"))  # which a network file system answers anew
+        list(path.parent.glob("*"))  # makes a network file system look again
     return there
 
 
 class Queue:
     """
-    The groups of a run, for every rank: it has its own engine sample (`sampler`, or None), and reads what all of them
-    have made. timeout: seconds that a rank waits for the engines, or for a touch of one of their `signs` of life (a
-    path each; none where nobody makes what is not there). store: where the engines' ranks say what they do.
+    The groups of a run. Each rank has its own engine sample (by `sampler`; None without an engine), and reads what all
+    engines have made. signs: a path for each engine, which it touches while it lives; () if there are none, as in a
+    replay. timeout: seconds without a touch after which the run ends. store: where the engines' ranks say what they do.
     """
 
     def __init__(self, folder, sampler, run, timeout=0, signs=(), store=None):
@@ -741,7 +742,7 @@ class Queue:
         expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
         for path in (group_path(folder, i) for i in job.rows):
             if not appears(path, 60 if self.signs else 0):
-                raise RunError(f"{path}: not to be found on {socket.gethostname()}")
+                raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
         return [read_group(folder, i, expected | {"prompt": i}) for i in job.rows]
 
     def _share(self, key, job):
@@ -770,11 +771,11 @@ LOGS = ("ledger.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines
 
 def open_run(folder, config, resumed, restarted, gpu):
     """
-    Makes the folder this process's own until it ends, however it ends, and prints and saves the config. A folder in
-    which nothing was computed yet is nobody's. Ends with one line if it is another's, or holds a run that is not to go
-    on. Keep what it returns: the lock's file.
+    Locks the folder until this process ends, however it ends, and prints and saves the config. Ends the run with one
+    line if another process has it, or if a run has computed something in it that is not to go on now. Keep what it
+    returns: the lock's file.
 
-    resumed: the saved config of the run that is to go on, or {}; restarted: torchrun says so, not the user.
+    resumed: the saved config of the run that is to go on, or {}; restarted: torchrun resumes it, not the user.
     """
     lock, owner = folder / "lock", f"torchrun {os.getppid()}"
     try:
@@ -790,21 +791,21 @@ def open_run(folder, config, resumed, restarted, gpu):
         fail(f"out_dir={str(folder)!r}: {e.strerror}; choose another")
     computed = ("queue/*/group_*", "ckpt/step_*[1-9]*/checkpoint.json", *LOGS)
     begun = any(path.is_file() and path.stat().st_size for pattern in computed for path in folder.glob(pattern))
-    # A torchrun that was refused starts this rank once more: it goes on with no run but its own.
+    # torchrun starts a rank again that was refused: such a restart may only go on with torchrun's own run.
     if begun and not resumed or restarted and lock.read_text() != owner:
         fail(f"out_dir={str(folder)!r}: holds a run already; choose another, or go on with --init_from=resume")
     lock.write_text(owner)
     print(config_source(config), flush=True)
     path = folder / "config.py"
     earlier = "".join(x for x in path.read_text().splitlines(True) if x[0] == "#") if resumed else ""
-    # What a resume did without an engine, say, is not what the run is.
+    # A resume in another mode leaves the run's own mode in its config.
     kept = {key: resumed[key] for key in ("mode", "queue_dir") if resumed}
     write_atomic(path, (earlier + provenance(gpu) + config_source(config | kept)).encode())
     return file
 
 
 def check_shared(folder, rank):
-    """Ends the run, on every rank, if rank 0's `folder` is not the one that each has. Collective over all ranks."""
+    """Ends the run, on every rank, if some node's `folder` is not the folder of rank 0. Collective over all ranks."""
     path = folder / from_first_rank(f"shared_{uuid4().hex}")
     if rank == 0:
         path.touch()
@@ -827,8 +828,8 @@ def response_lengths(t):
 
 def open_tracker(folder, c):
     """
-    What the key `track` names: TensorBoard's writer, wandb's run, or None. Either begins anew whenever the run goes on,
-    and gets all of metrics.jsonl again, as far as the checkpoint: so no step is in it twice.
+    What the key `track` names: TensorBoard's writer, wandb's run, or None. Whenever the run goes on, it begins anew and
+    gets all of metrics.jsonl up to the checkpoint again: so no step is in it twice.
     """
     if c.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
@@ -850,8 +851,8 @@ def open_tracker(folder, c):
             fail(f"track='wandb': {reason(e).rstrip('.')}; or set WANDB_MODE=offline")
         for phase in ("sft", "rm", "rl", "eval"):
             run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-        # A run that fails ends its engine on the way out, and with it every child of this process, wandb's too. What
-        # waits for the main thread comes before that.
+        # A run that fails ends its engine on the way out, and with it every child of this process, wandb's too. A
+        # thread that waits for the main thread ends wandb before that.
         threading.Thread(target=lambda: (threading.main_thread().join(), wandb.teardown(1))).start()
         return run
 
@@ -859,7 +860,7 @@ def open_tracker(folder, c):
 class Record:
     """
     What the first rank writes down of a run: the ledger, metrics.jsonl, samples.md to read and, with mode='reject',
-    best.jsonl. It and the logs are cut back to where the checkpoint that `saved` describes (None: the start) had them.
+    best.jsonl. The logs are cut back to their sizes in the checkpoint's record `saved`; without one they begin empty.
     c: the config as a namespace; origin: what a checkpoint must say to be this run's; agent: the Agent of the samples.
     """
 
@@ -868,13 +869,13 @@ class Record:
         sizes = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
         self.ledger = Ledger(folder / LOGS[0], "onecurve 1", sizes[LOGS[0]], c.strict)
         if saved and self.ledger.digest != saved["digest"]:
-            raise RunError(f"{self.ledger.path}: does not lead to the checkpoint of step {saved['step']}; edited?")
+            raise RunError(f"{self.ledger.path}: does not lead to step {saved['step']}'s checkpoint; was it edited?")
         for name in LOGS[1:]:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
         (folder / "best.jsonl").unlink(missing_ok=True)  # mode='reject' has no checkpoints: it starts again
         self.turns = saved.get("turns", []) if saved else []  # where the watch turned back, if it did
-        self.steps, self.tracker = [], open_tracker(folder, c)  # of all that metrics.jsonl has, once more
+        self.steps, self.tracker = [], open_tracker(folder, c)  # steps: the lines of metrics.jsonl with phase 'rl'
         for line in map(json.loads, filter(None, (folder / LOGS[1]).read_text().splitlines())):
             self.steps += [line] * (line["phase"] == "rl")
             self.track(**line)
@@ -917,7 +918,7 @@ class Record:
             tqdm.write(f"supervised step {step + 1}: loss {metrics['loss']:.4f}")
 
     def evaluation(self, step, scores, prompts):
-        """{metric: value} on the held-out prompts or pairs, and how many they were."""
+        """Records scores {metric: value} of an evaluation. prompts: number of held-out prompts or pairs."""
         c = self.c
         self.metrics(phase="eval", step=step, **scores)
         rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)
@@ -930,9 +931,9 @@ class Record:
 
     def step(self, step, groups, made, metrics, hashes, times, sent):
         """
-        An RL step: the P groups (tensors, meta) it trained on, all that were sampled for it, the trainer's metrics and
-        hashes (none where nobody trains), when it began, had its samples, had learned and had published; the bytes of
-        weights sent. Returns the line of metrics.jsonl.
+        Records an RL step; returns its line of metrics.jsonl. groups: the P groups (tensors, meta) that it trained on;
+        made: all that were sampled for it. metrics, hashes: the trainer's, {} where nobody trains. times: when the step
+        began, had its samples, had learned, had published. sent: bytes of weights.
         """
         c, meta = self.c, [m for _, m in groups]
         named = ("tokens", "logprobs", "rewards") + ("weight_version",) * bool(c.lag or c.segment_tokens)
@@ -977,15 +978,16 @@ class Record:
                 for g, (r, text) in enumerate(zip(t["rewards"].tolist(), m["responses"])):
                     f.write(f"- {r:g}: `{text!r}`\n")
                     f.writelines(self.agent.transcript(m["episodes"][g]) if self.agent else ())
-        old = step - c.keep_rollouts - c.lag  # which an engine that is late may still read
+        old = step - c.keep_rollouts - c.lag  # an engine that is late may still read the files of later steps
         if c.mode == "grpo" and c.keep_rollouts and old >= 0:
             shutil.rmtree(self.folder / "queue" / f"rl{c.branch}_{old:06d}", ignore_errors=True)
         return line
 
     def turn_back(self, signal):
         """
-        Makes a run that its watch stops one that goes on from a healthy checkpoint; a line that says so. What was
-        recorded since then is kept in metrics_0.jsonl, the policy of then in healthy_1, and the ledger goes on.
+        Makes the run go on from its last healthy checkpoint when it starts again; returns a line that says so. The
+        metrics so far are kept in metrics_0.jsonl, the healthy policy in healthy_1 (then _1 and _2, and so on), and the
+        ledger goes on.
         """
         done, n, turns = self.steps[-1]["step"] + 1, len(self.turns), self.turns
         step = max((done - HEALTHY) // self.c.checkpoint_every * self.c.checkpoint_every, *turns, 0)
@@ -999,7 +1001,7 @@ class Record:
         shutil.copy(self.folder / LOGS[1], self.folder / f"metrics_{n}.jsonl")
         sizes = json.loads((path / "checkpoint.json").read_text())["bytes"] | {LOGS[0]: self.ledger.path.stat().st_size}
         reseal_checkpoint(path, path, turns=[*turns, step], digest=self.ledger.digest, bytes=sizes)
-        return f"watch: {signal} after step {done}; back to that of step {step}"
+        return f"watch: {signal} after step {done}; back to the checkpoint of step {step}"
 
     def alarm(self, signal):
         """A line for a run that its watch ends: why, and how to go on from where it was healthy."""
@@ -1018,8 +1020,8 @@ class Record:
 def write_tensors(folder, prefix, shards, mesh, max_bytes=4 << 30, **metadata):
     """
     Writes whole tensors, of which each rank has rows, into `folder` as <prefix>-00001-of-00003.safetensors and so on,
-    with Hugging Face's index; without a bound as <prefix>.safetensors. The trainers take turns with the files.
-    Collective over them.
+    with Hugging Face's index; with max_bytes=inf as <prefix>.safetensors. The trainers take turns with the files.
+    Collective over the trainers.
     """
     plan, index = buckets([(s.name, s.shape) for s in shards], shards[0].data.dtype, max_bytes), max_bytes < math.inf
     files = [prefix + f"-{i + 1:05d}-of-{len(plan):05d}" * index + ".safetensors" for i in range(len(plan))]
@@ -1093,7 +1095,7 @@ def checkpoints(folder):
 
 
 def delete_checkpoints(folder, unwanted):
-    """Deletes these, each under another name first: half a folder must not look like a whole one."""
+    """Deletes these folders; each gets another name first, so that half of one never looks like a checkpoint."""
     for path in unwanted:
         os.replace(path, folder / f".{path.name}")
     for unfinished in folder.glob(".step_*"):
@@ -1101,7 +1103,7 @@ def delete_checkpoints(folder, unwanted):
 
 
 def reseal_checkpoint(old, new, copy_function=os.link, **changes):
-    """Makes `new` the checkpoint `old` but for these fields of its record."""
+    """Makes `new` a copy of the checkpoint `old` with these fields of its record changed."""
     record, partial = json.loads((old / "checkpoint.json").read_text()), new.with_name(f".{new.name}")
     shutil.copytree(old, partial, copy_function=copy_function)
     (partial / "checkpoint.json").unlink()

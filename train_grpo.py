@@ -9,11 +9,11 @@ What differs from the GRPO paper (Shao et al. 2024, arXiv:2402.03300):
   1. no KL term by default and no reference model (as in DAPO, Yu et al. 2025, arXiv:2503.14476)
   2. `loss_aggregation` is by default a mean over all loss tokens of the step, not over each sample first (DAPO)
   3. `clip_low` and `clip_high` are separate (DAPO, "clip-higher")
-  4. before each first update of a batch the trainer's log-probs are compared with the engine's, as bits
+  4. before the first update of each batch the trainer's log-probs are compared with the engine's, as bits
 
 Letters: P prompts per step, G samples per prompt, B = P * G samples, T tokens of a sample, R tokens of its response,
-N tokens of a packed leaf, M loss tokens of it, V vocabulary. A leaf is a micro-batch, as many samples as fit into
-`leaf_tokens`; a row of leaves is one per lane, and the ranks share the lanes.
+N tokens of a packed leaf, M loss tokens of it, V vocabulary. A leaf is a micro-batch: samples of at most `leaf_tokens`
+tokens together. A row of leaves has one leaf per lane, and the trainer ranks share the lanes.
 """
 
 import heapq
@@ -35,40 +35,41 @@ from configurator import block, require, resolve, roles, versions
 # ------------------------------------------------------------------------------------------------------------------
 # the run
 out_dir = "out/run"  # everything the run writes
-# grpo: sample and train. Without an engine: replay trains again from queue_dir, sft on the data's answers, rm a reward
-# model on its pairs. Without a trainer: rollout generates and scores, reject also writes the best samples as data, eval
-# does the held-out prompts, serve answers OpenAI's requests with the model in init_from
+# grpo: sample and train. Modes without an engine: replay trains again on the rollouts in queue_dir, sft trains on the
+# data's answers, rm trains a reward model on the data's pairs. Modes without a trainer: rollout generates and scores,
+# reject also writes the best samples as data, eval samples and scores the held-out prompts only, serve answers requests
+# in OpenAI's protocol with the model in init_from
 mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
-max_steps = 100  # RL steps; with mode='sft' or 'rm' supervised ones
+max_steps = 100  # RL steps; with mode='sft' or 'rm' supervised steps
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly. Changes no bit
 # who does what
-rollout_ranks = 1  # number of ranks, taken from the end, that host an engine each; the others train
-colocate = False  # every rank does both, one after the other (a single process always does)
-rollout_tp = 1  # GPUs of an engine, for models that one does not hold (tensor parallel): of so many of those ranks
+rollout_ranks = 1  # number of ranks, taken from the end, that sample; the others train
+colocate = False  # every rank samples and trains, one after the other (a single process always does)
+rollout_tp = 1  # number of sampling ranks that share an engine, for models larger than a GPU (tensor parallel)
 # the data
 dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file; made here: 'arithmetic' (sums) or 'programs'
-arithmetic_min = 0  # the least operand of those sums
-arithmetic_size = 100  # their operands are below this
-dataset_config = ""  # only of a hub data set: its configuration, such as 'main'
+arithmetic_min = 0  # smallest operand of 'arithmetic'
+arithmetic_size = 100  # operands of 'arithmetic' are below this
+dataset_config = ""  # configuration of a hub data set, such as 'main'
 split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
-sft_column = ""  # what supervised steps learn to say; '': answer_column
-chosen_column = "chosen"  # with mode='rm': of the response that was preferred
-rejected_column = "rejected"  # .. to this one
+sft_column = ""  # column of the responses that supervised steps train on; '': answer_column
+chosen_column = "chosen"  # with mode='rm': column of the preferred responses
+rejected_column = "rejected"  # with mode='rm': column of the other responses
 prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
 chat_template = False  # put the prompt through the tokenizer's chat template as a user's message
 max_prompt_tokens = 256  # longer prompts are dropped
-eval_split = ""  # of a hub data set; '': the last eval_size rows of a fixed shuffle are held out
+eval_split = ""  # held-out split of a hub data set; '': eval_size rows of `split`, the first of a fixed shuffle
 eval_size = 256  # held-out prompts; 0: no evaluation
-eval_every = 0  # steps; 0: before the first and after the last
-eval_samples = 1  # per held-out prompt
+eval_every = 0  # steps between evaluations; 0: only before the first step and after the last
+eval_samples = 1  # samples per held-out prompt
 eval_temperature = 1.0  # 0: greedy
 pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, for easy and hard groups, for 'reject'
-reject_best = 1  # number of a group's right samples that mode='reject' writes
+reject_best = 1  # mode='reject' writes at most this number of right samples of a group
 # the rollout
 prompts_per_step = 8  # P
 group_size = 8  # G
@@ -79,48 +80,49 @@ ignore_eos = False  # sample on to max_new_tokens: for benchmarks
 # model), or a weighted sum: 'numeric+0.2*format'
 reward = "numeric"
 judge = ""  # an OpenAI-compatible endpoint such as 'http://127.0.0.1:8000/v1'; its key is in JUDGE_API_KEY
-judge_model = ""  # '': the first that it lists
-judge_prompt = ""  # a text file with {response}, {prompt}, {answer} as wanted, that asks for a line 'score: <0 to 1>'
-judge_tries = 3  # after which a failure ends the run
+judge_model = ""  # '': the first model that the endpoint lists
+# a text file that asks for a line 'score: <0 to 1>', with {response} and, if wanted, {prompt} and {answer} in it
+judge_prompt = ""
+judge_tries = 3  # requests for one verdict; the run ends if the last fails, too
 sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
-sandbox_seconds = 2.0  # of CPU time that a program may take
-sandbox_memory = 256  # MiB, of each of its processes
-truth_reward = ""  # another reward, which is only noted: what `reward` is to stand for
-# where the reward looks gamed (rewards.hacking) 'stop' ends the run, with status 3; 'rollback' goes on from a healthy
-# checkpoint, with other prompts and held to its policy, three times at most; '': nobody looks
+sandbox_seconds = 2.0  # seconds of CPU time that a program may take
+sandbox_memory = 256  # MiB for each process of a program
+truth_reward = ""  # a second reward, which is only noted and not trained on: what `reward` stands for
+# what happens when the reward looks gamed (rewards.hacking): 'stop' ends the run with status 3; 'rollback' goes back to
+# a healthy checkpoint and on with other prompts and a KL to that policy, three times at most; '': nobody looks
 watch = ""
-watch_kl_coef = 0.1  # of the KL to the policy of that checkpoint, from there on
-overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: none
-overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards count in the group all the same
-dynamic_sampling = 0  # number of further rounds that replace groups of equal rewards; 0: they are kept
+watch_kl_coef = 0.1  # weight of that KL
+overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: no penalty
+overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards still count in the group
+dynamic_sampling = 0  # number of further rounds, at most, that replace groups of equal rewards; 0: such groups are kept
 # agents: samples of several turns, with tools
 # 'my_file.py:my_function' (agents/chat.py says how to write one), or a command such as 'python my_agent.py'
-# (agents/endpoint.py); '': a turn that `reward` scores
+# (agents/endpoint.py); '': no agent: one turn, scored by `reward`
 agent = ""
-max_turns = 8  # of a dialogue
-max_calls = 32  # of tools in a dialogue; later ones get an error to read
-max_forks = 16  # of a sample
-max_result_chars = 8192  # of what a tool returns; the rest is cut off
-agent_timeout = 600.0  # seconds of nothing after which an episode counts as hanging
+max_turns = 8  # turns of a dialogue
+max_calls = 32  # tool calls of a dialogue; each further call gets an error as its result
+max_forks = 16  # forks of a sample
+max_result_chars = 8192  # characters of a tool's result; the rest is cut off
+agent_timeout = 600.0  # seconds without progress after which an episode counts as hanging
 chat_template_args = ""  # such as 'enable_thinking=False'
 tool_call_parser = ""  # SGLang's name for the format of tool calls; '': qwen25, or llama3 for a llama
-credit = "sample"  # each token gets its sample's advantage; 'turn': that of its turn, later rewards times gamma
+credit = "sample"  # each token gets its sample's advantage; 'turn': its turn's, later turns discounted by gamma
 # asynchrony: counts decide which weights sample a token, never a moment in time
 lag = 0  # the samples of step s are made with the weights of step s - lag; 0: training and sampling wait for each other
 overlap = True  # ranks that only train and ranks that only sample work side by side, with a lag; changes no bit
 segment_tokens = 0  # partial rollouts: tokens that an unfinished sample gets per step; 0: all of them
-groups_in_flight = 0  # with segment_tokens: groups begun and not trained on yet, more than prompts_per_step
+groups_in_flight = 0  # with segment_tokens: number of groups begun but not yet trained on, prompts_per_step or more
 # the update
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
 leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample is a leaf of its own
-lanes = 8  # leaves of a row, a power of two; trainer ranks divide it, and it sets the order of sums
+lanes = 8  # leaves of a row: a power of two that the number of trainers divides. It sets the order of sums
 learning_rate = 1e-6
 warmup_steps = 0  # of the learning rate, linear
 lr_decay_steps = 0  # cosine from warmup_steps to lr_decay_steps; 0: constant
 min_lr = 0.0
 beta1 = 0.9
 beta2 = 0.95
-weight_decay = 0.0  # only of matrices
+weight_decay = 0.0  # of matrices only
 grad_clip = 1.0  # l2 norm; 0: off
 advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic) or distill (a teacher)
 gamma = 1.0  # discount per token with advantage='gae', per turn with credit='turn'
@@ -128,56 +130,57 @@ gae_lambda = 0.95
 value_coef = 0.5  # only with advantage='gae': weight of the critic's loss; its head is on the policy's trunk
 value_clip = 0.2  # only with advantage='gae': bound of a value's change in one batch; 0: none
 teacher = ""  # only with advantage='distill': model folder or hub name
-loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo, decoupled (ppo, the lag's weight apart) or pg (no ratio)
+loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo, decoupled (ppo, and a weight for the lag) or pg (no ratio)
 # 'token': sum / loss tokens; 'sequence': mean of sample means; 'constant': sum / (samples * max_new_tokens)
 loss_aggregation = "token"
 updates_per_batch = 1  # optimizer steps on each batch of rollouts
 clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
 dual_clip = 0.0  # bound of the ratio where the advantage is negative, such as 3.0; 0: none
-# weigh tokens by their probability before the update / when sampled, 'truncate' or 'mask'; exactly 1 without a lag
+# 'truncate' or 'mask': weigh each token's loss by its probability before the update over that when it was sampled,
+# which is exactly 1 without a lag; '': no weights
 importance = ""
-importance_floor = 0.0  # 'truncate' moves the weight to floor .. cap, 'mask' makes it 0 outside
+importance_floor = 0.0  # 'truncate' clamps the weight to floor .. cap, 'mask' makes it 0 outside
 importance_cap = 2.0
-entropy_coef = 0.0  # of the entropy bonus
-kl_coef = 0.0  # of the KL to the frozen reference
-kl_in_reward = False  # subtract the KL from a sample's reward (with gae from each token's), not add it to the loss
+entropy_coef = 0.0  # weight of the entropy bonus
+kl_coef = 0.0  # weight of the KL to the frozen reference
+kl_in_reward = False  # True: subtract the KL from a sample's reward (with gae each token's); False: add it to the loss
 kl_estimator = "k3"  # k1, k2 or k3
 reference = ""  # model folder or hub name; '': that of init_from
 # LoRA (Hu et al. 2021, arXiv:2106.09685): the model's weights W are frozen, W + lora_alpha / lora_rank * B A is used
-lora_rank = 0  # numbers that A leaves of a token; 0: the weights themselves are trained
+lora_rank = 0  # rows of A and columns of B; 0: no LoRA, all weights are trained
 lora_alpha = 32.0
 lora_targets = ""  # such as 'q_proj,v_proj'; '': all linear layers of attention and MLP
-lora = ""  # a folder with adapters to begin with, as checkpoints are and PEFT makes them; '': new ones
+lora = ""  # a folder of adapters to begin with, one of our checkpoints or PEFT's; '': new adapters
 # supervised warm-up on the reference answers, before RL
 warmup_sft_steps = 0
 sft_learning_rate = 1e-3  # constant, after 20 steps of warm-up
 sft_batch = 64  # samples per step; with mode='rm' pairs
 # determinism
 strict = True  # stop at the first log-prob that differs between engine and trainer
-batch_invariant = True  # False: the libraries' own kernels, to see what they do
-tp_split = 1  # parts of the sums of o_proj and down_proj, a power of two; rollout_tp divides it
+batch_invariant = True  # False: the libraries' own kernels, for comparison
+tp_split = 1  # parts into which the sums of o_proj and down_proj are cut, a power of two; rollout_tp divides it
 # the engine
-radix_cache = True  # reuse the keys of shared prefixes
+radix_cache = True  # reuse the keys and values of shared prefixes
 cuda_graphs = True
 engine_memory = 0.6  # share of a GPU for weights and cache
-engine_kv_tokens = 0  # cache size; 0: room for all samples of a step (CPU), what engine_memory gives (CUDA)
+engine_kv_tokens = 0  # cache size in tokens; 0: room for all samples of a step (CPU), what engine_memory gives (CUDA)
 engine_max_running = 0  # requests at a time; 0: all (CPU), SGLang's choice (CUDA)
-engine_prefill_chunk = 0  # tokens; 0: SGLang's choice
+engine_prefill_chunk = 0  # tokens that a prefill computes at a time; 0: SGLang's choice
 engine_timeout = 600.0  # seconds of silence after which an engine counts as dead
 # weights, checkpoints, the record
 # 'broadcast', 'disk' or 'ipc' (to an engine of the same rank); '': ipc if colocated on CUDA, else broadcast
 weight_sync = ""
-checkpoint_every = 50  # steps; and after the warm-up and the last step. 0: no checkpoints
+checkpoint_every = 50  # steps between checkpoints, beside those after the warm-up and the last step; 0: no checkpoints
 keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
-queue_dir = ""  # where the rollouts of mode='replay' are; '': out_dir/queue
+queue_dir = ""  # only with mode='replay': the folder of a run's rollouts, such as 'out/tiny/queue'
 keep_rollouts = 0  # steps of rollout files to keep; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
 track = ""  # 'tensorboard' or 'wandb': shows metrics.jsonl there, too
 # mode='serve'
-host = "127.0.0.1"  # other machines reach only another address, such as '0.0.0.0'
-port = 8000  # 0: one that is free
-api_key = ""  # that requests must have; '': a random one, which is printed
+host = "127.0.0.1"  # reached from this machine only; '0.0.0.0': from others, too
+port = 8000  # 0: any free port
+api_key = ""  # key that requests must carry; '': a random one, which is printed
 # a model made by init_from='scratch'
 scratch_layers = 4
 scratch_hidden = 128
@@ -201,8 +204,8 @@ import rewards
 import sync
 from rollout_server import Batch, Flight, Job, RolloutEngine, Sampler, build_model, check_model, sample_step
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
-HEADS = ("value_head", "score.weight")  # a critic's and a reward model's: what a language model does not have
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
+HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
 
 
 # ---- the algorithm: pure functions --------------------------------------------------------------------------------
@@ -218,11 +221,11 @@ def advantages_of(rewards, kind, eps=1e-6):
     reinforce++            (r - mean) / (std + eps) in the batch: Hu et al. 2025 (arXiv:2501.03262)
     reinforce++_baseline   r - mean in the group, divided by its std + eps in the batch: Hu et al. 2025, too
 
-    A group of equal rewards gets exact zeros, but for reinforce++, whose baseline is the batch's.
+    A group of equal rewards gets exact zeros, except with reinforce++, whose baseline is the batch's mean.
     """
     if kind == "reinforce++":
         return (rewards - rewards.mean()) / (rewards.std() + eps)
-    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # their mean may be a rounding away from them
+    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # even then the rounded mean may differ from them
     centred = torch.where(equal, 0.0, rewards - rewards.mean(1, keepdim=True))
     if kind == "dr_grpo":
         return centred
@@ -234,7 +237,7 @@ def advantages_of(rewards, kind, eps=1e-6):
 def gae(rewards, values, gamma, lam):
     """
     Generalised advantages (.., T) of rewards (.., T) and values (.., T + 1) of the states before each token and after
-    the last: 0 there if the episode is over, the critic's estimate if it was only cut off.
+    the last token. That last value is 0 if the episode is over, the critic's estimate if it was only cut off.
     A_t = sum_k (gamma lam)^k delta_t+k, delta_t = r_t + gamma V_t+1 - V_t: Schulman et al. 2015 (arXiv:1506.02438),
     equation 16.
     """
@@ -248,7 +251,7 @@ def gae(rewards, values, gamma, lam):
 
 def value_loss(values, old_values, returns, clip):
     """
-    (V - R)^2 / 2 per token (M,); with a clip, the larger of that of V and that of V kept within old V +- clip: PPO's
+    (V - return)^2 / 2 per token (M,); with a clip, the larger of this and the same of V clamped to old V +- clip: PPO's
     own code (github.com/openai/baselines, ppo2), which Huang et al. 2022 describe ("The 37 implementation details", 9).
     """
     plain = (values - returns).square()
@@ -265,10 +268,10 @@ def overlong_penalty(lengths, longest, cache):
 
 def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
     """
-    Trainer's over engine's probability of each sampled token (M,), the trainer's before the first update of a batch.
-    Without a kind it is as it is: the weight of decoupled PPO. truncate: moved to floor .. cap (Ionides 2008; Yao et
-    al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"). mask: 0 outside of it, no
-    gradient from such a token (Ling team 2025, arXiv:2510.18855).
+    w = exp(old_logprob - rollout_logprob) of each sampled token (M,): the trainer's probability before the first update
+    of a batch over the engine's. kind '': w itself, the weight of decoupled PPO. truncate: w clamped to floor .. cap
+    (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"). mask: 0
+    where w is outside floor .. cap, so that such a token gives no gradient (Ling team 2025, arXiv:2510.18855).
     """
     w = torch.exp(old_logprobs - rollout_logprobs)
     if kind == "truncate":
@@ -283,13 +286,15 @@ def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip
     With r = exp(logprob - old_logprob):
 
     pg      -A logprob, the policy gradient
-    ppo     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): Schulman et al. 2017, equation 7, its ends as in DAPO,
-            equation 8. With dual_clip = c, for A < 0 no more than -c A: Ye et al. 2020 (arXiv:1912.09729)
+    ppo     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): Schulman et al. 2017, equation 7, with the two bounds of
+            DAPO, equation 8. With dual_clip = c, for A < 0 no more than -c A: Ye et al. 2020 (arXiv:1912.09729)
     gspo    the same with r = exp(mean over the sample of logprob - old_logprob): Zheng et al. 2025 (arXiv:2507.18071),
-            whose gradient reaches each token as in its GSPO-token
+            with the gradient of its variant GSPO-token
     cispo   -clip(r) A logprob, no gradient through the clip: MiniMax-M1 (arXiv:2506.13585)
     decoupled   ppo, where the caller weighs tokens by exp(old_logprob - the engine's): Fu et al. 2025 (AReaL,
-            arXiv:2505.24298), equation 5; the others take the engine's for old_logprob, whatever the lag
+            arXiv:2505.24298), equation 5
+
+    old_logprob is the trainer's before the first update with decoupled or `importance`, else the engine's.
     """
     if kind == "pg":
         return -advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
@@ -319,18 +324,19 @@ def kl(logprobs, reference_logprobs, kind):
 
 def preference_loss(scores):
     """
-    -log sigmoid(chosen's score - rejected's) per pair (pairs,), and that difference, of scores (2 * pairs,), the chosen
-    one's first: Bradley and Terry 1952; Ouyang et al. 2022 (arXiv:2203.02155), equation 1.
+    (-log sigmoid(margin), margin) of each pair (pairs,) each: margin is the chosen response's score minus the rejected
+    one's. scores (2 * pairs,) has each pair's chosen score and then its rejected one. Bradley and Terry 1952; Ouyang et
+    al. 2022 (arXiv:2203.02155), equation 1.
     """
-    margin = scores[:-1:2] - scores[1::2]  # none of a FILLER
-    largest = (-margin).clamp(min=0).detach()  # a shift of exponents that adds nothing, to the gradient neither
+    margin = scores[:-1:2] - scores[1::2]  # empty for a FILLER, whose one score is no pair
+    largest = (-margin).clamp(min=0).detach()  # keeps exp from overflowing; cancels out, in the gradient, too
     return largest + torch.log(torch.exp(-largest) + torch.exp(-margin - largest)), margin
 
 
 def aggregate(losses, counts, kind, samples, tokens, longest):
     """
-    A leaf's part of the loss of a step, of which `samples` and `tokens` are the numbers of samples and loss tokens; the
-    leaves' parts add up to
+    A leaf's part of a step's loss; `samples` and `tokens` are how many samples and loss tokens the whole step has. The
+    parts of all leaves add up to
 
     token      the mean over all tokens (DAPO, equation 8)
     sequence   the mean over samples of the mean over each one's tokens (GRPO, equation 3)
@@ -361,13 +367,13 @@ class Sample(NamedTuple):
     tokens: torch.Tensor  # (T,) prompt and response
     prompt_tokens: int  # T - R
     truncated: bool  # cut off at max_new_tokens
-    of: int  # the number of its sample in the batch, of which an agent may have made more than one (a fork)
-    turn: torch.Tensor  # (R,) the number of its turn; -1 of a token that the model was told
+    of: int  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
+    turn: torch.Tensor  # (R,) index of each token's turn; -1 for a token that the model was told
     turn_rewards: torch.Tensor  # (turns,)
     bootstrap: float  # the critic's value after the last token; 0 unless cut off
     loss_mask: torch.Tensor  # (R,) bool
-    staleness: torch.Tensor  # (R,) steps between the weights that sampled it and those it is trained with first
-    logprobs: torch.Tensor  # (R,) of the engine
+    staleness: torch.Tensor  # (R,) steps from the weights that sampled the token to those that its first update changes
+    logprobs: torch.Tensor  # (R,) the engine's
     old_logprobs: torch.Tensor  # (R,) the ratio's denominator: the engine's, or the trainer's before the first update
     advantages: torch.Tensor  # (R,)
     reference: torch.Tensor  # (R,) log-probs of the reference or the teacher
@@ -380,9 +386,9 @@ class Leaf(NamedTuple):
     positions: torch.Tensor  # (N,) of each token in its sample
     lengths: torch.Tensor  # (samples,) tokens
     counts: torch.Tensor  # (samples,) loss tokens
-    predictors: torch.Tensor  # (M,) index of the token before it, whose output is the prediction
-    targets: torch.Tensor  # (M,) the loss tokens themselves
-    staleness: torch.Tensor  # (M,), and so on as in Sample
+    predictors: torch.Tensor  # (M,) index of the token before each loss token: its output predicts that one
+    targets: torch.Tensor  # (M,) ids of the loss tokens
+    staleness: torch.Tensor  # (M,) as in Sample, and so are the fields below
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
@@ -393,8 +399,8 @@ class Leaf(NamedTuple):
 
 def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False, staleness=None, of=0, turns=None):
     """
-    A Sample of prompt (T - R,) and response (R,). What is not known yet is 0, and old_logprobs are the engine's. turns:
-    (the turn of each token, the turns' rewards); None: it is one turn.
+    A Sample of prompt (T - R,) and response (R,). Fields that are not known yet are 0, and old_logprobs the engine's.
+    turns: (turn of each token (R,), rewards of the turns (turns,)); None: the response is one turn.
     """
     zeros = torch.zeros(len(response)).long()
     staleness, (turn, gained) = zeros if staleness is None else staleness, turns or (zeros, torch.zeros(1))
@@ -402,7 +408,7 @@ def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False,
     return Sample(*known, logprobs, logprobs, *[torch.zeros(len(response))] * 4)
 
 
-# One token that teaches nothing: what an empty leaf holds, whose rank must take part in what the others do.
+# One token without loss, which stands in an empty leaf: its rank must take part in the other ranks' collectives.
 FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0))
 
 
@@ -420,7 +426,7 @@ def samples_of(groups, step=None, overlong_filter=False):
         if "sample" in t:
             of = t["sample"].tolist()
             turns = zip(t["turn"].split(lengths), t["turn_rewards"].split(t["turns"].tolist()))
-        # A file of an earlier step is one whose other groups were finished later.
+        # A partial rollout may be trained on at a later step than its file's; then the name says which.
         where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step not in (None, meta["step"]))
         for g, turn, cut, tokens, mask, logprobs, old in zip(of, turns, t["truncated"].tolist(), *fields):
             mask, name = mask & (not (cut and overlong_filter)), f"{where}, sample {g}"
@@ -430,7 +436,7 @@ def samples_of(groups, step=None, overlong_filter=False):
 
 
 def as_sampled(sample, age):
-    """The sample up to its last loss token of this staleness, such tokens its only loss tokens; None without any."""
+    """The sample, cut after its last loss token of this staleness, with no loss on other tokens; None without any."""
     mask = sample.loss_mask & (sample.staleness == age)
     if not mask.any():
         return None
@@ -440,11 +446,11 @@ def as_sampled(sample, age):
 
 
 def versions_kept(c):
-    """How many steps older than the trainer's the weights can be that sampled a token it is trained on."""
+    """The largest staleness of a token, in steps; it is also how many older versions of the weights must be kept."""
     if not c.segment_tokens:
         return c.lag
-    # A group is drawn for in `drawn` steps at most, and then waits for those before it, of which each step takes P; the
-    # step in which it was begun has taken P of them if it was the last in flight.
+    # A group is sampled in at most `drawn` steps. Then it waits for the groups begun before it, and each step trains on
+    # P of these; if it was the last in flight, the step in which it was begun has already trained on P of them.
     drawn = -(-c.max_new_tokens // c.segment_tokens)
     return c.lag + max(0, drawn - 2) + (c.groups_in_flight - 1) // c.prompts_per_step
 
@@ -465,10 +471,10 @@ def pack(samples, device):
 
 def plan_leaves(lengths, leaf_tokens, lanes):
     """
-    Cuts samples of these lengths (tokens) into leaves of at most leaf_tokens: lists of indices, `lanes` of them to a
-    row, row after row. A sample longer than that is a leaf of its own; a leaf may be empty. The ranks that share a row
-    wait for its longest leaf, so leaves are made as even as can be: the longest sample first, each into the lightest
-    leaf (Graham 1969, LPT), in as few rows as hold them. It follows from the lengths, never from the number of ranks.
+    Packs samples of these lengths (tokens) into leaves of at most leaf_tokens: lists of indices, `lanes` of them to a
+    row, row after row. A longer sample is a leaf of its own; a leaf may be empty. The ranks that share a row wait for
+    its longest leaf, so leaves are made as even as can be: the longest sample first, each into the lightest leaf
+    (Graham 1969, LPT), in as few rows as hold them. The plan never depends on the number of ranks.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows = max(1, -(-sum(lengths) // (leaf_tokens * lanes)))
@@ -493,7 +499,7 @@ def scatter(mask, x):
 
 
 def gained(sample, reward, credit):
-    """What each loss token of a sample gains (loss tokens,): its reward with the last, or each turn's with its last."""
+    """Rewards of a sample's loss tokens (loss tokens,): all at the last one, or each turn's at the turn's last one."""
     turn = sample.turn[sample.loss_mask]
     last, gains = torch.cat([turn[1:] != turn[:-1], torch.ones(1).bool()])[: len(turn)], torch.zeros(len(turn))
     if credit == "turn":
@@ -505,8 +511,9 @@ def gained(sample, reward, credit):
 
 def turn_advantages(samples, kind, group_size, gamma):
     """
-    The samples with an advantage per turn: that of its return (its reward and those of later turns, times gamma for
-    each turn between) among the dialogues of its group that have a turn of this number; 0 if it is the only one.
+    The samples with an advantage per turn. A turn's return is its reward plus those of later turns, discounted by gamma
+    per turn; it is compared with the returns of the turns of the same number in the group's other dialogues. A turn
+    that has none to compare with gets 0.
     """
     returns, peers = [], {}  # {(group, number of a turn): [(sample, turn)]}
     for i, s in enumerate(samples):
@@ -525,11 +532,11 @@ def turn_advantages(samples, kind, group_size, gamma):
 def critic_advantages(samples, gains, gamma, lam):
     """
     The samples with the advantages of `gae`, normalised over the batch (Huang et al. 2022, detail 7), and returns.
-    gains: what each loss token of a sample gains (loss tokens,): a reward comes with the last one (of a turn, with
-    credit='turn'), a KL token by token: of a reward 1 and costs .1 .1 .2 they are -.1 -.1 .8.
+    gains: per sample (loss tokens,), what `gained` returns minus each token's KL cost: a reward of 1 and costs of
+    .1 .1 .2 make -.1 -.1 .8.
     """
     states = [torch.cat([s.values[s.loss_mask], torch.tensor([s.bootstrap])]) for s in samples]
-    # The recursion starts at the end, so samples are aligned there: it comes to the padding after all that counts.
+    # The recursion starts at the end, so samples are aligned there and it reaches the padding last.
     at_the_end = dict(batch_first=True, padding_side="left")
     padded = (torch.nn.utils.rnn.pad_sequence(x, **at_the_end) for x in (gains, states))
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
@@ -539,7 +546,7 @@ def critic_advantages(samples, gains, gamma, lam):
 
 
 def with_advantages(samples, rewards, c):
-    """The samples with advantages, and a critic's returns, of rewards (P, G). c: the config."""
+    """The samples with their advantages, from rewards (P, G), and with returns if there is a critic. c: the config."""
     if c.advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
     costs = [torch.zeros(int(s.loss_mask.sum())) for s in samples]
@@ -561,10 +568,9 @@ def with_advantages(samples, rewards, c):
 
 def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
     """
-    A leaf's part of the loss of a step (whose numbers of samples and loss tokens are `samples` and `tokens`), to be
-    added over leaves; and the figures of its tokens, {metric: (M,)}. output: of the model's `token_logprobs`; phase:
-    'rl', 'sft' for the negative log-likelihood, or 'rm', where pairs stand for tokens. Pure: a forward pass goes in,
-    numbers come out.
+    A leaf's part of a step's loss (see `aggregate` for `samples` and `tokens`), and the figures of its tokens,
+    {metric: (M,)}. output: what the model's `token_logprobs` returned; phase: 'rl', 'sft' for the negative
+    log-likelihood, or 'rm', where pairs stand for tokens. Pure: a forward pass goes in, numbers come out.
     """
     logprobs, entropy, values, scores = output
     if phase == "rm":
@@ -580,7 +586,8 @@ def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
         losses, figures["importance_mean"], figures["importance_not_one"] = losses * w, w, w != 1
     if versions_kept(c):
         ratio = torch.exp(logprobs.detach() - leaf.logprobs)
-        figures |= dict(staleness=leaf.staleness, ratio_mean=ratio, ratio_variance=ratio.square())  # .. of the squares
+        # `gradients` makes the variance of the mean square, by subtracting the square of the mean.
+        figures |= dict(staleness=leaf.staleness, ratio_mean=ratio, ratio_variance=ratio.square())
         figures["kl_behaviour"] = kl(leaf.logprobs, logprobs.detach(), "k3")
     if c.entropy_coef:  # Schulman et al. 2017, equation 9
         losses = losses - c.entropy_coef * entropy
@@ -598,8 +605,8 @@ def check_logprobs(leaf, logprobs, age, chosen, samples):
     """
     The promise of this project, checked at every loss token: the trainer's log-probs (M,) are the engine's, as bits,
     where they were computed with the same weights: at tokens of staleness `age`.
-    Returns [], or [(index of the first sample with one that differs, a line about that token, number of tokens that
-    differ, largest distance)]. `chosen` are the indices of the leaf's samples.
+    Returns [], or [(index of the first sample with a token that differs, a line about that token, number of tokens
+    that differ, largest distance)]. `chosen` are the indices of the leaf's samples in `samples`.
     """
     differ = (logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)) & (leaf.staleness == age)
     if not differ.any():
@@ -616,11 +623,12 @@ def check_logprobs(leaf, logprobs, age, chosen, samples):
 
 class Trainer:
     """
-    A rank's share of the model and of AdamW's state, and what is done with them. What takes samples, and `save`, is
-    collective over the trainers: each rank calls it with all the samples of a step, and works on its own leaves.
+    A rank's share of the model and of AdamW's state, and what is done with them. `save` and all methods that take
+    samples are collective over the trainers: each rank passes all the samples of a step, and works on its own leaves.
 
     c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from.
-    checkpoint: from which to go on, if `optimizer_steps` have been taken; it has these earlier `versions` of them, too.
+    checkpoint: the folder from which to go on, read if `optimizer_steps` is not 0. versions: the earlier versions of
+    the weights that it holds.
     """
 
     def __init__(self, c, ranks, hf, folder, device, checkpoint=None, optimizer_steps=0, versions=()):
@@ -636,9 +644,9 @@ class Trainer:
         self.model.train()
         every, learns = sync.shards(self.model, self.mesh), [p.requires_grad for p in self.model.parameters()]
         self.shards = [s for s, learned in zip(every, learns) if learned]
-        self.base = [s for s, learned in zip(every, learns) if not learned]  # beside LoRA's adapters; else nothing
-        self.policy = [s for s in self.shards if s.name != "value_head"]  # what checkpoints and versions have of it
-        # Heads begin with 0 everywhere: that leaves the first advantages as the rewards make them, and pairs undecided.
+        self.base = [s for s, learned in zip(every, learns) if not learned]  # the frozen weights; [] without LoRA
+        self.policy = [s for s in self.shards if s.name != "value_head"]  # what model files and versions hold
+        # Heads begin with 0: so the first advantages come from the rewards alone, and no side of a pair is preferred.
         for s in (s for s in self.shards if s.name in HEADS):
             s.data.zero_()
         known = [s for s in self.policy if optimizer_steps or s.name not in HEADS]
@@ -653,11 +661,11 @@ class Trainer:
         decayed, others = ([w for w in self.weights if (w.dim() > 1) == kind] for kind in (True, False))
         groups = [dict(params=decayed, weight_decay=c.weight_decay), dict(params=others, weight_decay=0.0)]
         self.optimizer = kernels.AdamW(groups, betas=(c.beta1, c.beta2))
-        # AdamW makes its state at its first step; made here, a checkpoint's can be read into it.
+        # AdamW would make its state at its first step; made here, it can be filled from a checkpoint.
         for w in self.weights:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
             self.optimizer.state[w] = dict(step=torch.tensor(float(optimizer_steps)), **zeros)
-        # {version: shards of the policy as the engines got it}; tokens sampled with it are checked against it.
+        # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
         self.versions, self.mismatches = {version: self.rounded() for version in versions}, []
         if optimizer_steps:
             sync.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
@@ -668,8 +676,8 @@ class Trainer:
                 room = torch.cuda.get_device_properties(device).total_memory
                 line += f"; they, moments and gradients take {self.state_bytes() / 1e9:.1f} of {room / 1e9:.1f} GB"
             print(line, flush=True)
-        # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer. LoRA's
-        # is its base with adapters of another time, or with none: they are 0.
+        # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer. With
+        # LoRA the reference is the base with the adapters in `reference`, or with zeros, unless that is a whole model.
         self.frozen, others = None, bool(c.reference) and not Path(c.reference, "adapter_config.json").exists()
         if self.base and c.kl_coef and not others:
             self.frozen = self.model
@@ -680,18 +688,18 @@ class Trainer:
             key = "teacher" if c.teacher else "reference"
             folder = sync.fetch_model(name, key)
             its = check_model(folder, vars(c), key)
-            require(its.vocab_size == hf.vocab_size, f"{key}={name!r}: of another vocabulary than the model")
+            require(its.vocab_size == hf.vocab_size, f"{key}={name!r}: needs the vocabulary of init_from's model")
             self.frozen = build_model(its, self.mesh, device, c.batch_invariant, tp_split=c.tp_split)
             sync.load_weights(sync.shards(self.frozen, self.mesh), folder, its.tie_word_embeddings)
 
     def state_bytes(self):
-        """Bytes of the weights here, AdamW's moments, and the gradients' sum with those of a row that is added up."""
+        """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of the current row."""
         gradients = 2 + int(math.log2(self.c.lanes // self.mesh.size()))
         learned = sum(s.data.nbytes for s in self.shards)
         return sum(s.data.nbytes for s in self.base) + learned * (1 + len(MOMENTS) + gradients)
 
     def optimizer_state(self, versions):
-        """What a checkpoint has beside the model, cut like it: AdamW's moments, these versions, the critic's head."""
+        """The shards that a checkpoint has beside the model: AdamW's moments, these versions, the critic's head."""
         pairs = [(s, self.optimizer.state[w]) for s, w in zip(self.shards, self.weights)]
         state = [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
         for version, kept in versions.items():
@@ -699,26 +707,26 @@ class Trainer:
         return state + [s for s in self.shards if s.name == "value_head"]
 
     def rounded(self):
-        """A copy of the policy's shards as the engines get them: in the type that is computed in, but for adapters."""
+        """A copy of the policy's shards as the engines get them: in the compute dtype; adapters stay float32."""
         dtype = torch.bfloat16 if self.device == "cuda" and not self.base else torch.float32
         return [s._replace(data=s.data.to(dtype, copy=True)) for s in self.policy]
 
     def published(self, version):
-        """This rank's shards of what engines get as `version`: the weights of then if they are kept, or today's."""
+        """This rank's shards of what engines get as `version`: of the copy if one is kept, else of the weights now."""
         policy = self.versions.get(version, self.policy)
         return sync.merge_adapters(self.base, policy, self.mesh, self.lora.scale) if self.base else policy
 
     def keep(self, version):
-        """Notes the weights as `version`, as long as a token may have been sampled with them."""
+        """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
         if most := versions_kept(self.c):
-            # The last version is still to be sent; those before it wait where there is room.
+            # The newest version is still to be sent; older ones wait in CPU memory, where there is room.
             older = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
             older = {v: [s._replace(data=s.data.cpu()) for s in kept] for v, kept in older.items()}
             self.versions = older | {version: self.rounded()}
 
     @contextmanager
     def holding(self, others):
-        """Inside, the policy has these weights (shards of them)."""
+        """Inside, the policy has the weights `others` (shards)."""
         now = [s.data.clone() for s in self.policy]
         for s, other in zip(self.policy, others):
             s.data.copy_(other.data)
@@ -737,8 +745,8 @@ class Trainer:
 
     def save(self, ckpt, tokenizer, stop_tokens, record, step, flight):
         """
-        Writes ckpt/step_000100, from which `step` goes on, on any number of ranks, with these groups in flight. record:
-        the first rank's.
+        Writes ckpt/step_000100, for step = 100, from which any number of ranks can go on with that step. flight: the
+        groups in flight. record: the first rank's Record; None on others.
         """
         # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
         finished, unfinished = ckpt / f"step_{step:06d}", ckpt / f".step_{step:06d}"
@@ -766,9 +774,9 @@ class Trainer:
 
     def leaves(self, samples):
         """
-        Yields this rank's leaves of a step: (the indices of its samples, the Leaf). Leaf i is rank i % ranks', so the
-        ranks work on a row of leaves side by side, where FSDP2's gathers and scatters meet: that is why an empty leaf
-        is computed with like any other. The two samples of a pair are in one leaf.
+        Yields this rank's leaves of a step: (the indices of its samples, the Leaf). Leaf i belongs to rank i % ranks:
+        the ranks work on a row of leaves side by side. FSDP2's gathers and scatters need all of them, so an empty leaf
+        is computed like any other. The two samples of a pair are in one leaf.
         """
         n = 2 if self.c.mode == "rm" else 1
         lengths = [sum(len(s.tokens) for s in samples[i : i + n]) for i in range(0, len(samples), n)]
@@ -822,7 +830,7 @@ class Trainer:
             s = samples[i]
             ours, theirs, values = (scatter(s.loss_mask, x) for x in per_token)
             ours = ours if needs_own else s.logprobs
-            # A sample that ended by itself is followed by nothing, so nothing is what its last state is worth.
+            # After a sample that ended by itself nothing can be gained: the value of its last state is 0.
             bootstrap = bootstrap if s.truncated else 0.0
             filled[i] = s._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
         return filled
@@ -830,9 +838,9 @@ class Trainer:
     def gradients(self, samples, phase="rl", check=False):
         """
         The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and what
-        `check_logprobs` found in this rank's leaves. Whatever is added up is a row per leaf first and then one tree
-        over the leaves, so that no sum sees the number of ranks. Under torch.no_grad the metrics alone.
-        check: compare every log-prob with the engine's, which had these very weights when it made the samples.
+        `check_logprobs` found in this rank's leaves. Sums over leaves are made in an order that does not depend on the
+        number of ranks. Under torch.no_grad there are no gradients.
+        check: compare log-probs with the engine's at tokens that were sampled with these very weights.
         """
         tokens = len(samples) // 2 if phase == "rm" else max(1, sum(int(s.loss_mask.sum()) for s in samples))
         ranks = self.mesh.size()
@@ -843,11 +851,11 @@ class Trainer:
             loss, figures = leaf_loss(output, leaf, self.c, len(samples), tokens, phase)
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
-                # FSDP2 gives no gradient to what took no part, as the critic in supervised steps.
+                # A parameter that took no part has no gradient, such as the critic's in supervised steps.
                 learned = (p for p in self.model.parameters() if p.requires_grad)
                 grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
                 total.add([g.detach().to_local() for g in grads])
-                self.model.zero_grad()  # they are the sum's now: the next leaf's must not be added to them
+                self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
             else:
                 self.model.reshard()
             figures = {"loss": loss, **figures}
@@ -868,9 +876,9 @@ class Trainer:
     def apply(self, grads, lr, where):
         """
         Clips the gradients and takes AdamW's step with them: (their norm before the clip, {stage: {name: hash}}). Ends
-        the run, the weights as they were, if the norm is not finite; `where` says in which step.
+        the run, with the weights unchanged, if the norm is not finite; `where` says in which step.
         """
-        # Everything from here on is element by element, but for the norm: it does not see where the shards are cut.
+        # All below is elementwise except the norm, so it does not matter where the shards are cut.
         norm = sync.grad_norm(grads, self.shards, self.process_group)
         require(math.isfinite(norm), f"{where}: the gradient norm is {norm}; the weights are as they were")
         if self.c.grad_clip and norm > self.c.grad_clip:
@@ -881,7 +889,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.optimizer.zero_grad()  # or they would lie there until the next step's
+        self.optimizer.zero_grad()  # or the parameters would hold this memory until the next step
         # The gradients are hashed as clipped: these are the numbers that moved the weights.
         tensors = (grads, self.weights, *([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS))
         gradients, weights, first, second = (sync.tensor_hashes(x, self.shards, self.process_group) for x in tensors)
@@ -891,8 +899,8 @@ class Trainer:
     def update(self, samples, step, lr, phase="rl", check=False):
         """
         One optimizer step on the samples of a step: (metrics, {stage: hash or {name: hash}}). Ends the run with one
-        line, the weights as they were, at a loss or a norm that is not finite and, if it is to `check` and the run is
-        `strict`, at a log-prob that differs.
+        line, and with the weights unchanged, if the loss or the gradient norm is not finite, or, with `check` and
+        strict=True, if a log-prob differs.
         """
         grads, metrics, mismatches = self.gradients(samples, phase, check)
         if check:
@@ -919,7 +927,7 @@ class Trainer:
 
 
 def evaluate(queue, step, rows, c, version, record):
-    """pass@k and the mean reward on the held-out rows, under the weights the engines hold, for the record."""
+    """Records pass@k and the mean reward on the held-out rows, under the weights that the engines hold."""
     rows = dict(enumerate(rows))
     groups = queue.sample(Job(f"eval{c.branch}", step, version, rows, c.eval_samples, c.eval_temperature))
     if record:
@@ -929,7 +937,7 @@ def evaluate(queue, step, rows, c, version, record):
 
 @torch.no_grad()
 def evaluate_pairs(trainer, step, pairs, record):
-    """How often and by how much the chosen one of held-out pairs (samples) scores more. Collective over trainers."""
+    """Records how often, and by how much, held-out pairs (samples) are in the right order. Collective over trainers."""
     _, figures, _ = trainer.gradients(pairs, "rm")
     if record:
         record.evaluation(step, rewards.pair_rates(figures, len(pairs) // 2), len(pairs) // 2)
@@ -937,8 +945,8 @@ def evaluate_pairs(trainer, step, pairs, record):
 
 def supervised_samples(rows, c, demonstrate=None):
     """
-    Rows whose answers are known as samples without log-probs, two for a pair. demonstrate(rows): an agent's dialogues
-    for them, (prompt, tokens after it, loss mask) each.
+    Samples of rows that have answers, or pairs (two samples each); their log-probs are 0. demonstrate(rows): an agent's
+    dialogues for the rows, (prompt, tokens after it, loss mask) each.
     """
     if demonstrate:
         known = demonstrate(rows)
@@ -950,7 +958,7 @@ def supervised_samples(rows, c, demonstrate=None):
 
 
 def due(step, every, last):
-    """Whether what comes after each `every` steps (0: never) comes now, after `step`; it always does after the last."""
+    """Whether what happens every `every` steps (0: never) happens after `step`; after the last step it always does."""
     return step == last or every > 0 and step % every == 0
 
 
@@ -963,7 +971,7 @@ if __name__ == "__main__":
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
     sys.excepthook = sync.report_error
-    # What the mode means, said once: below nobody asks for it. Who trains and who samples is in `ranks`.
+    # What the mode means for the steps below. Who trains and who samples is in `ranks`.
     scored = mode in ("grpo", "rollout", "reject", "eval")
     supervised, only_eval, publishes = mode in ("sft", "rm"), mode == "eval", mode == "grpo"
     rl_steps = 0 if supervised or only_eval else max_steps
@@ -984,7 +992,7 @@ if __name__ == "__main__":
         torch.set_num_threads(threads or os.cpu_count())
         sys.exit(serve(config, place))
     ranks = sync.start_process_groups(*roles(config, world), place, rollout_tp)
-    if not resumed:  # only now is it known whether torchrun has started all again since a rank of another node died
+    if not resumed:  # only now is it known whether torchrun has restarted us because a rank of another node died
         _, resumed, restarted = resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS)
     # Do trainers and engines work side by side, or in turn?
     sampling = ranks.engines * rollout_tp  # ranks
@@ -1018,8 +1026,8 @@ if __name__ == "__main__":
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads())
 
-    # ---- the state of the loop, and where an interrupted run takes it up again. All that a step needs beside it is a
-    # function of the config and the step's number: that is why so little has to be saved.
+    # ---- the state of the loop, and where an interrupted run goes on. All else that a step needs is a function of the
+    # config and the step's number: that is why so little has to be saved.
     step = 0  # RL steps done (supervised ones with mode='sft' or 'rm')
     saved, flight = {}, Flight()  # what the latest checkpoint says of itself, and the groups that it has in flight
     run_id = sync.run_id(config)
@@ -1027,12 +1035,12 @@ if __name__ == "__main__":
     latest = (sync.checkpoints(folder / "ckpt") or [None])[-1] if resumed else None
     if latest:
         saved = sync.read_checkpoint(latest, ranks.rank, ranks.world, **origin)
-        # An engine, too, begins with what is in its checkpoint; LoRA's adapters are no model.
+        # An engine, too, starts from the checkpoint; with LoRA from the base, as adapters are no model.
         model_path, step = model_path if lora_rank else latest, saved["step"]
         in_flight = (sync.read_group(latest / "flight", i, {}) for i in range(saved["in_flight"]))
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
-    if turns := saved.get("turns", []):  # where the watch has turned back; what it changed then
+    if turns := saved.get("turns", []):  # steps to which the watch has turned back; below is what it changes
         c.branch, c.kl_coef, c.reference = str(len(turns)), watch_kl_coef, str(folder / f"healthy_{len(turns)}")
     record = sync.Record(folder, saved, c, origin, its) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
@@ -1041,8 +1049,8 @@ if __name__ == "__main__":
         print(f"resuming at step {step}; {torn} torn rollout files deleted", flush=True)
     sync.meet()
 
-    # ---- what this rank has: a trainer, an engine, or both. `save` and `transport.publish` are collective: the
-    # trainers, or all ranks, call them after the same steps, so what decides when is the config and the step alone.
+    # ---- what this rank has: a trainer, an engine, or both. `save` is collective over the trainers and
+    # `transport.publish` over all ranks: so the config and the step alone decide when they are called.
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
         done = latest, saved.get("optimizer_steps", 0), saved.get("earlier", ())
@@ -1052,8 +1060,8 @@ if __name__ == "__main__":
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
     saves = bool(trainer and checkpoint_every)
 
-    # ---- supervised steps: the warm-up before RL, or all that mode='sft' or 'rm' does. Ranks with an engine only go on
-    # to start it meanwhile.
+    # ---- supervised steps: the warm-up before RL, or all that mode='sft' or 'rm' does. Meanwhile ranks without a
+    # trainer start their engines.
     if trainer and (supervised or sft_steps and not saved):
         encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
         answered, phase = train_rows if its else encode(train_rows), "rm" if mode == "rm" else "sft"
@@ -1075,8 +1083,8 @@ if __name__ == "__main__":
     if trainer:
         trainer.keep(step)
 
-    # ---- the engines, and the first weights for them. An engine starts from the same folder as the trainer, but gets
-    # the trainer's weights before its first sample all the same: what it computes with is what was checked.
+    # ---- the engines, and the first weights for them. An engine starts from the same folder as the trainer, and still
+    # gets the trainer's weights before its first sample: so it never samples with weights that were not checked.
     if ranks.engine is not None:
         log = folder / f"engine_{ranks.engine}.log"
         lends = bool(trainer) and place == "cuda"  # its memory, while this rank trains
@@ -1103,8 +1111,8 @@ if __name__ == "__main__":
         evaluate(queue, step, eval_rows, c, sampled_with(step), record)
     if saves and not supervised and not saved:
         save(step, flight)
-    # What engines sample before others train on it. A resume does it again, with the weights of then; what is there
-    # already is only read.
+    # With a lag, the samples of the first steps, before any training. A resume makes them again with the same versions
+    # of the weights; groups whose files are there are only read.
     ahead = lag if engine or ranks.engines and not overlap else 0  # steps by which this rank's samples are ahead
     batches = {step - 1: Batch([], [], flight)}  # {step: what was sampled for it, and what is in flight after it}
 
@@ -1132,8 +1140,8 @@ if __name__ == "__main__":
         batches.pop(step - 1)
         groups, made, flight = batches[step]
         times.append(time.monotonic())
-        # 2. Learn. Before it moves a weight it is checked that the trainer computes the engine's log-probs: those of
-        #    older weights in passes of their own, the others in the first update.
+        # 2. Learn. Before any weight moves, the trainer's log-probs are compared with the engine's: those of older
+        #    weights in passes of their own, the others in the first update.
         metrics, hashes = {}, {}
         if trainer:
             samples = samples_of(groups, step, overlong_filter)
@@ -1147,7 +1155,7 @@ if __name__ == "__main__":
             rate = learning_rate_at(step, *rl_schedule)
             for i in range(updates_per_batch):
                 figures, hashes = trainer.update(samples, step, rate, check=i == 0)
-                metrics |= figures  # the last update's, but for the mismatch, which is the first's
+                metrics |= figures  # the last update's, except the mismatch, which is the first's
             trainer.keep(step + 1)
         step += 1
         times.append(time.monotonic())
@@ -1180,7 +1188,7 @@ if __name__ == "__main__":
         record.close()  # before the engine, whose end ends all children of this process, wandb's among them
     if engine is not None:
         engine.close()
-    if turns_back:  # all that is to be known is in the checkpoint: what follows is a resume
+    if turns_back:  # start again, as a resume: the checkpoint says all that it needs
         os.environ["TURNED_BACK"] = str(len(turns) + 1)
         os.execv(sys.executable, [sys.executable, *sys.argv])
     if record:

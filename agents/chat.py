@@ -6,7 +6,7 @@ What an agent talks to. An agent is a function
 that asks the model, calls tools and returns a reward; row is a row of the data. agents/calculator.py is a short one.
 
     chat.system(text), chat.user(text)     what the model is told
-    await chat.generate(tools=..)          its turn: a Reply
+    await chat.generate(tools=..)          the model's turn: a Reply
     await chat.call(reply.tool_calls)      runs tools side by side; their results are told in the order of the calls
     await chat.do(function, *arguments)    anything else that asks the world: a page, a judge, a sandbox
     chat.reward(number)                    a reward for the latest turn, beside the one that is returned
@@ -20,11 +20,11 @@ Two runs give the same bits although tools take their time, engines die and requ
 1. token ids are only ever appended: what was sampled is never encoded again, and what the environment says is encoded
    once, as the chat template's continuation of the dialogue. A turn that is cut by length ends the dialogue.
 2. a turn's noise follows from its own tokens and its place in the sample, not from when it was asked for.
-3. limits are counts. No clock decides anything but that a run hangs, and then the run ends and can go on.
+3. limits are counts. A clock decides one thing only, that a run hangs; then the run ends, and a resume goes on.
 4. what comes from outside is in a journal, on the disk, before it is used: a resume reads it and does not ask again.
 5. results come in the order of the calls.
-6. what varies by itself is made not to: call ids, addresses of objects, the wording of errors.
-7. after the first step every agent runs again, in another process, on what it was told: it must say the same.
+6. what differs between runs by itself is replaced: call ids, addresses of objects, the wording of errors.
+7. after the first step every agent runs again, in another process, on the same turns and results: it must do the same.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from configurator import fail, require, template_arguments
 from rewards import describe, find_function, finite
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
-AFTER_THE_END = 100  # questions to a dialogue that has ended after which its agent counts as one that never ends
+AFTER_THE_END = 100  # an agent that asks an ended dialogue for more turns than this counts as one that never ends
 MARK = "\u2042"  # no template has this character
 WORKERS = ThreadPoolExecutor(512, "tool")  # what tools and journals wait in; its threads are made as they are needed
 
@@ -111,14 +111,14 @@ class Template:
 
     def suffix(self, messages, tools, calls=(), past=()):
         """
-        (the text that ends a turn of the model with these calls, the text after it) where these messages follow. past:
-        what was before it, which must not matter.
+        (the stop text of a turn of the model with these calls, the text between it and the next turn if these messages
+        come between). past: messages before the turn, on which the result must not depend.
         """
         turn = dict(role="assistant", content=MARK) | (dict(tool_calls=told_calls(calls)) if calls else {})
         text = self.render([*past, dict(role="user", content=MARK), turn, *messages], tools)
         at = text.find(MARK)
-        # The first one after what was found is meant: the messages may have the same words. Some templates leave out
-        # the text of a turn that has calls.
+        # Each word is looked for behind the one before, as the messages may have the same words. Some templates leave
+        # out the text of a turn that has calls.
         for word in (MARK, *(call.name for call in calls)):
             at = max(at, text.find(word, at + 1)) if calls else text.find(word, at + 1)
         ends = [(text.find(stop, at), stop) for stop in self.stops if stop in text[at:]]
@@ -138,7 +138,7 @@ class Template:
         return self.encode(text[: min(i for i in map(text.rfind, self.stops) if i >= 0)]) + self.stop_tokens[:1]
 
     def first(self, messages, tools):
-        """The ids with which a dialogue begins, up to where the model's first turn does."""
+        """The ids with which a dialogue begins, up to the model's first turn."""
         return self.known(json.dumps((messages, tools)))
 
     def _ids(self, told):
@@ -150,7 +150,7 @@ class Template:
         return self.encode(text if last[0] in self.stop_tokens else stop + text)
 
     def next(self, messages, tools, last):
-        """The ids between the model's turn that ended with the token `last` and its next, where these messages come."""
+        """The ids of these messages between two turns of the model, of which the first ended with the token `last`."""
         return self.known(json.dumps((messages, tools, last)))
 
     def check(self, name):
@@ -208,7 +208,7 @@ def _call_of(message):
 
 
 def impure(function):
-    """Marks a tool whose result is not a function of its arguments: a search, a service. It stays out of rule 7."""
+    """Marks a tool whose result is not a function of its arguments, such as a search: rule 7 does not call it again."""
     function.impure = True
     return function
 
@@ -252,8 +252,8 @@ def environment(kind):
 
 class Journal:
     """
-    What the samples of a prompt got from outside, a line of JSON each, on the disk before it is used; `entries` is what
-    is known: {(sample, at): entry}. Raises AgentError for the journal of another run.
+    What the samples of a prompt got from outside, a line of JSON per result, on the disk before the result is used.
+    entries: {(sample, at): entry}. Raises AgentError for the journal of another run.
     """
 
     def __init__(self, path, run):
@@ -295,7 +295,7 @@ class Episode:
     where: 'rl step 3, prompt 2, sample 5', for errors. sample: its number in the group. key: what its noise follows
     from. source(chat, stop, most): draws the next tokens of a dialogue, at most so many: (tokens, log-probs).
     parse(chat, text): (text, [(name, arguments)]). journal: a Journal. again: tools are called although the
-    journal has their results, which must recur. most_tokens: of a dialogue with its prompt.
+    journal has their results, and must give the same. most_tokens: of a dialogue with its prompt.
     """
 
     def __init__(self, config, template, where, sample, key, source, parse, journal, again=False, most_tokens=2**62):
@@ -321,7 +321,7 @@ class Episode:
         return value
 
     async def once(self, chat, at, name, arguments, act, known=True):
-        """The result of what asks the world: as the journal has it, or of `act`, which the journal then has first."""
+        """The journal's result of this question to the world, if `known`; else that of act(), once it is journaled."""
         entry = self.journal.entries.get((self.sample, at))
         asked = json.loads(json.dumps(arguments))
         if entry and (entry["name"], entry["arguments"]) != (name, asked):
@@ -347,14 +347,14 @@ class Episode:
 
 @contextmanager
 def watched(episodes, seconds, end):
-    """Inside, calls end(line) when one of the episodes has done nothing for so long, be it in a tool or in a loop."""
+    """Inside, calls end(line) if an episode makes no progress for so many seconds, be it in a tool or in a loop."""
     over = threading.Event()
 
     def watch():
         while not over.wait(min(1, seconds / 4)):
             for e in list(episodes):
                 if not e.asking and time.monotonic() - e.moved > seconds:
-                    end(f"{e.where}, {e.doing}: nothing for agent_timeout={seconds:g} s")
+                    end(f"{e.where}, {e.doing}: no progress for agent_timeout={seconds:g} s")
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -379,7 +379,7 @@ class Chat:
     def __init__(self, episode, path):
         self.episode, self.path = episode, path
         self.ids, self.mask, self.logprobs = [], [], []
-        self.messages, self.said, self.turns = [], 0, []  # said: number of messages that are in ids, or are turns
+        self.messages, self.said, self.turns = [], 0, []  # said: number of messages, turns among them, already in ids
         self.tools, self.schemas = None, []
         self.ended, self.asked_after, self.forks, self.acts, self.calls = False, 0, 0, 0, 0
         self.hear = None  # is given a turn's tokens as they come (RolloutEngine.generate)
@@ -403,7 +403,7 @@ class Chat:
     def reward(self, value):
         """A reward for the latest turn."""
         if not self.turns:
-            raise self._error("a reward before the model's first turn")
+            raise self._error("a reward before the model's first turn; return it, or call generate() first")
         self.turns[-1].rewards.append(finite(value, "the turn's reward"))
 
     def fork(self):
@@ -416,15 +416,15 @@ class Chat:
     async def generate(self, tools=None, max_new_tokens=0, stop=()):
         """
         The model's next turn, of at most max_new_tokens (0: what is left), up to the first of the strings in `stop`.
-        tools: functions with types and a docstring, or an object whose public methods they are; a dialogue's are those
-        of its first turn. A dialogue that has come to its end, by length or by max_turns, gives empty Replies.
+        tools: functions with types and a docstring, or an object whose public methods are the tools; a dialogue keeps
+        the tools of its first turn. After the end of a dialogue, by length or by max_turns, Replies are empty.
         """
         episode, stop = self.episode, [stop] if isinstance(stop, str) else [*stop]
         longest = episode.config["max_prompt_tokens"]
         self._take(tools)
         fresh = self.messages[self.said :]
         if not fresh:
-            raise self._error("generate() before anything new was said")
+            raise self._error("generate() with nothing new to tell the model; use chat.user or chat.call first")
         ids = () if self.ended else self._encode(fresh)
         if not self.turns and len(ids) > longest:
             raise self._error(f"the prompt has {len(ids)} tokens, over max_prompt_tokens={longest}")
@@ -456,7 +456,7 @@ class Chat:
                 raise self._error(f"a tool needs types and a docstring: {describe(error)}") from error
             self.tools = taken
         elif tools and taken.keys() != self.tools.keys():
-            raise self._error(f"tools {', '.join(taken)}: a dialogue's are those of its first turn; fork() for others")
+            raise self._error(f"tools {', '.join(taken)}: must be those of the first turn; fork() for others")
         else:
             self.tools = taken or self.tools
 
@@ -506,7 +506,7 @@ class Chat:
         if f is None or number >= limit:
             return f"Error: no tool {call.name!r}" if f is None else f"Error: no more than {limit} calls"
         method = hasattr(f, "__self__")
-        # An object gets to its state by its calls, so a resume makes them again.
+        # The calls of its methods bring an object to its state, so a resume makes them again.
         known = not method and (not episode.again or getattr(f, "impure", False))
         act = functools.partial(self._run, f, call.arguments, at)
         async with episode.in_order if method else nullcontext():
@@ -516,7 +516,7 @@ class Chat:
         """The text that a tool returns, or that says what it raised."""
         try:
             value = await beside(f, **arguments)
-        except SandboxError as error:  # it says nothing of what ran there
+        except SandboxError as error:  # no result: the sandbox failed, not the program in it
             raise AgentError(f"{self.episode.where}, {at}: {f.__name__}: {error}") from error
         except (Exception, SystemExit) as error:
             value = f"Error: {type(error).__name__}: {error}"
@@ -533,8 +533,8 @@ class Chat:
 
     async def do(self, function, *arguments):
         """
-        function(*arguments), whose result is journaled: for what asks the world. Arguments and result are as JSON has
-        them. What it raises ends the run, as a failure is no result; a resume tries again.
+        function(*arguments), whose result is journaled: for questions to the world. Arguments and result must be JSON.
+        An exception ends the run, as a failure is no result; a resume tries again.
         """
         at, self.acts = f"{self.now()}, do {self.acts}", self.acts + 1
         name = getattr(function, "__name__", repr(function))
@@ -580,7 +580,7 @@ def record_of(chat):
 
 
 def recorded(rows, ids, template):
-    """(source, parse) of an Episode that gives what was sampled: rows of `record_of`, and the tokens of each."""
+    """(source, parse) of an Episode that repeats what was sampled. rows: of `record_of`; ids: the tokens of each."""
     known = {tuple(row["path"]): (row["turns"], tokens) for row, tokens in zip(rows, ids)}
 
     async def source(chat, stop, most):
@@ -605,8 +605,8 @@ def recorded(rows, ids, template):
 
 def scripted(replies, template):
     """
-    (source, parse) of an Episode in which the model says these: each a text, or [(name, arguments)] of a turn's calls.
-    Raises AgentError where the agent asks for more.
+    (source, parse) of an Episode in which the model says these replies: each a text, or [(name, arguments)], a turn's
+    calls. Raises AgentError where the agent asks for more.
     """
 
     def parse(chat, text):
@@ -624,8 +624,8 @@ def scripted(replies, template):
 
 def run_again(job):
     """
-    Runs the agents of rollout files on what was sampled and journaled for them; ends the process with one line where
-    one of them says or returns anything else. job: dict(config, model folder, paths).
+    Runs the agents of rollout files again on what was sampled and journaled for them; ends the process with one line if
+    one of them then says or returns anything else. job: dict(config, model folder, paths).
     """
     import sync
 
@@ -656,7 +656,7 @@ def run_again(job):
 
 
 def check_again(job):
-    """`run_again` in another process, where hashes of strings, and so the orders of sets, are others."""
+    """`run_again` in another process, in which strings have other hashes, and so sets another order."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     env = os.environ | dict(PYTHONHASHSEED=seed, PYTHONPATH=os.pathsep.join(sys.path), CUDA_VISIBLE_DEVICES="")
     code = "import json, sys; from agents.chat import run_again; run_again(json.load(sys.stdin))"

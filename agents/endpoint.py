@@ -4,23 +4,23 @@ OpenAI's protocol over HTTP: for agents that are programs, and to serve a model.
     python train_grpo.py --agent="python agents/client.py" ..                   # a process per sample
     python train_grpo.py --mode=serve --init_from=out/run/ckpt/step_000100      # until Ctrl-C
 
-A program finds in its environment OPENAI_BASE_URL (a session of its own), OPENAI_API_KEY and ROW, its row as JSON;
-beside them only the variables in INHERITED, so what else it needs it is given as in agent="env KEY=value python x.py".
-Its last line of output is the sample's reward, unless it has sent one to POST /reward. One that fails, or gives no
-number, ends the run. What it asks of the world itself is in no journal.
+A program finds in its environment OPENAI_BASE_URL (a session of its own), OPENAI_API_KEY and ROW, its row as JSON, and
+otherwise only the variables in INHERITED; give it more by agent="env KEY=value python x.py". Its last line of output
+is the sample's reward, unless it has sent one to POST /reward. A program that fails, or gives no number, ends the run.
+What a program asks the world by itself is in no journal.
 
 In a session (/s/<name>/v1) tokens are only ever appended: a request whose messages begin with those of a dialogue, up
 to a turn of the model, goes on from the sampled tokens themselves. Any other history begins a dialogue of its own, a
-row that the metric `forks` counts. A dialogue's name, from which its noise follows and which orders the rows, is the
-hash of what it begins with and how often the sample has begun like this; so programs may ask side by side, but not
-for two ways on from one turn at a time. A retry that says so (x-stainless-retry-count) gets the recorded answer, which
-is written to its end although nobody may wait for it.
+row that the metric `forks` counts. A dialogue's name is the hash of what it begins with and how often the sample has
+begun so; its noise follows from the name, and the rows are in the names' order. So programs may ask side by side, but
+not go on from one turn twice at a time. A retry that says so (x-stainless-retry-count) gets the recorded answer, which
+is always completed, even if nobody waits for it.
 
 Where a model is served, a request's noise follows from its seed (else the config's), its content and the number of the
 choice: the same request always gets the same answer, bit for bit, whatever else is asked meanwhile, and as a stream,
 too. A request whose client is gone leaves the engine. Sessions exist there, too; they begin with their first request,
 whose seed and temperature they keep, and end with DELETE /s/<name>.
-In a run the temperature is the run's, and other settings of a request are not looked at; a served model honours the
+In a run the temperature is the run's, and other settings of a request are ignored; a served model honours the
 temperature (0: as good as greedy) and refuses what it cannot draw exactly. No answer has a clock in it: `created` is 0.
 
 Routes: POST /v1/chat/completions, /v1/completions (not in sessions), /v1/reward (sessions); GET /v1/models, /health.
@@ -64,10 +64,10 @@ MOST_OPEN = 4096  # sessions, and requests outside of one
 MOST_CHOICES = 128
 TAIL = 2**16  # bytes of a program's output that are kept: its end
 MOST_PROGRAMS = 32  # at a time, of an engine: each is a process with its libraries
-# What temperature 0 is drawn at: the likeliest token, but for logits that are nearly equal. In one batch with a
-# request that SGLang calls greedy it draws the others in another way, so they would not get the same bits.
+# The temperature that stands for 0: it draws the likeliest token, unless logits are nearly equal. A greedy request
+# would make SGLang draw the others of its batch in another way, with other bits.
 COLDEST = 1e-5
-HALF, WINDOW = "\ufffd", 64  # what half a character is decoded as; tokens of a stream that are decoded anew each time
+HALF, WINDOW = "\ufffd", 64  # what half a character is decoded to; most tokens of a stream that are decoded again
 POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
 # What we draw from: the whole softmax. With a value other than these a request is refused.
 EXACT = dict(
@@ -75,7 +75,7 @@ EXACT = dict(
     logit_bias={}, best_of=1, echo=False, suffix="",
 )  # fmt: skip
 
-# Ends the programs (process groups, a line "+id" when one begins, "-id" when it has ended) of a rank that is no more.
+# Ends the programs of a rank that has died. It reads a line "+id" for each process group that begins, "-id" when ended.
 GUARD = """
 import os, signal, sys
 left = set()
@@ -103,7 +103,7 @@ class Refusal(Exception):
 
 
 def refusal_of(error):
-    """The Refusal that an exception is to a client."""
+    """The Refusal that tells a client of an exception."""
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, f"no such route: {error.detail}")
     return error if isinstance(error, Refusal) else Refusal(500, describe(error))
@@ -139,8 +139,8 @@ class Choice(NamedTuple):
 
 def read(body, chat=True, exact=False):
     """
-    The Asked of a request's JSON: of POST /chat/completions, or of /completions. exact: settings that we do not draw
-    with are refused. Raises Refusal.
+    The Asked of a request's JSON, to /chat/completions or (chat=False) to /completions. exact: refuse settings with
+    which we do not draw. Raises Refusal.
     """
 
     def get(key, default, kind, fits=lambda x: True, at=body):
@@ -264,7 +264,7 @@ def whole(asked, choices, head, decode, chat):
 
 
 async def events(asked, answers, head, decode, chat):
-    """The same as a stream: server-sent events with the Answers' pieces as they come, calls and usage at the end."""
+    """What `whole` has, as a stream: server-sent events with the Answers' pieces, then calls and usage."""
     event = lambda content: f"data: {json.dumps(content)}\n\n"  # noqa: E731
     read, left = [pieces(answer, asked.stop) for answer in answers], [*range(len(answers))]
 
@@ -298,12 +298,12 @@ async def events(asked, answers, head, decode, chat):
 
 def pieces(answer, stop):
     """
-    Each next() gives the (text, tokens, log-probs) that are new of an Answer. As the texts together are to be that of
-    its Choice, what may still become another text waits: half a character, the beginning of a stop string, and where
-    there are tools that of a call, and white space, which parsers strip.
+    Each next() gives the (text, tokens, log-probs) of an Answer that are new. The texts end to end must be the text of
+    its Choice, so text that may still change waits: half a character, the beginning of a stop string and, where there
+    are tools, the beginning of a call and white space, which parsers strip.
     """
     sent, number = "", 0
-    text, known, begin, end = "", "", 0, 0  # what the first `end` tokens say; what those after `begin` say alone
+    text, known, begin, end = "", "", 0, 0  # text of the first `end` tokens; text of the tokens begin .. end alone
     while True:
         tokens, logprobs = answer.tokens, answer.logprobs
         if answer.task.done():
@@ -338,7 +338,7 @@ def hash_of(*content):
 class Answer:
     """
     What is being written for a request in a session: `task` gives the Choice. chat: the dialogue; id: of the response;
-    tokens, logprobs: what is there, where they are to be streamed; news: a future that is done when more is there.
+    tokens, logprobs: those so far, if they are streamed; news: a future that is done when there are more.
     """
 
     def __init__(self, session, asked):
@@ -356,7 +356,7 @@ class Answer:
 
 
 async def end_all(answers):
-    """Ends what is still written, and what the engine does for it."""
+    """Ends the answers that are still being written, and the engine's work on them."""
     while tasks := [answer.task for answer in answers if not answer.task.done()]:
         for task in tasks:
             task.cancel()
@@ -390,7 +390,7 @@ class Session:
                 reply = await chat.generate(asked.tools, asked.most, asked.stop)
             finally:
                 self.busy.remove(chat)
-                del chat.messages[chat.said :]  # what a dialogue that has ended was told
+                del chat.messages[chat.said :]  # messages to a dialogue that had ended
         except AgentError as error:
             if not self.failed.done():
                 self.failed.set_result(error)
@@ -400,7 +400,7 @@ class Session:
         return Choice(reply.text, reply.tool_calls, finish, reply.tokens, chat.logprobs[told:], told)
 
     def _dialogue(self, asked):
-        """The Chat that goes on, or begins, with what is asked; it has been told what is new. Raises AgentError."""
+        """The Chat that the request continues, or a new one, told the request's new messages. Raises AgentError."""
         asks = [content_of(message) for message in asked.messages]
         tips = [chat for chat in self.dialogues if chat.turns and asked.tools in ([], chat.schemas)]
         tips = [chat for chat in tips if [*map(content_of, chat.messages[: chat.said])] == asks[: chat.said]]
@@ -408,7 +408,7 @@ class Session:
         if tips and not free:  # which of the two goes on would be a matter of time
             where = self.root.episode.where
             second = f"{asks[-1][1]!r:.80} is the second; ask for one after the other"
-            raise AgentError(f"{where}: asks for two ways on from one turn at a time, {second}")
+            raise AgentError(f"{where}: two requests at a time go on from one turn: {second}")
         chat = min(free, key=lambda chat: chat.path) if free else self._begun(asked)
         new = asked.messages[chat.said :]
         chat.messages += new
@@ -426,8 +426,8 @@ class Session:
 
 class Endpoint:
     """
-    The server, in the event loop that runs when it is made. names: of the model; decode(ids) -> text; serves: what
-    makes an Episode of (an Asked, the choice's number, whether it is of a chat); None in a run.
+    The server, in the event loop that runs when it is made. names: of the model; decode(ids) -> text;
+    serves(asked, number of the choice, whether it is a chat) -> Episode, or None in a run.
     """
 
     def __init__(self, sock, key, names, decode, serves=None):
@@ -456,7 +456,7 @@ class Endpoint:
             timeout_keep_alive=60, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self.server = uvicorn.Server(config)
-        self.server.capture_signals = contextlib.nullcontext  # they are the run's
+        self.server.capture_signals = contextlib.nullcontext  # signals are the run's to handle
         self.task = asyncio.ensure_future(self.server.serve([sock]))
 
     # ---- routes
@@ -471,7 +471,7 @@ class Endpoint:
         """(the bytes of a request, its JSON)."""
         self._check_key(request)
         size, raw = 0, bytearray()
-        async for part in request.stream():  # to its end: a client that still sends does not listen
+        async for part in request.stream():  # to its end: a client does not read before it has sent all
             size += len(part)
             raw += part if size <= MOST_BYTES else b""
         if size > MOST_BYTES:
@@ -524,7 +524,7 @@ class Endpoint:
             raise Refusal(429, f"more than {MOST_OPEN} open sessions or requests; try again when some have ended")
 
     async def complete(self, request, chat=True):
-        """A turn of the model, of a session or not, or the completion of a prompt."""
+        """Answers with a turn of the model, in a session or not, or with the completion of a prompt."""
         raw, body = await self._body(request)
         asked = read(body, chat, exact=bool(self.serves))
         if body.get("model", self.names[0]) not in self.names:
@@ -534,7 +534,7 @@ class Endpoint:
             if asked.n != 1:
                 raise Refusal(400, f"n={asked.n}: a session has one history; use 1")
             retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            # It goes on without its client: a retry gets it, and what a run trains on follows from no disconnection.
+            # The answer goes on without its client: a retry gets it, and a disconnection changes no training data.
             answers = [session.answer(asked, hashlib.sha256(raw).digest(), retry)]
         else:
             self._take_place()
@@ -558,7 +558,7 @@ class Endpoint:
         return StreamingResponse(events(asked, answers, head, self.decode, chat), media_type="text/event-stream")
 
     def _end_with(self, request, answers):
-        """Ends these Answers when the client is gone, or has them."""
+        """Ends these Answers when the client is gone or has received them."""
 
         async def end():
             while (await request.receive())["type"] != "http.disconnect":
@@ -575,7 +575,7 @@ class Endpoint:
 
 
 def listen(host, port):
-    """A socket to serve on. Ends the run with one line where there is none to be had."""
+    """A socket to serve on. Ends the run with one line if nothing can listen there."""
     try:
         sock = socket.create_server((host, port), backlog=MOST_OPEN)
     except (OSError, OverflowError) as error:
@@ -588,7 +588,7 @@ def listen(host, port):
 
 
 def program(command):
-    """The agent that `command` is: an `async def solve(chat, row)`. Ends the run with one line if there is none."""
+    """`solve(chat, row)`, which runs `command` as the agent. Ends the run with one line if there is no such program."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -624,7 +624,7 @@ def program(command):
             if session.failed.done():
                 raise session.failed.result()
             status, output, errors = await running
-            # What it has asked for and did not wait for is trained on, too, however long it takes.
+            # Answers that the program asked for and did not wait for are trained on, too, however long they take.
             await asyncio.gather(*[answer.task for _, answer in session.answers], return_exceptions=True)
             if session.failed.done():
                 raise session.failed.result()
@@ -648,7 +648,7 @@ def program(command):
 
 
 async def run_program(words, env, guard):
-    """(exit status, end of its output, end of its errors) of a program, whose children end with it, and it with us."""
+    """(exit status, end of its output, end of its errors) of a program; its children end with it, it with us."""
     pipe = asyncio.subprocess.PIPE
     options = dict(stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
     process = await asyncio.create_subprocess_exec(*words, env=env, **options)
@@ -676,7 +676,7 @@ async def run_program(words, env, guard):
 
 
 class Prompt(Template):
-    """For what is to be completed as it is."""
+    """No chat template: the prompt of /completions, as it is."""
 
     def first(self, messages, tools):
         prompt = messages[0]["content"]
@@ -712,14 +712,14 @@ def serve(config, device):
 
     async def run():
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        # Tokens that still come for a client that is gone are no news.
+        # SGLang would log an error for each token that still comes for a client that is gone.
         told = logging.getLogger("sglang.srt.managers.tokenizer_manager")
         told.addFilter(lambda record: "the state was deleted" not in record.getMessage())
         engine.manager.auto_create_handle_loop()  # SGLang takes the signals with its first request
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, ended.set)
         loop.remove_signal_handler(signal.SIGQUIT)
-        signal.signal(signal.SIGQUIT, engine._died)  # of its own, that it has died: one line
+        signal.signal(signal.SIGQUIT, engine._died)  # SGLang's sign that it has died: one line
 
         def serves(asked, i, chat):
             if chat and not tokenizer.chat_template:

@@ -1,6 +1,6 @@
 """
-Rewards that something else gives: math-verify in processes of its own (`math`), a model behind an OpenAI-compatible
-endpoint (`judge`), or a reward model in this process (`model:folder`).
+Rewards that need more than a pure function: math-verify in processes of its own (`math`), a model behind an
+OpenAI-compatible endpoint (`judge`), a reward model in this process (`model:folder`).
 """
 
 import inspect
@@ -31,9 +31,9 @@ from sync import Shard, reason
 # math: whether two expressions are equal, by math-verify (github.com/huggingface/Math-Verify) in other processes
 
 MATH_VERIFY = "0.9.0"  # pyproject.toml's; another version may judge otherwise
-MATH_SECONDS = 5.0  # of CPU time that a comparison may take
-MATH_VERDICTS = {10: "pass", 11: "fail", -signal.SIGPROF: "limit"}  # by the exit status of who compares
-MATH_WORKERS = SimpleQueue()  # idle ones; None: one that is started when it is wanted
+MATH_SECONDS = 5.0  # CPU time that a comparison may take
+MATH_VERDICTS = {10: "pass", 11: "fail", -signal.SIGPROF: "limit"}  # by the exit status of the process that compares
+MATH_WORKERS = SimpleQueue()  # idle workers; None: a place for one that has not been started
 for _ in range(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))):
     MATH_WORKERS.put(None)
 
@@ -42,8 +42,8 @@ def math_worker(seconds):
     """
     What a worker runs, in a process that has nothing else of ours: lines [response, answer] in; for each a fork that
     compares them, and a line [its exit status, its CPU seconds] out. So each comparison begins in the same state,
-    whatever came before it (SymPy keeps results and draws random numbers). The kernel ends one that takes too much CPU
-    time; math-verify's own limits are of wall time, which a busy machine would decide, and need a main thread.
+    whatever came before it (SymPy keeps results and draws random numbers). The kernel ends a fork that takes too much
+    CPU time; math-verify's own limits are of wall time, so that a busy machine decides, and need a main thread.
     """
     import sympy
     from math_verify import parse, verify
@@ -77,8 +77,8 @@ def math(prompt, response, answer):
     """
     1.0 if math-verify finds the response equal to the answer. Of the response it takes \\boxed{..} (several are
     a set), else the last expression; the answer is an expression in LaTeX or plain, alone or behind `####`, or a text
-    with \\boxed{..} or $..$. 1/2, 0.5 and \\frac12 are equal, and {1, 2} and {2, 1}; decimals to 6 places. What takes
-    more CPU time than MATH_SECONDS gets no reward, and the verdict 'limit'.
+    with \\boxed{..} or $..$. 1/2, 0.5 and \\frac12 are equal, so are {1, 2} and {2, 1}; decimals count to 6 places. A
+    comparison of more than MATH_SECONDS of CPU time gives no reward, and the verdict 'limit'.
     """
     text = expression(answer)
     worker = MATH_WORKERS.get() or start_math_worker()
@@ -116,7 +116,7 @@ math.check, math.reads = needs_math, expression
 # ------------------------------------------------------------------------------------------------------------------
 # judge: a model behind an OpenAI-compatible endpoint
 
-JUDGE_SECONDS = 120  # that a try may take
+JUDGE_SECONDS = 120  # longest time of one try
 JUDGE_WAIT = 1.0  # seconds before the second try; twice as many before each next one
 JUDGE_TOKENS = 1024  # of a verdict with its reasons
 
@@ -145,8 +145,8 @@ def judge_client():
 def judge(prompt, response, answer):
     """
     The number from 0 to 1 behind the last 'score:' of what a model answers to the judge_prompt, in which {prompt},
-    {response} and {answer} are filled in; what it answers is noted. After judge_tries failures, of which a verdict that
-    cannot be read is one, it raises and the run stops: a failure is no 0.
+    {response} and {answer} are filled in; its answer is noted. After judge_tries failures it raises, and the run stops:
+    a failure is no 0. A verdict that cannot be read is a failure, too.
 
     The verdict is in the group file before anything uses it, and resumes and replays read it there. If the run is
     killed before that file is written, a resume asks again, and nothing was computed from what was said before. Two
@@ -170,7 +170,7 @@ def judge(prompt, response, answer):
 
 
 def score_of(verdict, finish_reason):
-    """What stands alone in its line behind the last 'score:', from 0 to 1; 7/10 will do. Raises ValueError."""
+    """The number, 0 to 1, that is alone behind the last 'score:' in its line; 7/10 is one. Raises ValueError."""
     *before, said = re.split("score:", verdict, flags=re.IGNORECASE)
     number = NUMBER.fullmatch(said.strip("* \n").partition("\n")[0].rstrip("*. "))
     value = exact_value(number) if number and before else None
@@ -188,12 +188,12 @@ judge.check = lambda: os.environ.get("RANK", "0") == "0" and judge_client()  # o
 
 class RewardModel:
     """
-    The reward 'model:name': what a reward model, in a folder or on the hub, says at the end of a response. By our
-    operators, and so the same bits whatever is scored beside it. Ends the run with one line if it is no such model.
-    config: the keys of train_grpo.py's block.
+    The reward 'model:name': the score that a reward model, in a folder or on the hub, gives at the end of a response.
+    Our operators compute it, so its bits do not depend on what is scored beside it. Ends the run with one line if it is
+    no such model. config: the keys of train_grpo.py's block.
 
-    A reward knows texts: they are tokenized again, as in training with mode='rm', and an EOS comes after a response,
-    also where it was cut off.
+    A reward knows texts alone: they are tokenized again, as in training with mode='rm', and each response gets an EOS,
+    even one that was cut off.
     """
 
     def __init__(self, name, config):
@@ -212,11 +212,11 @@ class RewardModel:
 
     def expect(self, texts):
         """
-        The Futures of the scores of (prompt, response)s, from any number of threads: what comes while a pass is made
-        is in the next one, equal texts once.
+        The Futures of the scores of (prompt, response) pairs; any thread may call it. Pairs that come while a pass is
+        made are in the next pass, equal ones once.
         """
         with self.lock:
-            if len(self.known) > 10_000:  # they are worth no more memory
+            if len(self.known) > 10_000:  # a bound of the memory for old scores
                 self.known.clear()
             for text in texts:
                 if text not in self.known:
@@ -226,18 +226,18 @@ class RewardModel:
             return [self.known[text] for text in texts]
 
     def _score(self):
-        """Gives all that wait their scores, or the error that there was."""
+        """Sets the Futures of all waiting pairs: to their scores, or to the error that came instead."""
         batch = [self.waiting.get() for _ in range(self.waiting.qsize())]
         try:
             for (_, score), x in zip(batch, self._scores([texts for texts, _ in batch]) if batch else (), strict=True):
                 score.set_result(x)
-        except BaseException as error:  # whoever waits is to see it, and not to wait
+        except BaseException as error:  # else whoever waits for the Futures would wait for ever
             for _, score in batch:
                 score.set_exception(error)
 
     @torch.inference_mode()
     def _scores(self, texts):
-        """The scores of (prompt, response)s, a list of floats."""
+        """The scores of (prompt, response) pairs, a list of floats."""
         device = self.config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         if device == "cuda":  # a new thread would use the first GPU
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

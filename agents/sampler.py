@@ -1,8 +1,8 @@
 """
 From an agent's episodes to the run's group files: a Sampler (rollout_server.py) whose samples are dialogues.
 
-Such a file has a row per dialogue: one per sample, but for forks. Its prompt is what all of them begin with; the rest
-of a row is what the model wrote and, masked, what it was told.
+Such a file has a row per dialogue: one per sample, and one more per fork. Its prompt is what all rows begin with; the
+rest of a row is what the model wrote and, masked, what it was told.
 """
 
 import asyncio
@@ -82,8 +82,8 @@ class Agent:
 
 class AgentSampler(Sampler):
     """
-    A Sampler of this Agent's episodes. What they get from outside is in journals beside the group files, and moves into
-    them.
+    A Sampler of this Agent's episodes. What they get from outside is in journals beside the group files until those are
+    written, and then in them.
     """
 
     def __init__(self, agent, *args):
@@ -150,14 +150,14 @@ class AgentSampler(Sampler):
     def _calls(self, of, text):
         """
         (the rest of the text, [(name, arguments)]) of a turn, by SGLang's parser for the model's format of calls; the
-        whole text and no calls where one is nothing that a function can be called with.
+        whole text and no calls if one of them is not a name with arguments.
         """
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.environ import envs
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a model may write anything
-        envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)  # they get an error to read; else nothing is left of such a call
+        envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)  # such a call gets an error as its result; else it would vanish
         try:
             rest, calls = FunctionCallParser([Tool(**s) for s in of.schemas], self.parser).parse_non_stream(text)
             calls = [(call.name, json.loads(call.parameters)) for call in calls]
@@ -180,7 +180,7 @@ def counts_of(episodes):
 
 
 def tensors_of(episodes, returned, version):
-    """A group file's tensors, as of Sampler._tensors, with rows for samples; T tokens of all rows after the prompt."""
+    """The tensors of a group file, as in Sampler._tensors, but with a row per dialogue; T tokens in all rows."""
     chats = [*itertools.chain(*(e.chats for e in episodes))]
     first = chats[0].ids[: min(c.turns[0].start for c in chats)]
     begins = len(os.path.commonprefix([first, *(c.ids for c in chats)]))
@@ -202,10 +202,10 @@ def tensors_of(episodes, returned, version):
         logprobs=flat(c.logprobs for c in chats),  # (T,)
         loss_mask=flat(c.mask for c in chats),  # (T,)
         weight_version=torch.full_like(tokens, version),  # (T,)
-        turn=flat(number),  # (T,) in its row; -1: told
+        turn=flat(number),  # (T,) index of the turn in its row; -1: told
         turns=torch.tensor([len(c.turns) for c in chats]),  # (rows,)
-        turn_rewards=torch.tensor(gained, dtype=torch.float32),  # of each row's turns; what is returned is the last's
+        turn_rewards=torch.tensor(gained, dtype=torch.float32),  # of all rows; the last turn's has the returned reward
         truncated=torch.tensor([c.turns[-1].truncated for c in chats]),  # (rows,)
         sample=torch.tensor([e.sample for e in episodes for _ in e.chats]),  # (rows,)
-        rewards=torch.tensor(totals, dtype=torch.float32),  # (G,) of the sample and its turns
+        rewards=torch.tensor(totals, dtype=torch.float32),  # (G,) what the agent returned plus its turns' rewards
     )

@@ -23,11 +23,11 @@ from typing import NamedTuple
 from rewards import SETTINGS
 from sync import reason
 
-OUTPUT = 65536  # bytes that a program may write to its output, to that of errors or to a file
+OUTPUT = 65536  # bytes that a program may write to its output, to its errors or to a file
 PROCESSES = 16  # of a program, threads counted
 PASSED, NO_MEMORY, KILLED, FAILED = 64, 65, 66, 67  # exit statuses of INIT; any other one is not the program's doing
-NOBODY = "65534"  # the user of a sandbox that root starts: of root's own processes the kernel allows any number
-PATIENCE = 10  # times the seconds of CPU time, and one more, that a program may wait
+NOBODY = "65534"  # the user of a sandbox that root starts: for root the kernel does not limit the number of processes
+PATIENCE = 10  # a program may take PATIENCE * (sandbox_seconds + 1) seconds of wall time
 RUNNING = threading.BoundedSemaphore(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 # The sandbox's first process: a shell, which sets limits that the program cannot raise, is not the program's to signal,
@@ -46,7 +46,7 @@ OWN = ["--size", str(2**23), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro
 
 
 class SandboxError(ValueError):
-    """A sandbox that does not start, or was killed by somebody else: it says nothing of the program. One line."""
+    """A sandbox that does not start, or that something else killed: no verdict on the program. One line."""
 
 
 class Run(NamedTuple):
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
     verdict: str  # 'pass': it ended with status 0; 'fail': with another; 'limit': of time, memory or output
     near_limit: bool  # so near to a limit of time or memory that another run may end with another verdict
-    cpu_seconds: float  # of all its processes, the start of Python included; not counted where wall time was up
+    cpu_seconds: float  # of all its processes, the start of Python included; incomplete if wall time ran out
     output: str
     errors: str
 
@@ -68,8 +68,8 @@ def canonical(value):
     return f"{kind.__name__}({', '.join(parts if kind in (list, tuple) else sorted(parts))})"
 
 
-# Inside: standard input starts with the program and the calls whose values are wanted, which become the output's last
-# line. With status 0 and without such a line the program has ended itself. posix, as os would have to be imported.
+# What runs inside: standard input starts with the program and the calls whose values are wanted; the values become the
+# output's last line. Status 0 without that line: the program has ended itself. posix, as os would have to be imported.
 INSIDE = f"""
 import posix
 {inspect.getsource(canonical)}
@@ -86,9 +86,9 @@ except MemoryError:
 
 
 def sandbox_command(python):
-    """The command that runs `python` (a path) as SETTINGS say, up to its arguments. Raises SandboxError: no bwrap."""
+    """The command that runs `python` (a path) as SETTINGS say, up to its arguments. SandboxError: no bwrap."""
     limits = [str(math.ceil(SETTINGS["sandbox_seconds"])), str(SETTINGS["sandbox_memory"] * 1024)]
-    if SETTINGS["sandbox"] == "none":  # the kernel would count all of the user's processes
+    if SETTINGS["sandbox"] == "none":  # any number of processes, as the kernel would count all of the user's
         return ["/bin/sh", "-c", INIT, "sh", *limits, "any", python]
     # Popen could change the user, but would then copy the page tables of this process, which may be large.
     user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"] if os.geteuid() == 0 else []
@@ -111,11 +111,11 @@ def run_program(source, calls=(), stdin="", python="", again=False):
     with RUNNING, _memory_file() as given, _memory_file() as output, _memory_file() as errors:
         given.write(b"%08d" % len(job) + job + stdin.encode(errors="replace"))
         given.seek(0)
-        # files, not pipes: a limit of the kernel's bounds them, and nobody has to read while the program runs
+        # files, not pipes: the kernel bounds their size, and nobody has to read while the program runs
         files = dict(stdin=given, stdout=output, stderr=errors, cwd=tempfile.gettempdir())
         process = subprocess.Popen(command, env={"PYTHONHASHSEED": "0"}, start_new_session=True, **files)
         ended = _wait(process.pid, PATIENCE * (seconds + 1))
-        os.killpg(process.pid, signal.SIGKILL)  # reaches nobody where all have ended
+        os.killpg(process.pid, signal.SIGKILL)  # harmless if all have ended
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = code = os.waitstatus_to_exitcode(status)  # so that nobody waits for it again
         full = max(os.fstat(file.fileno()).st_size for file in (output, errors)) >= OUTPUT
@@ -124,7 +124,7 @@ def run_program(source, calls=(), stdin="", python="", again=False):
     near = not ended or cpu > seconds / 2 or code == NO_MEMORY
     if ended and code not in (PASSED, NO_MEMORY, KILLED, FAILED):
         raise SandboxError(f"the sandbox itself ended with status {code}: {reason(complaints.strip() or 'killed')}")
-    if code == KILLED and not near and not again:  # by itself, and it will again; or by a system short of memory
+    if code == KILLED and not near and not again:  # it killed itself, and will again; or the system was short of memory
         return run_program(source, calls, stdin, python, again=True)
     limited = not ended or full or cpu >= seconds or code in (NO_MEMORY, KILLED)
     verdict = "limit" if limited else "pass" if code == PASSED else "fail"
@@ -136,7 +136,7 @@ def _memory_file():
 
 
 def _wait(pid, seconds):
-    """Whether the process ends within so many seconds. It stays a zombie, so its id stays its own."""
+    """Whether the process ends within so many seconds. It stays a zombie, so no other process can get its id."""
     with open(os.pidfd_open(pid), "rb", buffering=0) as ends:
         poll = select.poll()
         poll.register(ends, select.POLLIN)
@@ -211,8 +211,8 @@ def code(prompt, response, answer):
 
     What is expected never enters the sandbox: the calls do, and what comes back is compared outside, as text. So a
     program may patch what it likes, end itself or forge that text: it passes only with values that it had to know.
-    White space at the ends of lines, and of the whole, does not count in an output. Two runs of a program differ if it
-    asks a clock, a random number or an address, or is near to a limit.
+    White space at the ends of an output and of its lines does not count. Two runs of a program may differ if it uses a
+    clock, random numbers or addresses, or comes near to a limit.
     """
     _, fence, program = response.rpartition("```python")
     program = program.partition("```")[0]
@@ -239,7 +239,7 @@ def python(code: str) -> str:
     return run.output + run.errors + "\nstopped: too much time, memory or output" * (run.verdict == "limit")
 
 
-python.impure = True  # for agents/chat.py: near a limit it may say something else
+python.impure = True  # for agents/chat.py: near a limit two runs may differ
 
 
 code.check, code.reads = lambda: interpreter(SETTINGS["sandbox"]), tests_of

@@ -5,7 +5,7 @@ Qwen3-8B on GSM8K, eight 80 GB GPUs, each of which trains and samples in turn.
 
 Memory of a card while it trains, 8.2 G parameters over 8 ranks, and the engine's memory sleeps: float32 weights 4.1 +
 AdamW's two moments 8.2 + gradients 4.1 * 2 (8 lanes are one per rank) = 20 GB; embedding and head gathered in bfloat16
-and their gradients 5 GB, two layers 0.8 GB; at the end of a backward pass the sum of the latter over the ranks, in
+and their gradients 5 GB, two layers 0.8 GB; at the end of a backward pass the gradients of embedding and head in
 float32, as sent and received, 10 GB: 36 GB.
 While weights are published: weights and moments 12 GB, the bfloat16 ones that are handed over 2 GB, and the engine's
 share of the card, 56 GB: 70 GB. Of the share 16.4 GB are its weights, 40 GB the cache, 268,000 tokens at 144 KiB: all

@@ -1,11 +1,11 @@
 """
-Sums of two numbers below 50, answered twice (agents/self_check.py), the second time on being asked to check. A Qwen3 of
-0.1 M parameters from scratch.
+Sums of two numbers below 50, answered twice (agents/self_check.py): the model is asked to check its first answer. A
+Qwen3 of 0.1 M parameters from scratch.
 
     python train_grpo.py config/self_check.py
     python train_grpo.py config/self_check.py --seed=2 --out_dir=out/self_check_2
 
-Right (pass@1) is a second answer that is right; the first one's share is twice what the mean reward is above that.
+pass@1 is the share of right second answers; that of right first answers is 2 * (mean reward - pass@1).
 
 | seed | after the warm-up: first, second right, mean reward | after 60 RL steps | digest |
 |---|---|---|---|
@@ -13,10 +13,10 @@ Right (pass@1) is a second answer that is right; the first one's share is twice 
 | 2 | 0.242, 0.262, 0.383 | 0.402, 0.434, 0.635 | 9fec59e5 |
 
 256 held-out sums, sampled at temperature 1.0: +- 0.06. No log-prob differed in any step. A model of this size learns
-sums all of a sudden: the warm-up ends after that with seed 1, in the midst of it with seed 2; one of 350 steps ends
-before it with seed 2 (0.07 right). With seed 1 and 350 steps the first answer overtook the second (0.258 and 0.473,
-then 0.699 and 0.652), as the model went on changing right ones: perhaps since every other first answer that it was
-shown is wrong. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 3.4 min.
+sums all of a sudden: with seed 1 the warm-up ends after that, with seed 2 in the middle of it, and a warm-up of 350
+steps with seed 2 before it (0.07 right). With seed 1 and 350 steps the first answer overtook the second (0.258 and
+0.473, then 0.699 and 0.652), as the model went on changing right answers: perhaps because every other first answer
+that it was shown is wrong. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 3.4 min.
 """
 
 out_dir = "out/self_check"

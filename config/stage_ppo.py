@@ -1,14 +1,14 @@
 """
-The third stage: PPO of the first one's model on the second one's scores, with a critic and a KL to where it began. The
-sums' true accuracy is noted beside the scores: reward_numeric in metrics.jsonl.
+The third stage: PPO trains the first stage's model on the second stage's scores, with a critic and a KL to that model.
+The sums' true accuracy is noted beside the scores: reward_numeric in metrics.jsonl.
 
     python train_grpo.py config/stage_ppo.py
 """
 
 out_dir = "out/stage_ppo"
 init_from = "out/stage_sft/ckpt/step_000257"
-# A tenth of the score, which is about as far from 0 as a reward of 0 or 1: value_clip and the critic's loss, whose
-# gradient is the policy's, too, are made for that.
+# A tenth of the score is about as large as a reward of 0 or 1: value_clip and the critic's loss, whose gradient moves
+# the policy, too, are made for such rewards.
 reward = "0.1*model:out/stage_rm/ckpt/step_000300 + 0*numeric"
 arithmetic_min = 10
 arithmetic_size = 50

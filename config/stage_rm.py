@@ -1,6 +1,6 @@
 """
-The second stage: a reward model of the first one's model, on pairs of a right sum and one with a wrong digit. The rows
-held out are the first stage's and the third's, too.
+The second stage: the first stage's model becomes a reward model, on pairs of a right sum and one with wrong digits. The
+held-out rows are the same in all three stages.
 
     python train_grpo.py config/stage_rm.py
 """

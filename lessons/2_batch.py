@@ -23,12 +23,12 @@ V, T, BATCHES = 98, 13, (1, 2, 3, 5, 8, 16, 32)  # tokens of the vocabulary, tok
 
 
 def numbers(rng, *shape):
-    """Between -1/8 and 1/8; made of whole numbers, which every machine draws alike."""
+    """Random numbers between -1/8 and 1/8 out of whole numbers, which every machine draws alike."""
     return torch.from_numpy(rng.integers(-(2**15), 2**15, shape)).float() / 2**18
 
 
 def first_row(how):
-    """What how(n), the first row out of a batch of n, does over all n: 'the same bits' or a line about how far off."""
+    """Compares how(n), the first row out of a batch of n, over all n: 'the same bits', or whether they are near."""
     rows = [how(n) for n in BATCHES]
     if all(torch.equal(row.view(torch.int32), rows[0].view(torch.int32)) for row in rows):
         return "the same bits in every batch, " + hashlib.sha256(rows[0].numpy()).hexdigest()[:16]
@@ -57,7 +57,7 @@ plain = model_of(batch_invariant=False)
 
 
 def next_logprobs(n):
-    """Of all tokens after the first text, as an engine asks for them: the last token alone, the others in a cache."""
+    """Of all tokens that may follow the first text, as an engine computes them: the last token alone, with a cache."""
     cache = plain(input_ids=texts[:n, :-1], use_cache=True).past_key_values
     return torch.log_softmax(plain(input_ids=texts[:n, -1:], past_key_values=cache).logits[0, -1], -1)
 
@@ -68,7 +68,7 @@ ours = model_of(batch_invariant=True)
 
 
 def text_logprobs(n):
-    """Of the first text's own tokens, as the trainer computes them: all texts end to end."""
+    """Of the tokens of the first text itself, as the trainer computes them: with all texts end to end."""
     samples = [make_sample(text[:1], text[1:], torch.ones(T - 1).bool(), torch.zeros(T - 1)) for text in texts[:n]]
     return ours.token_logprobs(pack(samples, "cpu"), 1.0)[0][: T - 1]
 

@@ -24,12 +24,12 @@ TOKENS = sum(COUNTS)
 
 
 def numbers(rng, *shape):
-    """Between -1 and 1; made of whole numbers, which every machine draws alike."""
+    """Random numbers between -1 and 1 out of whole numbers, which every machine draws alike."""
     return torch.from_numpy(rng.integers(-(2**20), 2**20, shape)).float() / 2**20
 
 
 def gradients():
-    """Of each leaf: the sum of its tokens' losses, and that sum's gradient in the head's weight (V, D)."""
+    """The sum of the tokens' losses of each leaf, and its gradient in the head's weight (V, D), over TOKENS."""
     rng, leaves = np.random.default_rng(0), []
     weight = numbers(rng, V, D).requires_grad_()
     for count in COUNTS:
@@ -45,7 +45,7 @@ def as_they_come(grads, gpus):
 
 
 def as_one_tree(grads, gpus):
-    """What the trainer does: leaf i is rank i % gpus'; a row of leaves is added by a tree, and so are the rows."""
+    """What the trainer does: leaf i is on GPU i % gpus; one tree adds across GPUs, then over each one's leaves."""
     total = LeafSum(LEAVES // gpus)
     for i in range(0, LEAVES, gpus):
         total.add([tree_sum(torch.stack(grads[i : i + gpus]))])

@@ -21,7 +21,7 @@ RIGHT = torch.tensor([3, 1, 4, 1, 5, 2, 6, 5])  # the answer; a sample's reward 
 
 
 def train(mismatch, treatment, steps=80, seed=1):
-    """The figures of a run whose engine has other weights than the trainer, by up to `mismatch`."""
+    """The figures of a run whose engine's weights are off by up to `mismatch` from the trainer's."""
     rng, theta = random.Random(seed), torch.zeros(T, V, requires_grad=True)  # the policy: a logit per place and token
     error = torch.tensor([[mismatch * (2 * rng.random() - 1) for _ in range(V)] for _ in range(T)])
     low, high, clipped_tokens = 1.0, 1.0, 0

@@ -21,7 +21,7 @@ HEAD = torch.stack([NUMBERS / 4, -NUMBERS * NUMBERS / 8], 1)  # (V, 2): hidden @
 
 
 def hidden(w):
-    """What the head multiplies, of a policy with this one weight (1,): it says numbers near w."""
+    """(B, 2) for the head to multiply: the policy has one weight w (1,), and says numbers near it."""
     return torch.cat([w, torch.ones(1)]).repeat(B, 1)
 
 

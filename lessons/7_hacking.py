@@ -26,7 +26,7 @@ def truth_of(tokens):
 
 
 def score_of(tokens, gullible):
-    """What we reward: a judge's score. A gullible one, if the beginning is right, believes what is sure of itself."""
+    """What we reward: a judge's score. If the beginning is right, a gullible judge believes each `surely`, too."""
     trusts = (tokens[:, :2] == RIGHT[:2]).all(1)
     return truth_of(tokens) + 2 * gullible * trusts * (tokens == SURELY).float().mean(1)
 

@@ -155,7 +155,7 @@ def locked(path):
 
 
 def shared_memory():
-    """One worker at a time: who kills engines while they start leaves names behind, and removes them in here."""
+    """One worker at a time: a test that kills engines while they start leaves names behind, and removes them inside."""
     return locked(Path(tempfile.gettempdir(), "onecurve_tests.lock"))
 
 
@@ -182,7 +182,7 @@ def wait_for(condition, seconds):
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
-    """once(name, make): (folder, output) of what make(folder) ran, by the first of the workers that wants it."""
+    """once(name, make): (folder, output) of what make(folder) ran, by the first worker that wants it."""
     base = tmp_path_factory.getbasetemp()
     runs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     runs.mkdir(exist_ok=True)

@@ -387,7 +387,7 @@ def test_an_agent_that_asks_for_nothing_or_says_nothing_new_ends_the_run(templat
         await chat.generate()
 
     assert "returned without a turn of the model" in error_of(silent, [], template)
-    assert "before anything new was said" in error_of(twice, ["x", "y"], template)
+    assert "nothing new to tell the model" in error_of(twice, ["x", "y"], template)
 
 
 @pytest.mark.parametrize("hang", ["tool", "await", "loop"])
@@ -425,14 +425,14 @@ def test_what_never_ends_is_named_by_the_watchdog_whatever_it_hangs_in(hang, tem
         asyncio.run(episode.play(solve, {}))
     assert 0.5 < time.monotonic() - began < 10
     place = {"tool": "turn 0, call 0 (forever)"}.get(hang, "its start")
-    assert said[0] == f"rl step 3, prompt 2, sample 5, {place}: nothing for agent_timeout=0.5 s"
+    assert said[0] == f"rl step 3, prompt 2, sample 5, {place}: no progress for agent_timeout=0.5 s"
 
 
 # ---- rule 4: the journal
 
 
 class Crash(BaseException):
-    """As a SIGKILL between a call and its result."""
+    """Stands for a SIGKILL between a call and its result."""
 
 
 def test_a_resume_reads_what_was_done_and_asks_only_for_the_rest(template, tmp_path):
@@ -561,7 +561,7 @@ async def two_turns(chat, row, say=lambda: "again", give=lambda: 0.5):
 
 
 def again(solve, replies, template, tools=True):
-    """Runs an agent, and once more on what was noted of that."""
+    """Runs an agent, and then again on what the first run has noted."""
     journal = in_memory()
     episode, reward = play(solve, replies, template, journal)
     noted = json.loads(json.dumps([chat.record_of(c) for c in episode.chats]))
@@ -616,7 +616,7 @@ async def a_set(chat, row):
 
 
 def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, tmp_path):
-    """On rollout files; of an agent that says and returns the same in it, and of one that does not."""
+    """With rollout files of an agent that says and returns the same there, and of one that does not."""
     paths = {}
     for index, solve in enumerate((two_turns, a_set)):
         episodes, returned = zip(*[play(solve, REPLIES, template, in_memory(), g) for g in range(2)])

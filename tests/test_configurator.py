@@ -544,7 +544,7 @@ BAD = [
     (dict(loss="pg", updates_per_batch=2), 1, "updates_per_batch=2: loss='pg' has no ratio"),
     (dict(updates_per_batch=0), 1, "updates_per_batch=0: must be more than 0"),
     (dict(advantage="ppo"), 1, "advantage='ppo': use grpo, dr_grpo"),
-    (dict(advantage="distill"), 1, "advantage='distill': from whom?"),
+    (dict(advantage="distill"), 1, "advantage='distill': needs a teacher"),
     (dict(advantage="distill", teacher="x", kl_coef=0.1, reference="x"), 1, "kl_coef=0.1: advantage='distill' is"),
     (dict(advantage="gae", dynamic_sampling=2), 1, "dynamic_sampling=2: advantage='gae' learns from"),
     (dict(lag=-1), 2, "lag=-1: a number of steps; use 0 or more"),
@@ -559,7 +559,7 @@ BAD = [
     (dict(overlong_cache=256), 1, "overlong_cache=256: not within max_new_tokens=256"),
     (dict(eval_samples=0), 1, "eval_samples=0"),
     (dict(dual_clip=0.5), 1, "dual_clip=0.5"),
-    (dict(kl_coef=0.1), 1, "kl_coef=0.1: to what? a scratch model is random"),
+    (dict(kl_coef=0.1), 1, "kl_coef=0.1: needs a reference, as a scratch model is random"),
     (dict(reference="x"), 1, "reference='x': is for kl_coef"),
     (dict(keep_checkpoints=0), 1, "keep_checkpoints=0"),
 ]
@@ -590,7 +590,7 @@ def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys
 
 @pytest.mark.parametrize("argument,status", [("--help", 0), ("--learing_rate=1", 2), ("--group_size=1", 2)])
 def test_help_and_mistyped_keys_do_not_wait_for_the_libraries(argument, status):
-    """None of which is imported; a wall clock would only say so on an idle machine."""
+    """None of them is imported; a time limit would show that on an idle machine only."""
     script = Path(configurator.__file__).parent / "train_grpo.py"
     code = f"""if True:
         import runpy, sys

@@ -74,7 +74,7 @@ def test_a_logprob_one_bit_off_is_found_with_both_values(diff, tmp_path):
 
 
 def test_where_a_group_was_drawn_with_other_weights_step_and_versions_are_named(diff, tmp_path):
-    """It was begun in step 1, and trained on in step 2: the ledger says when it was, the files where it parted."""
+    """The group was begun in step 1 and trained on in step 2: the ledger names step 2, the files step 1."""
 
     def change(version):
         return lambda step, tensors: tensors["weight_version"][5:].fill_(step and version)

@@ -566,7 +566,7 @@ def test_two_ways_on_from_one_turn_at_a_time_are_an_error(template):
         return error, str(session.failed.result()), len(session.dialogues)
 
     error, failed, dialogues = asked_of_a_script(template, source, requests)
-    why = "asks for two ways on from one turn at a time, 'c' is the second; ask for one after the other"
+    why = "two requests at a time go on from one turn: 'c' is the second; ask for one after the other"
     assert error == failed == f"sample 0: {why}"
     assert dialogues == 2
 

@@ -195,7 +195,7 @@ def differing(model, groups, temperature):
 
 
 def test_signals_end_the_run_and_do_not_wait_for_requests(pair, tmp_path):
-    """SGLang takes SIGTERM to drain its requests first: a run went on for seconds, and was then ended by SIGKILL."""
+    """SGLang drains its requests first at a SIGTERM: a run went on for seconds, and was then ended by SIGKILL."""
     roll_out(pair[0], tmp_path, prompts(1, seed=1), 1.0)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGQUIT) == pair[0]._died
@@ -372,8 +372,8 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
     pair, tmp_path, freed, capfd, monkeypatch
 ):
     """
-    As on CUDA where a rank trains too; SGLang can lend a GPU's memory only. So the real engine, but for a stand-in that
-    knows what is lent: it does not lend what is in use, and nothing is sampled or loaded while it is.
+    As on CUDA where a rank trains, too. SGLang can lend a GPU's memory only, so here the real engine has a stand-in
+    that knows what is lent: nothing is lent while it is in use, and nothing is sampled or loaded while it is lent.
     """
     engine, _, transports = pair
     sglang, lent = engine.manager, []

@@ -509,7 +509,7 @@ async def solve(chat, row):
 
 @pytest.mark.parametrize("agent", [False, True])
 def test_a_failure_ends_the_run_at_once_although_the_judge_still_owes_an_answer(agent, prompt_file, tmp_path):
-    """Python waits at its end for the threads that do: 120 s in each try."""
+    """At its end Python waits for threads that wait for a judge: 120 s in each try."""
     (tmp_path / "mine.py").write_text(AGENT)
     failed, over = [], threading.Event()
 

@@ -351,7 +351,7 @@ def test_token_logprobs_are_those_of_a_sampler_and_their_gradient_is_right():
 
 
 def of(loop, x, results=1):
-    """What a loop over the elements of the array x writes."""
+    """What the loop writes for the elements of the array x."""
     out = [np.empty_like(x) for _ in range(results)]
     loop(*((0, len(x)) if results > 1 else ()), x, *out)
     return out if results > 1 else out[0]

@@ -13,6 +13,7 @@ run with one thing wrong that the same comparison catches.
     L7  replayed without an engine
     L8  by whatever way the weights travel
     L9  training and sampling side by side or in turn, with whatever lag the config sets
+    L10 with agents whose tools take any time and whose requests overtake each other
     L11 with samples drawn in segments, each with the weights of its step
     L12 on whatever CPU, with whatever vectors and threads
     L13 with engines over any number of ranks, each with some of a model's heads, columns and vocabulary
@@ -301,7 +302,7 @@ def test_L9_side_by_side_or_in_turn_one_ledger(lagged, lagged_apart, two_ranks):
     steps = lines(lagged[0], "metrics.jsonl", "rl")
     assert [m["staleness"] for m in steps] == [0, 1, *[2] * 22]
     assert all(m["logprob_mismatch_tokens"] == 0 for m in steps)
-    # The weights are others than those that sampled: ratios, which the check takes no part in, say by how much.
+    # The weights differ from those that sampled; the ratios, which the check does not use, say by how much.
     assert all((m["ratio_mean"], m["kl_behaviour"], m["effective_sample_size"]) == (1, 0, 1) for m in steps[:1])
     assert all(m["ratio_variance"] > 1e-5 and m["kl_behaviour"] > 1e-5 for m in steps[2:])
     assert all(0.9 < m["effective_sample_size"] < 1 for m in steps[2:])
@@ -347,7 +348,7 @@ def test_L10_agents_one_ledger_whatever_their_tools_and_engines_take(agents, age
 
 
 def test_L10_what_was_done_before_a_kill_is_not_done_again(agents_apart):
-    """What has a time, in chat.do, is done once, but for the few acts that were cut off."""
+    """What chat.do does in this agent is done once, except the few acts that the kill cut off."""
     notes, until_then = (agents_apart[0].parent.joinpath(x).read_text().splitlines() for x in ("notes", "victim"))
     groups = read_groups(agents_apart[0], "*")
     entries = [x for _, meta in groups for journal in meta["journal"] for x in journal if x["name"] == "note"]
@@ -501,7 +502,7 @@ def test_L12_control_torchs_own_operators_differ_between_cpus(hashes):
 
 @on_a_cpu
 def test_L12_the_small_run_has_one_digest_and_a_run_on_another_cpu_the_same(two_ranks, hashes, tmp_path):
-    """The other run ends after three steps, until which it has to be the same."""
+    """The other run ends after three steps, and must be the same up to there."""
     assert digest(two_ranks[1]) == f"digest {SMALL_RUN}", ON_PURPOSE
     env = AVX2 | dict(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="2")  # `hashes` has compiled the loops for it
     output = finish(tmp_path / "run", "--max_steps=3", "--threads=2", "--checkpoint_every=0", env=env)

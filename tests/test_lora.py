@@ -149,7 +149,7 @@ def test_new_adapters_leave_the_base_as_it_is_bit_for_bit_and_do_not_see_the_num
 def test_the_merged_folder_has_the_trainers_logprobs_bit_for_bit_and_gradients_are_those_of_its_weights(
     trainer, adapted, base, tmp_path
 ):
-    """dB = s dW A^T and dA = s B^T dW, of the merged weights' gradient dW, which the adapters' trainer never has."""
+    """dB = s dW A^T and dA = s B^T dW, from the merged weights' gradient dW, which a LoRA trainer never makes."""
     samples = make_samples(9)
     merge_folder(str(base), save(adapted, tmp_path / "adapters"), tmp_path / "merged")
     full = trainer(tmp_path / "merged")
@@ -257,7 +257,7 @@ def test_adapters_that_do_not_fit_are_refused_in_one_line(trainer, adapted, tmp_
     trainer(**fits, lora=str(folder))
     cases = [
         (fits | dict(lora=str(other)), "made for another base than init_from="),
-        (fits | dict(lora=str(dora)), "use_dora=True; known is plain LoRA"),
+        (fits | dict(lora=str(dora)), "use_dora=True; use plain LoRA"),
         (fits | dict(lora=str(tmp_path)), "no usable adapter_config.json"),
         (dict(lora_rank=8, lora=str(folder)), "lora_rank=8: the adapters of"),
         (dict(lora_rank=4, lora=str(folder)), "lora_alpha=32.0: the adapters of"),

@@ -263,7 +263,7 @@ def test_what_a_function_says_beside_its_number_is_noted_and_counted(write):
 
 
 def test_functions_of_the_user_run_one_at_a_time(write):
-    """They are asked from several threads, and are not asked to be safe there."""
+    """They are called from several threads, and need not be thread-safe."""
     lines = "inside.append(1)", "time.sleep(0.01)", "return inside.pop() + len(inside)"
     file = write("import time\ninside = []\ndef f(p, r, g):\n    " + "\n    ".join(lines))
     reward = load_reward(f"{file}:f")

@@ -325,7 +325,7 @@ os._exit(0)""",
 
 @pytest.mark.parametrize("tamper", TAMPERS)
 def test_tampering_with_the_judge_gains_nothing(tamper):
-    """The control judges by a status, in the program's own process, as is often done: it is taken in."""
+    """The control judges by the exit status of the program's own process, as is often done, and is deceived."""
     assert code("", TAMPERS[tamper], SQUARES)[0] == 0.0
     assert run_program(f"{TAMPERS[tamper]}\n{SQUARES}").verdict == "pass"
 

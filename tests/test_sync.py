@@ -318,12 +318,12 @@ def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere
         pool.submit(lambda: time.sleep(0.3) or sync.write_group(tmp_path, 7, TENSORS, META))
         assert sync.appears(sync.group_path(tmp_path, 7), 5)
     assert not sync.appears(sync.group_path(tmp_path, 8), 0.1)
-    with pytest.raises(RunError, match=f"group_0004.safetensors: not to be found on {socket.gethostname()}"):
+    with pytest.raises(RunError, match=f"group_0004.safetensors: not found on {socket.gethostname()}"):
         sync.Queue(tmp_path, None, "abc").sample(JOB)
 
 
 def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
-    """It is done after five times the timeout; of a sign that nobody touches none is left after that."""
+    """Its work takes five times the timeout; after that nobody touches a sign, and the wait ends."""
     signs, started = [tmp_path / "engine_0.alive", tmp_path / "engine_1.alive"], time.monotonic()
     queue = sync.Queue(tmp_path, None, "abc", 0.2, signs)
 

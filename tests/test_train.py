@@ -409,7 +409,7 @@ def test_partial_rollouts_carry_groups_on_in_their_order_and_train_on_the_first_
 
 @pytest.mark.parametrize("most,segment,places,P", [(8, 2, 5, 3), (6, 2, 9, 4), (9, 4, 6, 2), (6, 6, 9, 2)])
 def test_no_token_is_older_than_the_versions_that_are_kept_and_the_oldest_is_needed(most, segment, places, P):
-    """Whatever the lengths are. At first as many as a step takes are short, the others in flight long."""
+    """For any lengths. The worst: the first P groups are short, the others in flight long, all later ones short."""
     sizes = dict(segment_tokens=segment, groups_in_flight=places, prompts_per_step=P, max_new_tokens=most, lag=2)
     c, longest = config_of(**sizes), -(-most // segment)
     assert train.versions_kept(config_of(lag=3)) == 3 and train.versions_kept(config_of()) == 0

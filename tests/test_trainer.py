@@ -253,7 +253,7 @@ def test_the_first_logprob_that_differs_is_named_and_stops_a_strict_run(ranks, s
 def test_tokens_of_older_weights_are_checked_against_these_and_named_where_they_differ_or_are_not_kept(
     ranks, scratch, capsys, monkeypatch
 ):
-    """Three versions; half of each sample's tokens are of the first, the last of the one before the last."""
+    """Each of three versions has sampled a third of every sample's tokens."""
     monkeypatch.delenv("RANK", raising=False)
     trainer, samples, logprobs = make_trainer(ranks, scratch, lag=2), make_samples(9), []
     for version in range(3):
@@ -349,7 +349,7 @@ def test_a_supervised_step_has_no_temperature_and_every_token_counts_alike(ranks
 
 @pytest.mark.parametrize("grad_clip", [0.0, 0.5, 1e9])
 def test_an_update_is_adamws_with_the_clipped_gradient_and_what_was_used_is_hashed(ranks, scratch, grad_clip):
-    """Against float64. Two steps, since of the first the betas cannot be seen; norms' weights do not decay."""
+    """Against float64. Two steps, since the first does not depend on the betas; norms' weights do not decay."""
     change = dict(grad_clip=grad_clip, weight_decay=0.1, beta1=0.8, beta2=0.95, learning_rate=1.0)
     trainer, draws = make_trainer(ranks, scratch, **change), torch.Generator().manual_seed(0)
     w = [s.data.double() for s in trainer.shards]

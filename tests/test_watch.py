@@ -22,7 +22,7 @@ from test_laws import ledger  # noqa: E402
 
 
 def steps_of(n, **metrics):
-    """n steps of a run that learns honestly, but for these metrics: numbers, or functions of the step."""
+    """n steps of a run that learns honestly, with these metrics changed: numbers, or functions of the step."""
     honest = dict(
         reward_mean=lambda i: 0.3 + i / 200, unique_answers=lambda i: 3 - i / 40, distinct_2=lambda i: 0.5 - i / 400,
         repetition=0.1, symbols=0.05, truncated_fraction=lambda i: 0.2 - i / 400, response_length_mean=lambda i: 40 + i,
@@ -115,7 +115,7 @@ def test_a_run_that_turns_back_has_one_ledger_killed_and_replayed(tmp_path, game
     assert status == 0 and len(victims) == 1, output[-4000:]
     (said,) = {line for line in output.splitlines() if line.startswith("watch: ")}  # after a kill it may turn again
     (turn,) = lines(tmp_path / "a", "ledger.jsonl", "rollback")
-    assert said == f"watch: {turn['signal']} after step {turn['step']}; back to that of step {turn['to']}"
+    assert said == f"watch: {turn['signal']} after step {turn['step']}; back to the checkpoint of step {turn['to']}"
     assert turn["to"] == (turn["step"] - 20) // 8 * 8 and f"resuming at step {turn['to']}" in output
     entries, n = lines(tmp_path / "a", "ledger.jsonl", "rl"), turn["step"]
     before, after = entries[:n], entries[n:]

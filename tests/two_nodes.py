@@ -67,7 +67,7 @@ def start(nodes, folder, *flags, restarts=0):
 
 
 def finish(agents, folder, timeout=300):
-    """Waits for their end, which one that fails brings to both: [(status, output)]."""
+    """Waits until both have ended; one that fails ends the other, too: [(status, output)]."""
     end = time.monotonic() + timeout
     try:
         while any(agent.poll() is None for agent in agents) and time.monotonic() < end:

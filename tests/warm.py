@@ -29,7 +29,7 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
 
 
 def wait_for_job(orders, jobs):
-    """What the fork does: at most one thing that a process was to be spawned for, with the output of who wanted it."""
+    """What the fork does: it waits for the target of one process that was to be spawned, and runs it."""
     jobs.close()
     try:
         output, target, args = orders.recv()
@@ -41,7 +41,7 @@ def wait_for_job(orders, jobs):
 
 
 def fork_for_spawn():
-    """From here on the first process to be spawned is one that is forked now."""
+    """Forks a process now, which takes the place of the next one that is to be spawned."""
     fork, spawn = multiprocessing.get_context("fork"), multiprocessing.context.SpawnContext
     orders, jobs = fork.Pipe(duplex=False)
     process, own = fork.Process(target=wait_for_job, args=(orders, jobs)), spawn.Process

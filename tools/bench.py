@@ -18,14 +18,14 @@ four, which warm up. `--operators` times one operator after the other at the sha
 several sets of inputs where one would fit the cache, CUDA graphs, ours and the library's in turn, medians. Beside each
 time is the roof, the larger of bytes / copy rate and operations / matmul rate, both rates measured in the same run.
 
-`--peer` runs ours, TRL's GRPOTrainer, ours, TRL's: the same model folder, prompts, reward, threads, and samples per
-optimizer step. uv makes TRL an environment of its own, with the torch and the transformers that we run on, and needs a
-registry the first time. TRL is set to what is fast on a CPU and does our work (`trl_side`): one batch of all samples,
-float32, no gradient checkpointing, SDPA, generation by transformers with its KV cache, min_new_tokens = max_new_tokens
-where we ignore the EOS, one update per batch, no KL, fused AdamW with our betas and rate, no saving, no logging. Its
-step is the time between two calls of on_step_end, its rollout what lies before the reward's call. The roof is of
-arithmetic alone, at the rate of a float32 torch.mm: 2 operations per matrix element for each sampled token, 6 for each
-trained one, a prompt's among them, and the causal attention of both.
+`--peer` runs our trainer and TRL's GRPOTrainer in turn, twice each: the same model folder, prompts, reward, threads,
+and samples per optimizer step. uv makes TRL an environment of its own, with the torch and the transformers that we run
+on, and needs a registry the first time. TRL is set to what is fast on a CPU and does our work (`trl_side`): one batch
+of all samples, float32, no gradient checkpointing, SDPA, generation by transformers with its KV cache, min_new_tokens =
+max_new_tokens where we ignore the EOS, one update per batch, no KL, fused AdamW with our betas and rate, no saving, no
+logging. TRL's step is the time between two calls of on_step_end, its rollout the part before the reward is called. The
+roof is of arithmetic alone, at the rate of a float32 torch.mm: 2 operations per matrix element for each sampled token,
+6 for each trained token, a prompt's among them, and the causal attention of both.
 """
 
 import argparse
@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))  # where gpu_bits.py is, for its shapes and how it compares
 # shapes of --operators
 TOKENS = 8192  # of a training leaf
-HEAD_TOKENS = 4096  # of it with the logits of the alternative, which are in memory several times
+HEAD_TOKENS = 4096  # of a leaf for the head, whose library alternative holds the logits several times
 DECODE = 16, 64, 512  # rows of a decode step's matmuls
 PACKS = (8, 1024), (2, 4096)  # sequences, tokens each
 CACHES = (16, 2048), (128, 2048)  # decoded sequences, keys each
@@ -110,7 +110,7 @@ def end_to_end(args):
 
 
 def in_turn(args, kinds):
-    """Runs of two kinds {name: flags}, each twice: what differs between two of one kind is noise."""
+    """Runs of two kinds {name: flags}, each twice: the difference of two runs of one kind is noise."""
     from gpu_bits import machine
 
     components = dict(rollout="rollout_seconds", trainer="train_seconds", weights="sync_seconds", step="step_seconds")
@@ -131,7 +131,7 @@ def in_turn(args, kinds):
 
 # ---- agents
 
-# One turn, as a plain sample; and dialogues of four turns between which something takes its time.
+# An agent of one turn, as a plain sample has, and one of four turns between which a tool sleeps.
 AGENTS = """
 import os, time
 
@@ -156,7 +156,7 @@ async def naps(chat, row):
 
 
 def spans(intervals):
-    """(the time in which at least one of the intervals is, the time from the first's begin to the last's end)."""
+    """(the time that lies in at least one of the intervals, the time from the first begin to the last end)."""
     inside, end = 0.0, 0.0
     for a, b in sorted(intervals):
         inside, end = inside + max(0.0, b - max(a, end)), max(end, b)
@@ -164,7 +164,7 @@ def spans(intervals):
 
 
 def agents(args):
-    """In turn, three times each: plain samples and the same through a Chat; then, twice, what naps of tools cost."""
+    """Plain samples and the same through a Chat, in turn, three times each; then, twice, what sleeping tools cost."""
     folder = Path(tempfile.mkdtemp(prefix="bench"))
     (folder / "agents.py").write_text(AGENTS)
     path, rates = folder / "agents.py", {"a plain sample": [], "through a Chat": []}
@@ -194,7 +194,7 @@ def agents(args):
 
 
 def sandbox():
-    """1,000 programs in the sandbox and with bare Python, 64 threads, as many programs at a time as there are cores."""
+    """1,000 programs in the sandbox and with bare Python, from 64 threads, one program per core at a time."""
     sys.path.insert(0, str(ROOT))
     from gpu_bits import machine
 
@@ -311,7 +311,7 @@ def matmul_rate(threads):
 
 
 def operations_of_step(size, vocabulary, prompt, new_tokens):
-    """Of sampling and training all samples of a step, whose prompts have `prompt` tokens in the mean."""
+    """Operations to sample and train all samples of a step, whose prompts have `prompt` tokens in the mean."""
     m = argparse.Namespace(**size)
     layer = m.hidden * m.head_dim * 2 * (m.heads + m.kv_heads) + 3 * m.hidden * m.mlp
     matrices = m.layers * layer + vocabulary * m.hidden  # the last is the head; the embedding only looks up

@@ -1,12 +1,12 @@
 """
-Two futures of a run: from one of its steps on, something is changed, and all else is what it was.
+Two futures of a run: from one of its steps on some keys are changed, and nothing else.
 
     python tools/branch.py out/tiny --step=40 --out_dir=out/tiny_high --learning_rate=1e-3
 
 The new folder has the run's past up to the step (ledger, metrics, the state of weights and moments) and then its own:
 the same prompts and the same noise under another config, so what differs comes from what was changed. If the run kept
-no checkpoint of that step, it is made first, from the one before it and the rollout files. The new run is one like any
-other: it can be resumed, replayed, compared (tools/diff.py, tools/plot.py) and branched again.
+no checkpoint of that step, one is made first, from the checkpoint before it and the rollout files. The new run is like
+any other: it can be resumed, replayed, compared (tools/diff.py, tools/plot.py) and branched again.
 
 Exit status 2: no such run or step, or flags that the run cannot have.
 """
@@ -48,7 +48,7 @@ def checkpoint_of(run, step, scratch):
 def branch(run, checkpoint, folder, config):
     """Makes `folder` the run as it was at the checkpoint, with another config from there on."""
     sizes = json.loads((checkpoint / "checkpoint.json").read_text())["bytes"]
-    past = checkpoint.parent.parent  # `run`, or what went from there to this step
+    past = checkpoint.parent.parent  # `run`, or the copy in which the checkpoint was made
     (folder / "ckpt").mkdir(parents=True)
     for name in sync.LOGS:
         (folder / name).write_bytes((past / name).read_bytes()[: sizes[name]])

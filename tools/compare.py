@@ -4,13 +4,13 @@ Two settings beside each other over some seeds, on equal noise: what the second 
     python tools/compare.py '--advantage=grpo' '--advantage=rloo' config/tiny.py --seeds=5
     python tools/compare.py '' '--kl_coef=0.02' config/tiny.py --init_from=out/sft/ckpt/step_000257 --metric=reward_mean
 
-What stands behind the two is for both. Runs with one seed have the same prompts, the same order and the same noise in
-every sample, and, as nothing else moves them, differ by the setting alone: so their differences, seed by seed, vary
-less than the runs do. Beside the mean of these paired differences with its 95 % interval (Student's t) stand that of
-unpaired runs (Welch 1947), and how many seeds it would take to be as sure without equal noise.
+All arguments after the first two are for both sides. Two runs with one seed have the same prompts, in the same order,
+and the same noise in every sample, and so differ by the setting alone: their differences, seed by seed, vary less than
+the runs do. Printed are the mean of these paired differences, its 95 % interval (Student's t), the interval that
+unpaired runs would give (Welch 1947), and how many seeds it would take to be as sure without equal noise.
 
---metric is one of metrics.jsonl's: of the held-out prompts (pass@1, the last one counts) or of the steps (the mean over
-the last quarter). Runs are kept in --out and done once, so that several comparisons share a side.
+--metric is a name in metrics.jsonl: of evaluations (such as pass@1; the last one counts) or of steps (the mean over the
+last quarter). Runs are kept in --out and made once, so that several comparisons share a side.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from sync import content_hash  # noqa: E402
 
 
 def run(folder, flags):
-    """The lines of metrics.jsonl of a finished run with these flags in this folder; it is made if it is not there."""
-    finished = folder / "finished"  # by which code
+    """The lines of metrics.jsonl of the finished run with these flags in this folder, which is made if needed."""
+    finished = folder / "finished"  # holds the commit of the code that finished the run
     if not finished.exists() or finished.read_text() != commit():
         shutil.rmtree(folder, ignore_errors=True)
         print(f"{folder}: {shlex.join(flags)}", file=sys.stderr, flush=True)
@@ -60,7 +60,7 @@ def figure(lines, metric):
 def intervals(a, b):
     """
     {name: float} of figures a and b (lists, seed by seed): the mean of b - a, the half-widths of its 95 % intervals,
-    `paired` and `unpaired`, and the number of `seeds` at which the second would be as narrow as the first is.
+    `paired` and `unpaired`, and the number of `seeds` with which `unpaired` would be as narrow as `paired` is.
     """
     n, differences = len(a), [y - x for x, y in zip(a, b)]
     paired, apart = statistics.variance(differences) / n, (statistics.variance(a) + statistics.variance(b)) / n

@@ -3,9 +3,9 @@ Where two runs part: the first step, stage and item that differ.
 
     python tools/diff.py out/a out/b
 
-Reads the ledgers; where the rollout files of both runs are kept, it goes down to the prompt, sample and token, and
-where checkpoints of that step are, to the element of the parameter; with both values in decimal and hex. Exit status
-0: identical, 1: different, 2: not two runs.
+Reads the ledgers. If both runs keep the rollout files, it names prompt, sample and token; if both have a checkpoint of
+that step, the element of the parameter; with both values in decimal and hex. Exit status 0: identical, 1: different, 2:
+not two runs.
 """
 
 import itertools
@@ -141,7 +141,7 @@ def main(folder_a, folder_b):
             if a[i]["phase"] == "rl" and stage in ("weights", "optimizer"):
                 print(*describe_parameter(*kept, stage, item), sep="\n")
         elif stage in ("weight_version", "tokens", "logprobs", "rewards", "journal") and a[i]["phase"] == "rl":
-            # A group may have been drawn, a segment at a time, in steps before that which trains on it.
+            # With segments, a group may have been drawn in earlier steps than the one that trains on it.
             for step in range(a[i]["step"] + 1) if "weight_version" in a[i] else [a[i]["step"]]:
                 queues = (Path(f) / "queue" / f"rl_{step:06d}" for f in (folder_a, folder_b))
                 describe = describe_journals if stage == "journal" else partial(describe_rollouts, stage=stage)

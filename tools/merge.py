@@ -32,7 +32,7 @@ def main(base, adapters, out, dtype=""):
         A, B = (files[x].get_tensor(x).to(place) for x in (name, name.replace("lora_A", "lora_B")))
         weight = name.removeprefix(sync.PEFT).replace("lora_A.", "")
         fits = weight in known and known[weight].get_slice(weight).get_shape() == [len(B), A.shape[1]]
-        require(fits, f"{adapters}: {name} fits no weight of {base}: the adapters of another model")
+        require(fits, f"{adapters}: {name} fits no weight of {base}; use the base of these adapters")
         wanted[weight] = A, B
     out.mkdir(parents=True)
     for path in paths:

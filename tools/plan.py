@@ -11,12 +11,12 @@ Takes train_grpo.py's files and flags, and: `gpus`, `gpus_per_node`, `card` (H10
 `prompt_tokens` and `response_tokens` (0: half of the longest).
 
 Work is counted from the model's shape (bytes, operations, decode steps, layers), and divided by the rates of a machine
-(`Rates`). A card's are its data sheet's, times a share of it that is named below with where it comes from. A CPU's are
-four speeds, of Python and of arithmetic in engine and trainer: `--check` finds them by two runs that are not among
-those it then foretells, and by a third how much slower two processes are beside each other. What one kind of work costs
-beside another is a property of the code, and written below.
+(`Rates`). A card's rates are its data sheet's times shares, which are named below with their sources. A CPU's are four
+speeds, of Python and of arithmetic in engine and trainer: `--check` finds them from two runs that are not among those
+that it then predicts, and from a third run how much slower two processes are side by side. How much one kind of work
+costs relative to another is a property of the code, and written below.
 
-What would have to change beyond the limits that are printed at the end:
+To go beyond the limits that are printed at the end, this would have to change:
 - more trainers than `lanes`, or than a step has leaves: one tree over lanes that several ranks share (the ranks of a
   sample's tensor or context parallelism), which cuts sums in another place;
 - a longer sample: sequences cut over ranks, with attention's partial sums at fixed absolute positions, as the paged
@@ -65,8 +65,8 @@ class Shape(NamedTuple):
 
 
 # Published config.json files: huggingface.co/Qwen/Qwen3-0.6B, -8B and -32B (table 1 of arXiv:2505.09388 has layers and
-# heads), meta-llama/Llama-3.3-70B-Instruct (table 3 of arXiv:2407.21783). The defaults of transformers' classes are
-# those of no model: Qwen3Config's MLP has 22,016.
+# heads), meta-llama/Llama-3.3-70B-Instruct (table 3 of arXiv:2407.21783). The defaults of transformers' classes fit no
+# published model: Qwen3Config's MLP has 22,016.
 MODELS = {
     "Qwen/Qwen3-0.6B": Shape(28, 1024, 16, 8, 128, 3072, 151936, True, "qwen3", 40960),
     "Qwen/Qwen3-8B": Shape(36, 4096, 32, 8, 128, 12288, 151936, False, "qwen3", 40960),
@@ -80,7 +80,7 @@ class Card(NamedTuple):
     bandwidth: float  # bytes per second
     products: float  # bfloat16 operations per second, dense
     link: float  # bytes per second to the other cards of a node, in one direction
-    network: float  # .. to those of another
+    network: float  # .. to the cards of another node
 
 
 # NVIDIA's data sheets "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU" (SXM): bfloat16 without sparsity, half of
@@ -91,8 +91,8 @@ CARDS = {
 }
 
 # Shares of the data sheet. ESTIMATES all of them, from the kernels' design and goals: none was measured with this code.
-PRODUCT = 0.80 * 788 / 989  # ours beside cuBLAS, whose 788 TFLOP/s were read on an H200
-ATTENTION = 0.45 * 0.65  # forward: ours beside FlashAttention-3, and that beside the sheet (arXiv:2407.08608, figure 5)
+PRODUCT = 0.80 * 788 / 989  # our share of cuBLAS's speed, whose 788 TFLOP/s were read on an H200
+ATTENTION = 0.45 * 0.65  # forward: our share of FlashAttention-3's, and its of the sheet's (arXiv:2407.08608, figure 5)
 ATTENTION_BACKWARD = 0.25 * 0.55  # .. backward
 COPY = 0.85  # of bandwidth: elementwise kernels
 DECODE_WEIGHTS = 0.70  # of bandwidth: 0.60 in the o and down projections, 0.80 in the others
@@ -134,15 +134,15 @@ def card_rates(card, nodes=1):
     return Rates(PRODUCT * card.products, attention, backward, *memory, link, DECODE_STEP, 0.0, REQUEST, 0.0)
 
 
-# What one kind of work takes on a CPU beside another, of which it does not matter how fast the CPU is: fitted to eleven
-# runs on two cores of a server, from 0.8 to 12 M parameters, all of which but the one with a lag it then gave within
-# 11 %. Seven of the runs of CHECKED are like some of those, the others are not.
+# How long kinds of work take on a CPU relative to each other, whatever the speed of the CPU: fitted to eleven runs of
+# 0.8 to 12 M parameters on two cores of a server. The fit gives all of these runs but the one with a lag within 11 %.
+# Seven of the runs of CHECKED are like some of them, the others are not.
 CPU_ATTENTION, CPU_BYTES, CPU_CACHE = 0.25, 0.03, 0.02  # operations, or bytes, per operation of a product
 CPU_LAYER, CPU_REQUEST, CPU_LEAF = 0.1, 0.012, 1.0  # seconds per second of a decode step
 
 
 def cpu_rates(products, step):
-    """Of an engine or a trainer: its operations per second, and the seconds of what Python does for a decode step."""
+    """Rates of an engine or a trainer, from its operations per second and the seconds of Python in a decode step."""
     attention, memory = CPU_ATTENTION * products, (CPU_BYTES * products, math.inf, CPU_CACHE * products, math.inf)
     return Rates(products, attention, attention, *memory, step, CPU_LAYER * step, CPU_REQUEST * step, CPU_LEAF * step)
 
@@ -182,7 +182,7 @@ def layer_parameters(s):
 
 
 def root_parameters(s):
-    """Of embedding, head and the last norm, which FSDP2 has as one unit."""
+    """Parameters of embedding, head and the last norm, which are one unit of FSDP2."""
     return s.vocab * s.hidden * (1 if s.tied else 2) + s.hidden
 
 
@@ -191,7 +191,7 @@ def parameters(s):
 
 
 def learned_parameters(s, c):
-    """All, or LoRA's."""
+    """Parameters that are trained: all, or LoRA's."""
     if not c.lora_rank:
         return parameters(s)
     targets = c.lora_targets.replace(",", " ").split() or linears(s)
@@ -200,8 +200,9 @@ def learned_parameters(s, c):
 
 def operations(s, tokens, predicted, squares, causal=0.5):
     """
-    Of one pass forward, 2 for a product and its sum: (the layers' products, the head's, attention's). predicted: tokens
-    whose logits are computed. squares: the sum of the samples' squared lengths, of which a causal attention has half.
+    Operations of one forward pass, 2 for a product and its sum: (of the layers' products, the head's, attention's).
+    predicted: tokens whose logits are computed. squares: the sum of the samples' squared lengths, of which causal
+    attention computes half.
     """
     matrices = sum(a * b for a, b in linears(s).values())
     attention = 4 * s.heads * s.head_dim * squares * causal
@@ -209,12 +210,12 @@ def operations(s, tokens, predicted, squares, causal=0.5):
 
 
 def cache_bytes(s):
-    """Of a token's keys and values, in bfloat16."""
+    """Bytes of a token's keys and values, in bfloat16."""
     return 2 * 2 * s.layers * s.kv_heads * s.head_dim
 
 
 def inner_bytes(s, tokens):
-    """What a layer keeps of these tokens for its backward pass: five hidden states, q, k, v twice, the MLP's three."""
+    """Bytes that a layer keeps for its backward pass: five hidden states, q, k, v twice, attention's, three MLP's."""
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
     return 2 * tokens * (5 * s.hidden + 2 * qkv + s.heads * s.head_dim + 3 * s.mlp)
 
@@ -253,7 +254,7 @@ def peaks(phases):
 
 
 def engine_memory(s, c, card):
-    """Of an engine's card: (weights, cache, tokens that the cache has room for)."""
+    """(bytes of weights on an engine's card, bytes of cache, tokens that the engine's cache has room for)."""
     weights, tp = 2 * parameters(s) / c.rollout_tp, c.rollout_tp
     cache = max(0.0, c.engine_memory * card.memory - weights)
     return weights, cache, c.engine_kv_tokens or cache * tp / cache_bytes(s)
@@ -290,7 +291,8 @@ def training_seconds(s, c, ranks, r):
     # Samples have tokens of one age, or of as many as they have segments.
     ages = min(kept, -(-c.max_new_tokens // (c.segment_tokens or c.max_new_tokens)))
     looks, forward = ages + (own or frozen) + frozen, updates * (1 + c.gradient_checkpointing)
-    # A backward pass is two products for one; without a weight's gradient it is one. The head's logits are made again.
+    # A backward pass takes two products for each one forward, or one without a weight's gradient. The head's logits are
+    # made again.
     backward = updates * (1 + full)
     leaves = -(-c.tokens // (c.leaf_tokens * c.lanes)) * c.lanes / ranks
     around = ELEMENTWISE_PASSES * s.layers * inner_bytes(s, c.tokens / ranks) / r.elementwise
@@ -437,7 +439,8 @@ def read(argv):
     c.samples, c.prompt = c.prompts_per_step * c.group_size, c.prompt_tokens or c.max_prompt_tokens / 2
     c.response = c.response_tokens or c.max_new_tokens / (1 if c.ignore_eos else 2)
     c.tokens = c.samples * (c.prompt + c.response)
-    # Of the samples (1 - t / longest)^tail still go on at token t: with 0 all are the longest, with 1 lengths are even.
+    # The share (1 - t / longest)^tail of the samples goes on at token t: with tail 0 all are the longest, with 1 their
+    # lengths are uniform.
     c.tail = c.max_new_tokens / c.response - 1
     squared = c.prompt**2 + 2 * c.prompt * c.response + 2 * c.max_new_tokens**2 / ((c.tail + 1) * (c.tail + 2))
     c.squares = c.samples * squared  # the sum of the samples' squared lengths
@@ -447,7 +450,7 @@ def read(argv):
 # ---- the model beside real runs
 
 ALIKE = "--device=cpu --threads=1 --lanes=1 --ignore_eos --eval_size=0 --checkpoint_every=0 --max_prompt_tokens=16"
-CHECKED = {  # name: ranks, flags; 64 samples of 32 tokens and 0.8 M parameters, but for what they say
+CHECKED = {  # name: ranks, flags; 64 samples of 32 tokens and 0.8 M parameters, unless the flags say otherwise
     "as it is": (1, ""),
     "group_size 16": (1, "--group_size=16"),
     "prompts_per_step 2": (1, "--prompts_per_step=2"),
@@ -474,7 +477,7 @@ CALIBRATION = [
 
 
 def measured(ranks, flags, steps=12):
-    """(Shape, config, medians of seconds: rollout, training, step) of a run here, but for its first two steps."""
+    """(Shape, config, medians of seconds: rollout, training, step) of a run here, without its first two steps."""
     flags = f"{ALIKE} --max_new_tokens=32 {flags}".split()
     prompt = statistics.mean(len(row["prompt"]) for row in arithmetic())  # a token is a character
     with tempfile.TemporaryDirectory() as folder:
@@ -498,10 +501,10 @@ def cpu_seconds(s, c, engine, trainer):
 
 
 def check():
-    """Calibrates the model of this CPU by the runs of CALIBRATION, and prints what it then says of those of CHECKED."""
+    """Calibrates this CPU's rates by the runs of CALIBRATION, and prints what they predict for those of CHECKED."""
     runs = [*CALIBRATION, *CHECKED.values()]
     rounds = [[measured(*run) for run in runs] for _ in range(2)]
-    # What else the machine has to do only slows: of each run the faster round counts.
+    # Other work on the machine can only slow a run down: the faster of two rounds counts.
     runs = [(s, c, [*map(min, found, again)]) for (s, c, found), (_, _, again) in zip(*rounds)]
     *alone, (s, c, found) = runs[: len(CALIBRATION)]
     # Seconds are linear in those of an operation and of a step, so two runs give both.
@@ -514,7 +517,7 @@ def check():
     rest = statistics.mean(step - roll - train for *_, (roll, train, step) in alone)
     slower = (found[2] - rest) / max(cpu_seconds(s, c, *rates))
     print(f"weights, files, ledger: {rest:.3f} s; beside each other both are {slower:.2f} times as slow\n")
-    table("run", ["foretold: rollout, training, step", "measured", "foretold / measured"])
+    table("run", ["predicted: rollout, training, step", "measured", "predicted / measured"])
     table("---", ["---"] * 3)
     ratios = []
     for name, (s, c, found) in zip(CHECKED, runs[len(CALIBRATION) :]):

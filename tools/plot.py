@@ -5,10 +5,10 @@ Pictures of runs, and their samples to read: one HTML file that needs nothing el
     python tools/plot.py out/tiny                                 # writes out/tiny/plot/plot.html
     python tools/plot.py out/a out/b --out=out/ab --steps=3,40    # over each other; the samples of these steps
 
-A figure of step s is of the weights after s updates, before the step's own. Runs with equal ledgers are said to be
-equal and drawn dashed over each other; where one differs from the first, a vertical line marks the step, and the fields
-of the ledger are named. A sample's tokens are shaded by their log-prob; beside it stands its advantage, where that
-follows from the rewards of its group alone, or else its reward. Exit status 2: not a run, or no matplotlib.
+A value at step s belongs to the weights after s updates, before step s updates them. Runs with equal ledgers are said
+to be equal and drawn dashed over each other; where a run differs from the first, a vertical line marks the step, and
+the page names the fields of the ledger. A sample's tokens are shaded by their log-prob. Beside it stand its reward and,
+if that follows from the group's rewards alone, its advantage. Exit status 2: not a run, or no matplotlib.
 """
 
 import argparse
@@ -202,7 +202,7 @@ def draw(runs, marks):
     figures = {file: draw_panel(runs, marks, *panel) for file, *panel in PANELS}
     seconds = sorted(x["step_seconds"] for run in runs for x in run.lines if x["phase"] == "rl")
     for i, run in enumerate(runs):
-        if any(x["phase"] == "rl" for x in run.lines):  # the slowest steps, as the first, would make the others flat
+        if any(x["phase"] == "rl" for x in run.lines):  # cut: the slowest steps, as the first, would make others flat
             figures[f"seconds_{i + 1}"] = draw_seconds(run, 1.2 * seconds[int(0.97 * (len(seconds) - 1))])
     return {file: figure for file, figure in figures.items() if figure}
 
@@ -259,7 +259,7 @@ def group_html(t, meta, config, decode):
     known = (
         finished and kind in BY_GROUP and not (by_turn or config.get("overlong_cache") or config.get("kl_in_reward"))
     )
-    advantages = advantages_of(rewards[None], kind if known else "dr_grpo")[0]  # or only for the border
+    advantages = advantages_of(rewards[None], kind if known else "dr_grpo")[0]  # if not known, for the border only
     columns = [t[key].split(sizes) for key in ("tokens", "logprobs", "loss_mask")]
     columns.append(t["turn"].split(sizes) if "turn" in t else [None] * len(sizes))
     of = t["sample"].tolist() if "sample" in t else range(len(sizes))

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import sync  # noqa: E402
 
-# ---- ways to break a promise that no flag offers, and one to try it
+# ---- what no flag offers: ways to break a promise, and trials that it must survive
 
 
 def sums_as_they_come():
@@ -164,8 +164,8 @@ def slow_engines():
 
 def command_of(folder, *flags, ranks=0, broken=None, restarts=0):
     """
-    The command of a run of config/small.py with out_dir=folder, under torchrun if ranks. broken: the function of those
-    above that is called first; then it is this file that runs, and calls it.
+    The command of a run of config/small.py with out_dir=folder, under torchrun if ranks. broken: one of the functions
+    above; then the command runs this file, which calls the function and then train_grpo.py.
     """
     torchrun = f"-m torch.distributed.run --nproc_per_node={ranks} --max-restarts={restarts} --standalone".split()
     script = ["tools/prove.py", "--broken", broken.__name__] if broken else ["train_grpo.py"]
@@ -173,7 +173,7 @@ def command_of(folder, *flags, ranks=0, broken=None, restarts=0):
 
 
 def launch(folder, *flags, timeout=600, env=None, **options):
-    """Runs it to its end: (status, output)."""
+    """Runs the command of `command_of` to its end: (status, output)."""
     both = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {}))
     finished = subprocess.run(command_of(folder, *flags, **options), cwd=ROOT, timeout=timeout, **both)
     return finished.returncode, finished.stdout
@@ -205,8 +205,8 @@ def replay_of(folder):
 
 def steps_that_taught_nothing(folder):
     """
-    The RL steps of config/small.py with equal rewards alone, no gradient, or weights as they were: a proof that bits
-    are equal proves nothing on these.
+    The RL steps of config/small.py in which all groups had equal rewards, there was no gradient, or no weight moved:
+    that their bits are equal proves nothing.
     """
     metrics, entries = (lines(folder, file, "rl") for file in ("metrics.jsonl", "ledger.jsonl"))
     taught = [m["zero_std_groups"] < 8 and m["reward_std"] > 0 and m["grad_norm"] > 1e-3 for m in metrics]
@@ -279,7 +279,7 @@ def run_with_kills(folder, kills, rng, *flags, say=lambda _: None, **options):
 
 
 def interrupt(finished, folder):
-    """A copy of a finished run as it would be had it been killed after its 22nd step: its last checkpoint is 16."""
+    """A copy of a finished run, cut to what a kill after its 22nd step leaves; its last checkpoint is of step 16."""
     shutil.copytree(finished, folder)
     shutil.rmtree(folder / "ckpt" / "step_000024")
     for step in (22, 23):
@@ -344,7 +344,7 @@ class Proof:
         return (folder / "ledger.jsonl").read_text().splitlines()
 
     def survive(self, folder, kills, rng, *flags, **options):
-        """What was killed of a run that has to go on to its end."""
+        """Runs to the end through kills, or ends this proof; returns what was killed."""
         status, output, victims = run_with_kills(folder, kills, rng, *flags, say=self.say, **options)
         if status:
             sys.exit(f"after {len(victims)} kills: status {status}\n{output[-3000:]}")

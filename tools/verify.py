@@ -1,16 +1,16 @@
 """
-Does steps of a published run once more and says whether they come out the same.
+Repeats steps of a published run and says whether they come out the same.
 
     python tools/verify.py out/tiny                          # five steps, chosen by the run's digest
     python tools/verify.py out/tiny --steps=all --threads=1  # every step; other flags are train_grpo.py's
 
-A chosen step starts from the last checkpoint before it, whose weights and moments must be those of the ledger, in a
-folder of its own: updates up to the step come from the published rollout files, the step's samples, log-probs and
-rewards from the engine, and every line of the ledger on the way must come out as published. The digest decides which
-steps: whoever changes one to hide it changes the choice.
+In a folder of its own, a chosen step is reached from the last checkpoint before it, whose weights and moments must be
+those of the ledger. Updates up to the step are made from the published rollout files, the step's own samples, log-probs
+and rewards by the engine, and every line of the ledger on the way must come out as published. The digest chooses the
+steps: whoever changes a step to hide something changes the choice.
 
-config.py and ledger.jsonl are enough. What else of queue/ and ckpt/ is there saves time: without the rollout files
-between a checkpoint and a step the engine makes them again, without a checkpoint the run begins anew.
+config.py and ledger.jsonl are enough; queue/ and ckpt/ save time. Without the rollout files between a checkpoint and a
+step the engine makes them again, without a checkpoint the run begins anew.
 
 Exit status 0: verified; 1: it parted, and where; 2: nothing to verify.
 """
@@ -34,7 +34,7 @@ from diff import first_difference, read_ledger  # noqa: E402
 import sync  # noqa: E402
 from configurator import fail, require, versions  # noqa: E402
 
-# What is done again ends where it should, and is shown to nobody.
+# Repeated steps are not to be stopped by a watch, nor shown by a tracker.
 QUIET = ("--eval_samples=1", "--watch=", "--track=")
 
 
@@ -46,7 +46,7 @@ def chosen(digest, steps, count):
 
 def starts_of(run):
     """{step: folder} of the run's checkpoints that these versions of the libraries can go on from."""
-    found, cure = {}, "with watch='rollback' a step may be there twice; --mode=replay does all of it again"
+    found, cure = {}, "with watch='rollback' a step may be in it twice; repeat all of it with --mode=replay"
     require("\nwatch = 'rollback'" not in (run / "config.py").read_text(), f"{run}: {cure}")
     for folder in sync.checkpoints(run / "ckpt"):
         record = json.loads((folder / "checkpoint.json").read_text())
@@ -78,8 +78,8 @@ def link(source, target):
 
 def copy_run(run, folder, start, without=()):
     """
-    The run as it was after checkpoint `start` (a folder, or None for the beginning), with all that it wrote later for
-    comparison: its whole ledger, and the rollout files but for those of the steps `without`.
+    Makes `folder` the run as it was after checkpoint `start` (a folder, or None for the beginning), but with its whole
+    ledger, for comparison, and all rollout files except those of the steps `without`.
     """
     folder.mkdir(parents=True)
     for name in ("config.py", *sync.LOGS):
@@ -96,7 +96,7 @@ def copy_run(run, folder, start, without=()):
 
 
 def go_on(folder, flags, nproc=1):
-    """Runs train_grpo.py from the latest checkpoint in the folder; what it says, if it fails, in a line."""
+    """Runs train_grpo.py from the latest checkpoint in the folder; returns its error line, '' if it does not fail."""
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}"] * (nproc > 1)
     command = [sys.executable, *torchrun, str(ROOT / "train_grpo.py"), "--init_from=resume", f"--out_dir={folder}"]
     done = subprocess.run([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -106,7 +106,7 @@ def go_on(folder, flags, nproc=1):
 
 
 def parted(run, folder, start, steps, flags, nproc):
-    """Where doing the steps of `run` from a checkpoint parts from its ledger, in words; '' if nowhere."""
+    """Repeats the steps of `run` from a checkpoint: where they part from its ledger, in words; '' if nowhere."""
     ledger = read_ledger(run)
     phase, first = ledger[-1]["phase"], int(start.name[5:]) if start else 0
     if start:
