@@ -113,6 +113,7 @@ SMS = 132  # of an H100 or H200
 DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.sync instead of wgmma
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
 PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill or a packed batch, and of its backward
+PAGED_STAGES = 5  # the index of a page has its own: with 4, as with 3, no keys are on their way during the products
 BACKWARD_KEYS = 128  # keys of a program of dK and dV: 64 for each of two groups of warps, or both compute the same
 HASHED = 1 << 24  # elements of `bit_sum` that are multiplied at a time
 COLUMNS = 256  # that a program of `triton_column_sums` adds, each for itself
@@ -1754,7 +1755,8 @@ class TritonAttention(torch.autograd.Function):
         decode = paged and N <= plan.B
         splits = triton.cdiv(pages.shape[1], SPLIT) if decode else 1
         parts, lanes = splits > 1, min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
-        config = _attention_config(q.dtype, DECODE_ROWS if decode else PREFILL_ROWS, 4 if parts else 8, 3)
+        rows, stages = DECODE_ROWS if decode else PREFILL_ROWS, PAGED_STAGES if paged else 3
+        config = _attention_config(q.dtype, rows, 4 if parts else 8, stages)
         ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + plan.B
         part_o = q.new_empty(N, H, splits, D, dtype=torch.float32) if parts else out
         part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32) if parts else (lse, lse)
