@@ -112,7 +112,7 @@ DELTA_ROWS, DELTA_WARPS = 16, 4  # rows and warps of a program of rowsum(do * o)
 SMS = 132  # of an H100 or H200
 DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.sync instead of wgmma
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
-PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill or a packed batch, and of its backward
+PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill, a packed batch or dQ, and of dK and dV
 PAGED_STAGES = 5  # the index of a page has its own: with 4, as with 3, no keys are on their way during the products
 BACKWARD_KEYS = 128  # keys of a program of dK and dV: 64 for each of two groups of warps, or both compute the same
 HASHED = 1 << 24  # elements of `bit_sum` that are multiplied at a time
@@ -1572,6 +1572,7 @@ def triton_attention(
     kv_len = tl.load(kv_lens + b).to(tl.int32)
     position = kv_len - length + query
     last = tl.max(tl.where(valid, position, -1), 0) + 1  # keys that some row sees
+    seen = tl.min(position, 0) + 1  # keys that every row sees: their tiles need no mask
     if PAGED:
         pages += tl.load(requests + b).to(tl.int64) * pages_r
     d, ones = tl.arange(0, D)[None, :], tl.full([KEYS, 16], 1.0, v.dtype.element_ty)
@@ -1592,7 +1593,8 @@ def triton_attention(
             kt = tl.load(k + key[:, None] * k_s + d, mask=here[:, None], other=0.0)
             vt = tl.load(v + key[:, None] * v_s + d, mask=here[:, None], other=0.0)
             s = tl.dot(x, kt.T, input_precision="ieee")
-            s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
+            if first + KEYS > seen:
+                s = tl.where(first + tl.arange(0, KEYS)[None, :] <= position[:, None], s, float("-inf"))
             top = tl.maximum(sm, tl.max(s, 1))
             a = tl.exp2((sm - top) * c)
             p = tl.exp2(tl.fma(s, c, (-top * c)[:, None])).to(v.dtype.element_ty)
@@ -1669,6 +1671,7 @@ def triton_attention_dq(
     mean = tl.load(delta + at_row, mask=valid, other=0.0)[:, None]
     k += head.to(tl.int64) * k_h
     v += head.to(tl.int64) * v_h
+    seen = tl.min(query, 0) + 1  # keys that every row sees; a row that is not valid has g = 0, and so ds = 0
     acc = tl.zeros([ROWS, D], tl.float32)
     for first in range(0, tl.max(tl.where(valid, query, -1), 0) + 1, KEYS):
         at = first + tl.arange(0, KEYS)
@@ -1677,7 +1680,8 @@ def triton_attention_dq(
         vt = tl.load(v + s_row * v_s + d, mask=here, other=0.0)
         s = tl.dot(x, kt.T, input_precision="ieee")
         p = tl.exp2(tl.fma(s, c, -top))
-        p = tl.where((at[None, :] <= query[:, None]) & valid[:, None], p, 0.0)
+        if first + KEYS > seen:
+            p = tl.where((first + tl.arange(0, KEYS)[None, :] <= query[:, None]) & valid[:, None], p, 0.0)
         dp = tl.dot(g, vt.T, input_precision="ieee")
         ds = (p * (dp - mean)).to(k.dtype.element_ty)
         acc = tl.dot(ds, kt, acc, input_precision="ieee")
@@ -1782,7 +1786,7 @@ class TritonAttention(torch.autograd.Function):
         args, grid = (grad, out, delta, N * H), (triton.cdiv(N * H, DELTA_ROWS),)
         _launch(triton_attention_delta, grid, *args, **flags, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
         dq, dk, dv = (_contiguous_like(x) for x in (q, k, v))
-        dq_config = _attention_config(q.dtype, BACKWARD_ROWS, 4, 3)
+        dq_config = _attention_config(q.dtype, PREFILL_ROWS, 8, 3)
         # an odd group's lse are copied one by one, which takes registers: half the rows, or they spill
         rows, stages = (BACKWARD_ROWS // 2, 4) if groups % 2 else (BACKWARD_ROWS, 3)
         dkv_config = _attention_config(q.dtype, rows, 8, stages, BACKWARD_KEYS)

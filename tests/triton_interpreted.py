@@ -346,9 +346,12 @@ def test_a_gradient_sees_neither_the_size_of_the_tiles_nor_what_lies_beside_its_
     assert differing_tiles(kernels, groups) == []
 
 
+MASKED = "if first + KEYS > seen:\n"
 EDGES = (
-    ("if (first < (first_key + KEYS - 1) * GROUPS)", "if (first < first_key * GROUPS)"),  # the mask ends too early
-    (" | (first + ROWS > rows)", ""),  # the last tile has none
+    (MASKED + " " * 16 + "s", "if first > seen:\n" + " " * 16 + "s"),  # forward's mask begins a tile too late
+    (MASKED + " " * 12 + "p", "if first > seen:\n" + " " * 12 + "p"),  # that of dq
+    ("(first < (first_key + KEYS - 1) * GROUPS)", "(first < first_key * GROUPS)"),  # that of dk and dv ends too early
+    (" | (first + ROWS > rows)", ""),  # and is not there at the end of a sequence
     ("range(first_key * GROUPS // ROWS * ROWS", "range((first_key * GROUPS // ROWS + 1) * ROWS"),  # no first tile
 )
 
