@@ -118,7 +118,9 @@ TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an 
 PRODUCTS = 128  # of a matmul that take an SM as long as to load one of their numbers
 DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.sync instead of wgmma
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
-PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill or a packed batch, and of its backward
+PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill, a packed batch or dQ, and of dK and dV
+PAGED_STAGES = 5  # the index of a page has its own: with 4, as with 3, no keys are on their way during the products
+BACKWARD_KEYS = 128  # keys of a program of dK and dV: 64 for each of two groups of warps, or both compute the same
 HASHED = 1 << 24  # elements of `bit_sum` that are multiplied at a time
 COLUMNS = 256  # columns that a program of `triton_column_sums` adds, each for itself
 MERGED = 64  # rows and columns of a program of `triton_lora`
@@ -1538,6 +1540,9 @@ class CpuAttention(torch.autograd.Function):
 #     m' = max(m, max s), a = 2^((m - m') c), p = 2^(s c - m' c), l' = a l + p 1, o' = a o + p v, c = scale / ln 2,
 # and over the splits in order the same with a split's (m, l, o) in a tile's place: `_merge`. A hidden key or tile of
 # them changes no bit (m' = m, a = 1, p = 0), and no operation mixes rows. Backward has p = 2^(s c - lse).
+#
+# lse and rowsum(do * o) lie as (HK, N, G), so that those of a tile of rows are side by side, and then come some numbers
+# that are read with a last tile and thrown away.
 
 
 @triton.jit
@@ -1582,9 +1587,9 @@ def _row_tile(tile, q_ends, tile_ends, b, GROUPS: tl.constexpr, ROWS: tl.constex
     return start, length, query, row % GROUPS, (start + query).to(tl.int64), query < length
 
 
-@triton.jit(do_not_specialize=["B", "splits", "LANES"])
+@triton.jit(do_not_specialize=["N", "B", "splits", "LANES"])
 def triton_attention(
-    q, k, v, out, lse, part_m, part_l, q_ends, tile_ends, kv_lens, pages, requests, pages_r, c, B, splits, LANES,
+    q, k, v, out, lse, part_m, part_l, q_ends, tile_ends, kv_lens, pages, requests, pages_r, c, N, B, splits, LANES,
     q_n, q_h, k_s, k_h, v_s, v_h,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, PAGED: tl.constexpr, PARTS: tl.constexpr,
@@ -1599,6 +1604,7 @@ def triton_attention(
     kv_len = tl.load(kv_lens + b).to(tl.int32)
     position = kv_len - length + query
     last = tl.max(tl.where(valid, position, -1), 0) + 1  # keys that some row sees
+    seen = tl.min(position, 0) + 1  # keys that every row sees: their tiles need no mask
     if PAGED:
         pages += tl.load(requests + b).to(tl.int64) * pages_r
     d, ones = tl.arange(0, D)[None, :], tl.full([KEYS, 16], 1.0, v.dtype.element_ty)
@@ -1619,7 +1625,8 @@ def triton_attention(
             kt = tl.load(k + key[:, None] * k_s + d, mask=here[:, None], other=0.0)
             vt = tl.load(v + key[:, None] * v_s + d, mask=here[:, None], other=0.0)
             s = tl.dot(x, kt.T, input_precision="ieee")
-            s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
+            if first + KEYS > seen:
+                s = tl.where(first + tl.arange(0, KEYS)[None, :] <= position[:, None], s, float("-inf"))
             top = tl.maximum(sm, tl.max(s, 1))
             a = tl.exp2((sm - top) * c)
             p = tl.exp2(tl.fma(s, c, (-top * c)[:, None])).to(v.dtype.element_ty)
@@ -1637,7 +1644,7 @@ def triton_attention(
     if not PARTS:
         o, den = _finish(m, den, o, c)
         tl.store(out + row[:, None] * D + d, o.to(out.dtype.element_ty), mask=valid[:, None])
-        tl.store(lse + row, den, mask=valid)
+        tl.store(lse + (head.to(tl.int64) * N + token) * GROUPS + group, den, mask=valid)
 
 
 @triton.jit(do_not_specialize=["B", "splits"])
@@ -1662,17 +1669,22 @@ def triton_merge_parts(
 
 
 @triton.jit(do_not_specialize=["R"])
-def triton_attention_delta(grad, out, delta, R, D: tl.constexpr, ROWS: tl.constexpr):
+def triton_attention_delta(
+    grad, out, delta, R, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """rowsum(do * o), laid out as lse."""
     row, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
     at, inside = row[:, None] * D + d, (row < R)[:, None]
     x = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(delta + row, tl.sum(x * y, 1), mask=row < R)
+    token, column = row // (HEADS * GROUPS), row % (HEADS * GROUPS)
+    to = (column // GROUPS * (R // (HEADS * GROUPS)) + token) * GROUPS + column % GROUPS
+    tl.store(delta + to, tl.sum(x * y, 1), mask=row < R)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["N", "B"])
 def triton_attention_dq(
-    q, k, v, grad, lse, delta, dq, q_ends, tile_ends, c, scale, B, q_n, q_h, k_s, k_h, v_s, v_h,
+    q, k, v, grad, lse, delta, dq, q_ends, tile_ends, c, scale, N, B, q_n, q_h, k_s, k_h, v_s, v_h,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq = sum over the key tiles in order of ds k."""
@@ -1686,10 +1698,12 @@ def triton_attention_dq(
     row = token * (HEADS * GROUPS) + column
     x = tl.load(q + (token * q_n + column * q_h)[:, None] + d, mask=valid[:, None], other=0.0)
     g = tl.load(grad + row[:, None] * D + d, mask=valid[:, None], other=0.0)
-    top = tl.load(lse + row, mask=valid, other=0.0)[:, None]
-    mean = tl.load(delta + row, mask=valid, other=0.0)[:, None]
+    at_row = (head.to(tl.int64) * N + token) * GROUPS + group
+    top = tl.load(lse + at_row, mask=valid, other=0.0)[:, None]
+    mean = tl.load(delta + at_row, mask=valid, other=0.0)[:, None]
     k += head.to(tl.int64) * k_h
     v += head.to(tl.int64) * v_h
+    seen = tl.min(query, 0) + 1  # keys that every row sees; a row that is not valid has g = 0, and so ds = 0
     acc = tl.zeros([ROWS, D], tl.float32)
     for first in range(0, tl.max(tl.where(valid, query, -1), 0) + 1, KEYS):
         at = first + tl.arange(0, KEYS)
@@ -1698,16 +1712,17 @@ def triton_attention_dq(
         vt = tl.load(v + s_row * v_s + d, mask=here, other=0.0)
         s = tl.dot(x, kt.T, input_precision="ieee")
         p = tl.exp2(tl.fma(s, c, -top))
-        p = tl.where((at[None, :] <= query[:, None]) & valid[:, None], p, 0.0)
+        if first + KEYS > seen:
+            p = tl.where((first + tl.arange(0, KEYS)[None, :] <= query[:, None]) & valid[:, None], p, 0.0)
         dp = tl.dot(g, vt.T, input_precision="ieee")
         ds = (p * (dp - mean)).to(k.dtype.element_ty)
         acc = tl.dot(ds, kt, acc, input_precision="ieee")
     tl.store(dq + row[:, None] * D + d, (acc * scale).to(dq.dtype.element_ty), mask=valid[:, None])
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["N", "B"])
 def triton_attention_dkv(
-    q, k, v, grad, lse, delta, dk, dv, q_ends, key_ends, c, scale, B, q_n, q_h, k_s, k_h, v_s, v_h,
+    q, k, v, grad, lse, delta, dk, dv, q_ends, key_ends, c, scale, N, B, q_n, q_h, k_s, k_h, v_s, v_h,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """
@@ -1718,31 +1733,38 @@ def triton_attention_dkv(
     b = _find(key_ends, B, tile)
     if b == B:
         return
-    start = _before(q_ends, b)
-    length = _before(q_ends, b + 1) - start
+    start, end = _before(q_ends, b), _before(q_ends, b + 1)
+    length = end - start
     first_key = (tile - _before(key_ends, b)) * KEYS
     at = first_key + tl.arange(0, KEYS)
     d, here, s_row = tl.arange(0, D)[None, :], (at < length)[:, None], (start + at).to(tl.int64)
     kt = tl.load(k + head.to(tl.int64) * k_h + s_row[:, None] * k_s + d, mask=here, other=0.0)
     vt = tl.load(v + head.to(tl.int64) * v_h + s_row[:, None] * v_s + d, mask=here, other=0.0)
     dk_acc, dv_acc = tl.zeros([KEYS, D], tl.float32), tl.zeros([KEYS, D], tl.float32)
-    for first in range(first_key * GROUPS // ROWS * ROWS, length * GROUPS, ROWS):
+    rows, statistics = length * GROUPS, (head.to(tl.int64) * N + start) * GROUPS
+    q += (head * GROUPS).to(tl.int64) * q_h
+    grad += head.to(tl.int64) * (GROUPS * D)
+    lse += statistics
+    delta += statistics
+    for first in range(first_key * GROUPS // ROWS * ROWS, rows, ROWS):
         r = first + tl.arange(0, ROWS)
-        query, column = r // GROUPS, (head * GROUPS + r % GROUPS).to(tl.int64)
-        valid, token = query < length, (start + query).to(tl.int64)
-        row = token * (HEADS * GROUPS) + column
-        x = tl.load(q + (token * q_n + column * q_h)[:, None] + d, mask=valid[:, None], other=0.0)
-        g = tl.load(grad + row[:, None] * D + d, mask=valid[:, None], other=0.0)
-        top = tl.load(lse + row, mask=valid, other=0.0)[None, :]
-        mean = tl.load(delta + row, mask=valid, other=0.0)[None, :]
+        token, group, valid = (start + r // GROUPS).to(tl.int64), r % GROUPS, (r < rows)[:, None]
+        x = tl.load(q + (token * q_n + group * q_h)[:, None] + d, mask=valid, other=0.0)
+        g = tl.load(grad + ((token * (HEADS * GROUPS) + group) * D)[:, None] + d, mask=valid, other=0.0)
+        top, mean = tl.load(lse + r)[None, :], tl.load(delta + r)[None, :]  # past the sequence anything
         s = tl.dot(kt, x.T, input_precision="ieee")
         p = tl.exp2(tl.fma(s, c, -top))
-        p = tl.where((at[:, None] <= query[None, :]) & valid[None, :], p, 0.0)
+        if (first < (first_key + KEYS - 1) * GROUPS) | (first + ROWS > rows):  # not every row sees every key
+            i = tl.arange(0, ROWS)[None, :]
+            p = tl.where((at[:, None] * GROUPS - first <= i) & (i < rows - first), p, 0.0)
+            mean = tl.where(i < rows - first, mean, 0.0)
         dv_acc = tl.dot(p.to(g.dtype), g, dv_acc, input_precision="ieee")
         dp = tl.dot(vt, g.T, input_precision="ieee")
         ds = (p * (dp - mean)).to(x.dtype)
         dk_acc = tl.dot(ds, x, dk_acc, input_precision="ieee")
-    to = (s_row * HEADS + head)[:, None] * D + d
+    # computed again from what is read again: the loop has no registers to keep these in
+    at = tl.load(q_ends + b - 1, mask=b > 0, other=0, volatile=True).to(tl.int32) + first_key + tl.arange(0, KEYS)
+    to, here = (at.to(tl.int64) * HEADS + head)[:, None] * D + d, (at < end)[:, None]
     tl.store(dk + to, (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
     tl.store(dv + to, dv_acc.to(dv.dtype.element_ty), mask=here)
 
@@ -1750,9 +1772,10 @@ def triton_attention_dkv(
 LOG2_E = 1.4426950408889634
 
 
-def _attention_config(dtype, rows, warps, stages):
+def _attention_config(dtype, rows, warps, stages, keys=None):
     """Keys and rows per tile, warps and stages. float32 has no tensor core here: small tiles, or registers spill."""
-    keys, rows, warps, stages = (KEYS_FLOAT32, 16, 8, 1) if dtype == torch.float32 else (KEYS, rows, warps, stages)
+    config = keys or KEYS, rows, warps, stages
+    keys, rows, warps, stages = (KEYS_FLOAT32, 16, 8, 1) if dtype == torch.float32 else config
     return dict(KEYS=keys, ROWS=rows, num_warps=warps, num_stages=stages, **EXACT)
 
 
@@ -1762,18 +1785,19 @@ class TritonAttention(torch.autograd.Function):
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         (N, H, D), heads = q.shape, k.shape[1]
         groups, c, paged = H // heads, scale * LOG2_E, plan.page_table is not None
-        out, lse = q.new_empty(N, H, D), q.new_empty(N, H, dtype=torch.float32)
+        out, lse = q.new_empty(N, H, D), q.new_empty(N * H + BACKWARD_ROWS, dtype=torch.float32)
         pages, requests = (plan.page_table, plan.requests) if paged else (plan.q_ends, plan.q_ends)
         # decode has few rows: several programs share the splits that one may have, and a second kernel merges them
         decode = paged and N <= plan.B
         splits = triton.cdiv(pages.shape[1], SPLIT) if decode else 1
         parts, lanes = splits > 1, min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
-        config = _attention_config(q.dtype, DECODE_ROWS if decode else PREFILL_ROWS, 4 if parts else 8, 3)
+        rows, stages = DECODE_ROWS if decode else PREFILL_ROWS, PAGED_STAGES if paged else 3
+        config = _attention_config(q.dtype, rows, 4 if parts else 8, stages)
         ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + plan.B
         part_o = q.new_empty(N, H, splits, D, dtype=torch.float32) if parts else out
         part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32) if parts else (lse, lse)
         args = q, k, v, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
-        args += pages.stride(0), c, plan.B, splits, lanes, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+        args += pages.stride(0), c, N, plan.B, splits, lanes, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
         flags = dict(HEADS=heads, GROUPS=groups, D=D, SPLIT=SPLIT, PAGED=paged, PARTS=parts)
         _launch(triton_attention, (tiles, heads, lanes), *args, **flags, **config)
         if parts:
@@ -1790,13 +1814,16 @@ class TritonAttention(torch.autograd.Function):
         if plan.page_table is not None:
             raise ValueError("attention over a paged_plan has no gradient: train on a packed_plan")
         groups, grad, delta = H // heads, _aligned(grad), torch.empty_like(lse)
-        args, grid = (grad, out, delta, N * H), (triton.cdiv(N * H, DELTA_ROWS),)
-        _launch(triton_attention_delta, grid, *args, D=D, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
-        dq, dk, dv = (_contiguous_like(x) for x in (q, k, v))
-        dq_config, dkv_config = (_attention_config(q.dtype, BACKWARD_ROWS, *x) for x in ((4, 3), (8, 2)))
-        args, rows, keys = (q, k, v, grad, lse, delta), dq_config["ROWS"], dkv_config["KEYS"]
-        tail = scale * LOG2_E, scale, plan.B, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
         flags = dict(HEADS=heads, GROUPS=groups, D=D)
+        args, grid = (grad, out, delta, N * H), (triton.cdiv(N * H, DELTA_ROWS),)
+        _launch(triton_attention_delta, grid, *args, **flags, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
+        dq, dk, dv = (_contiguous_like(x) for x in (q, k, v))
+        dq_config = _attention_config(q.dtype, PREFILL_ROWS, 8, 3)
+        # an odd group's lse are copied one by one, which takes registers: half the rows, or they spill
+        rows, stages = (BACKWARD_ROWS // 2, 4) if groups % 2 else (BACKWARD_ROWS, 3)
+        dkv_config = _attention_config(q.dtype, rows, 8, stages, BACKWARD_KEYS)
+        args, rows, keys = (q, k, v, grad, lse, delta), dq_config["ROWS"], dkv_config["KEYS"]
+        tail = scale * LOG2_E, scale, N, plan.B, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
         grid, ends = (N * groups // rows + plan.B, heads), plan.ends(groups, rows)
         _launch(triton_attention_dq, grid, *args, dq, plan.q_ends, ends, *tail, **flags, **dq_config)
         grid, ends = (N // keys + plan.B, heads), plan.ends(1, keys)

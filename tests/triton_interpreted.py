@@ -318,6 +318,50 @@ def test_a_gradient_sees_neither_the_other_sequences_nor_where_it_is_in_the_pack
         assert all(same(a, b) for i, parts in grads(order).items() for a, b in zip(parts, together[i]))
 
 
+TILES = (16, 16), (16, 32), (32, 64), (64, 16)  # rows of a tile, and keys of one of dK and dV
+
+
+def in_tiles(k, groups, rows, keys, others=1.0):
+    """Output and gradients of a sequence of 70 tokens between two others, which are multiplied by `others`."""
+    torch.manual_seed(groups)
+    q, key, v, grad = (torch.randn(110, heads, 64) for heads in (groups, 1, 1, groups))
+    for x in (q, key, v, grad):
+        x[:20], x[90:] = x[:20] * others, x[90:] * others
+    k._attention_config = lambda *args: dict(ROWS=rows, KEYS=keys if len(args) > 4 else 16)
+    inputs = [x.requires_grad_() for x in (q, key, v)]
+    out = k.attention(*inputs, k.packed_plan([20, 70, 20]), 0.2)
+    return [x[20:90].detach() for x in (out, *torch.autograd.grad(out, inputs, grad))]
+
+
+def differing_tiles(k, groups):
+    """The tile sizes whose results are not those of the first, and of these that of rows that are NaN beside it."""
+    whole = in_tiles(kernels, groups, *TILES[0])
+    found = [(x, others) for x in TILES for others in (1.0, torch.nan) if k is kernels or x in TILES[1:3]]
+    return [x for x in found if not all(map(same, in_tiles(k, groups, *x[0], x[1]), whole))]
+
+
+@pytest.mark.parametrize("groups", [1, 4, 5])
+def test_a_gradient_sees_neither_the_size_of_the_tiles_nor_what_lies_beside_its_sequence(groups, monkeypatch):
+    monkeypatch.setattr(kernels, "_attention_config", kernels._attention_config)
+    assert differing_tiles(kernels, groups) == []
+
+
+MASKED = "if first + KEYS > seen:\n"
+EDGES = (
+    (MASKED + " " * 16 + "s", "if first > seen:\n" + " " * 16 + "s"),  # forward's mask begins a tile too late
+    (MASKED + " " * 12 + "p", "if first > seen:\n" + " " * 12 + "p"),  # that of dq
+    ("(first < (first_key + KEYS - 1) * GROUPS)", "(first < first_key * GROUPS)"),  # that of dk and dv ends too early
+    (" | (first + ROWS > rows)", ""),  # and is not there at the end of a sequence
+    ("range(first_key * GROUPS // ROWS * ROWS", "range((first_key * GROUPS // ROWS + 1) * ROWS"),  # no first tile
+)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_a_wrong_edge_of_the_tiles_is_caught(edge, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "_attention_config", kernels._attention_config)
+    assert differing_tiles(mutant(tmp_path, edge), 4)
+
+
 def test_the_same_plan_replays_with_the_lengths_and_pages_its_tensors_then_hold():
     """As a captured graph does: the tensors are written in place, and no number was read when the plan was made."""
     q, k, v = qkv(100, 2, 1, 64)
