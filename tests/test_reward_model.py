@@ -8,6 +8,7 @@ import json
 import math
 import random
 import shutil
+import signal
 import types
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -344,8 +345,10 @@ def test_a_run_learns_what_is_preferred_and_says_so_of_held_out_pairs(trained):
 
 
 def test_one_and_two_trainers_a_kill_and_a_resume_have_one_ledger(trained, pairs, tmp_path):
-    flags = dict(ranks=2, restarts=1, broken=killed_in_step_13)
-    output = finish(tmp_path / "run", *pairs, "--threads=1", **flags)
+    two = dict(ranks=2, launch=launch_warm)
+    status, output = launch_warm(tmp_path / "run", *pairs, "--threads=1", ranks=2, broken=killed_in_step_13)
+    assert status == -signal.SIGKILL, output[-4000:]
+    output = finish(tmp_path / "run", *pairs, "--threads=1", "--init_from=resume", **two)
     assert "resuming at step 10" in output and digest(output) == digest(trained[1])
     ours, other = ((folder / "ledger.jsonl").read_bytes() for folder in (tmp_path / "run", trained[0]))
     assert ours == other and len(ours.splitlines()) == 80

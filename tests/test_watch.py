@@ -107,8 +107,8 @@ def test_a_run_ends_where_its_reward_is_gamed_and_a_replay_does_too(tmp_path, ga
 
 
 def test_a_run_that_turns_back_has_one_ledger_killed_and_replayed(tmp_path, gamed):
-    flags = (*gamed, "--max_steps=40", "--learning_rate=2e-4", "--watch=rollback", "--watch_kl_coef=2")
     """On two ranks, one of which gets a SIGKILL; and in one process from its files, without an engine."""
+    flags = (*gamed, "--max_steps=40", "--learning_rate=2e-4", "--watch=rollback", "--watch_kl_coef=2")
     with shared_memory():
         rng = random.Random(os.urandom(8))
         status, output, victims = run_with_kills(tmp_path / "a", 1, rng, *flags, ranks=2)
