@@ -82,6 +82,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils, event
 from numba.extending import intrinsic, models, register_model
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -707,12 +708,16 @@ def _matmul_config(M, N, dtype, tma, aligned):
     return block_m, block_n, block_k, warps, stages * 8 // warps if alone else stages
 
 
+def _lies_for_tma(x):
+    """Whether the last dim is contiguous, and the others begin at multiples of 16 bytes: what TMA can read."""
+    return x.stride(-1) == 1 and not any(n % 16 for n in (x.data_ptr(), *(n * x.itemsize for n in x.stride()[:-1])))
+
+
 def _for_tma(x):
     """(x or its transpose, whether K is the contiguous dim) of x (rows, K), or None where TMA cannot read x."""
     contiguous_k = x.stride(1) == 1
     y = x if contiguous_k else x.t()
-    row = y.stride(0)
-    if y.stride(1) != 1 or y.data_ptr() % 16 or row * y.element_size() % 16 or row < y.shape[1]:
+    if not _lies_for_tma(y) or y.stride(0) < y.shape[1]:
         return None
     return y, contiguous_k
 
@@ -1543,6 +1548,9 @@ class CpuAttention(torch.autograd.Function):
 #
 # lse and rowsum(do * o) lie as (HK, N, G), so that those of a tile of rows are side by side, and then come some numbers
 # that are read with a last tile and thrown away.
+#
+# The copy engine (TMA) brings a packed batch's k and v to forward and dq. Past a tensor's end it fills in zeros; with
+# Triton's ragged descriptors, whose addresses wrap round at 2^64, it does so past a sequence's.
 
 
 @triton.jit
@@ -1607,29 +1615,33 @@ def triton_attention(
     seen = tl.min(position, 0) + 1  # keys that every row sees: their tiles need no mask
     if PAGED:
         pages += tl.load(requests + b).to(tl.int64) * pages_r
-    d, ones = tl.arange(0, D)[None, :], tl.full([KEYS, 16], 1.0, v.dtype.element_ty)
+        k += head.to(tl.int64) * k_h
+        v += head.to(tl.int64) * v_h
+    d, ones = tl.arange(0, D)[None, :], tl.full([KEYS, 16], 1.0, q.dtype.element_ty)
     column = (head * GROUPS + group).to(tl.int64)
     x = tl.load(q + (token * q_n + column * q_h)[:, None] + d, mask=valid[:, None], other=0.0)
-    k += head.to(tl.int64) * k_h
-    v += head.to(tl.int64) * v_h
     row = token * (HEADS * GROUPS) + column
     m, den, o = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
     for split in range(lane, tl.cdiv(last, SPLIT), LANES):
         sm, so = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS, D], tl.float32)
         sums = tl.zeros([ROWS, 16], tl.float32)
         for first in range(split * SPLIT, min(last, (split + 1) * SPLIT), KEYS):
-            at = first + tl.arange(0, KEYS)
             # foreign rows hold anything: 0 * NaN would be NaN, so neither k nor v is read past the sequence
-            here = at < kv_len
-            key = (tl.load(pages + at, mask=here, other=0) if PAGED else start + at).to(tl.int64)
-            kt = tl.load(k + key[:, None] * k_s + d, mask=here[:, None], other=0.0)
-            vt = tl.load(v + key[:, None] * v_s + d, mask=here[:, None], other=0.0)
+            if PAGED:
+                at = first + tl.arange(0, KEYS)
+                here = at < kv_len
+                key = tl.load(pages + at, mask=here, other=0).to(tl.int64)
+                kt = tl.load(k + key[:, None] * k_s + d, mask=here[:, None], other=0.0)
+                vt = tl.load(v + key[:, None] * v_s + d, mask=here[:, None], other=0.0)
+            else:
+                kt = load_ragged(k, start, kv_len, [first, head, 0]).reshape(KEYS, D)
+                vt = load_ragged(v, start, kv_len, [first, head, 0]).reshape(KEYS, D)
             s = tl.dot(x, kt.T, input_precision="ieee")
             if first + KEYS > seen:
                 s = tl.where(first + tl.arange(0, KEYS)[None, :] <= position[:, None], s, float("-inf"))
             top = tl.maximum(sm, tl.max(s, 1))
             a = tl.exp2((sm - top) * c)
-            p = tl.exp2(tl.fma(s, c, (-top * c)[:, None])).to(v.dtype.element_ty)
+            p = tl.exp2(tl.fma(s, c, (-top * c)[:, None])).to(q.dtype.element_ty)
             sums = tl.dot(p, ones, sums * a[:, None], input_precision="ieee")
             so = tl.dot(p, vt, so * a[:, None], input_precision="ieee")
             sm = top
@@ -1684,7 +1696,7 @@ def triton_attention_delta(
 
 @triton.jit(do_not_specialize=["N", "B"])
 def triton_attention_dq(
-    q, k, v, grad, lse, delta, dq, q_ends, tile_ends, c, scale, N, B, q_n, q_h, k_s, k_h, v_s, v_h,
+    q, k, v, grad, lse, delta, dq, q_ends, tile_ends, c, scale, N, B, q_n, q_h,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq = sum over the key tiles in order of ds k."""
@@ -1701,21 +1713,17 @@ def triton_attention_dq(
     at_row = (head.to(tl.int64) * N + token) * GROUPS + group
     top = tl.load(lse + at_row, mask=valid, other=0.0)[:, None]
     mean = tl.load(delta + at_row, mask=valid, other=0.0)[:, None]
-    k += head.to(tl.int64) * k_h
-    v += head.to(tl.int64) * v_h
     seen = tl.min(query, 0) + 1  # keys that every row sees; a row that is not valid has g = 0, and so ds = 0
     acc = tl.zeros([ROWS, D], tl.float32)
     for first in range(0, tl.max(tl.where(valid, query, -1), 0) + 1, KEYS):
-        at = first + tl.arange(0, KEYS)
-        here, s_row = (at < length)[:, None], (start + at).to(tl.int64)[:, None]
-        kt = tl.load(k + s_row * k_s + d, mask=here, other=0.0)
-        vt = tl.load(v + s_row * v_s + d, mask=here, other=0.0)
+        kt = load_ragged(k, start, length, [first, head, 0]).reshape(KEYS, D)
+        vt = load_ragged(v, start, length, [first, head, 0]).reshape(KEYS, D)
         s = tl.dot(x, kt.T, input_precision="ieee")
         p = tl.exp2(tl.fma(s, c, -top))
         if first + KEYS > seen:
             p = tl.where((first + tl.arange(0, KEYS)[None, :] <= query[:, None]) & valid[:, None], p, 0.0)
         dp = tl.dot(g, vt.T, input_precision="ieee")
-        ds = (p * (dp - mean)).to(k.dtype.element_ty)
+        ds = (p * (dp - mean)).to(q.dtype.element_ty)
         acc = tl.dot(ds, kt, acc, input_precision="ieee")
     tl.store(dq + row[:, None] * D + d, (acc * scale).to(dq.dtype.element_ty), mask=valid[:, None])
 
@@ -1779,10 +1787,16 @@ def _attention_config(dtype, rows, warps, stages, keys=None):
     return dict(KEYS=keys, ROWS=rows, num_warps=warps, num_stages=stages, **EXACT)
 
 
+def _by_copy_engine(k, v, keys):
+    """k and v (N, HK, D) in tiles of `keys` keys of one head."""
+    return [create_ragged_descriptor(x, [keys, 1, x.shape[2]]) for x in (k, v)]
+
+
 class TritonAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan, scale):
-        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+        # a clone has the strides of its shape; `contiguous` may leave those of a dim of 1
+        q, k, v = (x if _lies_for_tma(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
         (N, H, D), heads = q.shape, k.shape[1]
         groups, c, paged = H // heads, scale * LOG2_E, plan.page_table is not None
         out, lse = q.new_empty(N, H, D), q.new_empty(N * H + BACKWARD_ROWS, dtype=torch.float32)
@@ -1793,10 +1807,12 @@ class TritonAttention(torch.autograd.Function):
         parts, lanes = splits > 1, min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
         rows, stages = DECODE_ROWS if decode else PREFILL_ROWS, PAGED_STAGES if paged else 3
         config = _attention_config(q.dtype, rows, 4 if parts else 8, stages)
-        ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + plan.B
+        # without tokens no tile: TMA takes no empty tensor
+        ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + min(N, plan.B)
         part_o = q.new_empty(N, H, splits, D, dtype=torch.float32) if parts else out
         part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32) if parts else (lse, lse)
-        args = q, k, v, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
+        key_tiles = (k, v) if paged else _by_copy_engine(k, v, config["KEYS"])
+        args = q, *key_tiles, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
         args += pages.stride(0), c, N, plan.B, splits, lanes, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
         flags = dict(HEADS=heads, GROUPS=groups, D=D, SPLIT=SPLIT, PAGED=paged, PARTS=parts)
         _launch(triton_attention, (tiles, heads, lanes), *args, **flags, **config)
@@ -1822,12 +1838,12 @@ class TritonAttention(torch.autograd.Function):
         # an odd group's lse are copied one by one, which takes registers: half the rows, or they spill
         rows, stages = (BACKWARD_ROWS // 2, 4) if groups % 2 else (BACKWARD_ROWS, 3)
         dkv_config = _attention_config(q.dtype, rows, 8, stages, BACKWARD_KEYS)
-        args, rows, keys = (q, k, v, grad, lse, delta), dq_config["ROWS"], dkv_config["KEYS"]
-        tail = scale * LOG2_E, scale, N, plan.B, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        grid, ends = (N * groups // rows + plan.B, heads), plan.ends(groups, rows)
-        _launch(triton_attention_dq, grid, *args, dq, plan.q_ends, ends, *tail, **flags, **dq_config)
-        grid, ends = (N // keys + plan.B, heads), plan.ends(1, keys)
-        _launch(triton_attention_dkv, grid, *args, dk, dv, plan.q_ends, ends, *tail, **flags, **dkv_config)
+        rows, keys, sequences = dq_config["ROWS"], dkv_config["KEYS"], min(N, plan.B)
+        rest, tail = (grad, lse, delta), (scale * LOG2_E, scale, N, plan.B, *q.stride()[:2])
+        args = q, *_by_copy_engine(k, v, dq_config["KEYS"]), *rest, dq, plan.q_ends, plan.ends(groups, rows), *tail
+        _launch(triton_attention_dq, (N * groups // rows + sequences, heads), *args, **flags, **dq_config)
+        args = q, k, v, *rest, dk, dv, plan.q_ends, plan.ends(1, keys), *tail, *k.stride()[:2], *v.stride()[:2]
+        _launch(triton_attention_dkv, (N // keys + sequences, heads), *args, **flags, **dkv_config)
         return dq, dk, dv, None, None
 
 

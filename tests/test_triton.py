@@ -216,6 +216,22 @@ def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work
     if work is attentions:  # one instruction for all uses, whatever the tile
         assert all("wgmma" in x.ptx and " mma.sync" not in x.ptx for x in found if x.half and ".dot" in x.ir)
         assert {x.options.get("PARTS") for x in found if x.name == "triton_attention"} == {True, False}
+        packed = [x for x in found if x.options.get("PAGED") is False or x.name == "triton_attention_dq"]
+        assert packed and all(("cp.async.bulk.tensor" in x.ptx) == (x in packed) for x in found)
+
+
+def test_a_pack_without_tokens_launches_nothing(tmp_path):
+    """The copy engine takes no empty tensor."""
+
+    def work(k):
+        q, key, v = (empty(0, heads, 64).requires_grad_() for heads in (4, 1, 1))
+        out = k.attention(q, key, v, k.packed_plan([0, 0]), 0.1)
+        out.backward(torch.empty_like(out))
+
+    assert launches(lambda: work(kernels), compiled=False) == []
+    for change in (('"] + min(N, plan.B)', '"] + plan.B'), ('"], min(N, plan.B)', '"], plan.B')):
+        changed = mutant(tmp_path, change)
+        assert launches(lambda: work(changed), compiled=False)
 
 
 def slow_choices(k):

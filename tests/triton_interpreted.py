@@ -269,6 +269,15 @@ def test_attention_sees_no_tile_of_rows_and_takes_packs_without_tokens(monkeypat
         assert [g.shape[0] for g in torch.autograd.grad(out.sum(), (q, k, v))] == [0, 0, 0]
 
 
+def test_attention_takes_what_the_copy_engine_does_not():
+    inputs = qkv(33, 2, 1, 64)
+    out = kernels.attention(*inputs, kernels.packed_plan([33]), 0.2)
+    odd = [F.pad(x.flatten(1), (1, 2))[:, 1:-2].unflatten(1, x.shape[1:]) for x in inputs]  # rows, and where they begin
+    one = [x[:1] for x in odd]  # a row, whose stride says nothing
+    assert same(kernels.attention(*odd, kernels.packed_plan([33]), 0.2), out)
+    assert same(kernels.attention(*one, kernels.packed_plan([1]), 0.2), out[:1])
+
+
 def test_packed_training_equals_prefill_equals_any_chunking_equals_decode(monkeypatch):
     monkeypatch.setattr(kernels, "SPLIT", 128)  # so that short sequences have several
     # decode has smaller tiles than the rest, as on a GPU
@@ -353,6 +362,10 @@ EDGES = (
     ("(first < (first_key + KEYS - 1) * GROUPS)", "(first < first_key * GROUPS)"),  # that of dk and dv ends too early
     (" | (first + ROWS > rows)", ""),  # and is not there at the end of a sequence
     ("range(first_key * GROUPS // ROWS * ROWS", "range((first_key * GROUPS // ROWS + 1) * ROWS"),  # no first tile
+    ("ragged(v, start, kv_len,", "ragged(v, start, kv_len + 1,"),  # forward reads a value past the sequence
+    ("ragged(v, start, kv_len,", "ragged(v, start, kv_len - 1,"),  # and does not read its last
+    ("ragged(k, start, length,", "ragged(k, start, length + 1,"),  # dq reads a key past it
+    ("ragged(k, start, length,", "ragged(k, start, length - 1,"),
 )
 
 
