@@ -1944,13 +1944,24 @@ class CpuLayer:
         self.weights = (first, *qkv, *(of_heads or (NOTHING, NOTHING)), *o, second, *gate_up, *down)
         self.eps, self.tail = np.float32(eps), (*heads, head_dim, linear[3][0].shape[1], np.float32(scale))
 
-    def __call__(self, x, residual, rope, keys, values, where, plan):
-        """x (M, C) and residual, or None for the first layer -> those for the next one, in their place."""
-        residual = torch.full_like(x, -0.0) if residual is None else residual  # x + -0.0 is x, also where x is -0.0
-        before, after = map(_flat, (x, residual)), map(_flat, (*rope, keys, values, where))
-        args = *before, self.weights, self.eps, *after, plan.for_loops, NOTHING, x.shape[1], *self.tail
-        _share(cpu_layer, plan.B, 2 * len(x) * sum(w.size for w in self.weights), *args)
-        return x, residual
+
+def _layers_in_turn(first, last, each):
+    for args in each:
+        cpu_layer(first, last, *args)
+
+
+def cpu_layers(layers, x, residual, rope, caches, where, plan):
+    """
+    x (M, C) and residual, or None before the first layer -> those after these CpuLayers, in their place. caches: (keys,
+    values) of each layer. Threads part at the first layer and meet after the last: a sequence needs no other's, and to
+    wake a thread takes as long as a small layer.
+    """
+    residual = torch.full_like(x, -0.0) if residual is None else residual  # x + -0.0 is x, also where x is -0.0
+    before, (*rope, where) = tuple(map(_flat, (x, residual))), map(_flat, (*rope, where))
+    shared = where, plan.for_loops, NOTHING, x.shape[1]
+    each = [(*before, m.weights, m.eps, *rope, *map(_flat, kv), *shared, *m.tail) for m, kv in zip(layers, caches)]
+    _share(_layers_in_turn, plan.B, 2 * len(x) * sum(w.size for m in layers for w in m.weights), each)
+    return x, residual
 
 
 # ------------------------------------------------------------------------------------------------------------------

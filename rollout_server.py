@@ -266,6 +266,7 @@ def paged_attention(inv_freq):
         def __init__(self, runner):
             super().__init__()
             self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+            self.layers = runner.model.model.layers
             self.inv_freq = torch.tensor(inv_freq, device=runner.device)
 
         def init_forward_metadata_in_graph(self, batch):
@@ -293,8 +294,8 @@ def install_operators(backend, inv_freq, tp_split):
     """
     Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
     choice of a platform's kernel. backend: the name under which our attention is registered; by it SGLang decides how
-    the cache is laid out. A decoder layer is the same operators on a CPU and on CUDA; on a CPU they are one call unless
-    sums are cut into parts (tp_split).
+    the cache is laid out. Decoder layers are the same operators on a CPU and on CUDA; on a CPU all of them are one call
+    unless sums are cut into parts (tp_split).
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
     VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side; Sampler.forward divides
@@ -327,8 +328,8 @@ def install_operators(backend, inv_freq, tp_split):
         return row_parallel(attention.o_proj, backend.attend(q, k, v, attention.attn, batch).flatten(1))
 
     def layer(self, positions, x, batch, residual):
-        if kernels.kept is not None and tp_split == 1:
-            return layer_on_cpu(self, x, batch, residual)
+        if kernels.kept is not None and tp_split == 1:  # the first layer's call does the work of all
+            return layers_on_cpu(x, batch) if residual is None else (x, residual)
         if residual is None:
             x, residual = norm(self.input_layernorm, x), x
         else:
@@ -337,18 +338,22 @@ def install_operators(backend, inv_freq, tp_split):
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
         return row_parallel(self.mlp.down_proj, hidden), residual
 
-    def layer_on_cpu(self, x, batch, residual):
-        attention, backend = self.self_attn, get_attn_backend()
-        if self not in kernels.kept:
-            parts = attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
-            norms = self.input_layernorm, self.post_attention_layernorm
-            kernels.kept[self] = kernels.CpuLayer(
-                [(part.weight, part.bias) for part in parts], [n.weight for n in norms], head_norms(attention)[:2],
-                norms[0].variance_epsilon, (attention.num_heads, attention.num_kv_heads), attention.head_dim,
-                attention.attn.scaling,
-            )  # fmt: skip
-        cache = backend.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
-        return kernels.kept[self](x, residual, backend.rope_table, *cache, batch.out_cache_loc, backend.plan)
+    def layer_on_cpu(self):
+        attention, norms = self.self_attn, (self.input_layernorm, self.post_attention_layernorm)
+        parts = attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
+        return kernels.CpuLayer(
+            [(part.weight, part.bias) for part in parts], [n.weight for n in norms], head_norms(attention)[:2],
+            norms[0].variance_epsilon, (attention.num_heads, attention.num_kv_heads), attention.head_dim,
+            attention.attn.scaling,
+        )  # fmt: skip
+
+    def layers_on_cpu(x, batch):
+        backend = get_attn_backend()
+        if "layers" not in kernels.kept:
+            kernels.kept["layers"] = [layer_on_cpu(decoder) for decoder in backend.layers]
+        caches = [backend.token_to_kv_pool.get_kv_buffer(i) for i in range(len(backend.layers))]
+        its = backend.rope_table, caches, batch.out_cache_loc, backend.plan
+        return kernels.cpu_layers(kernels.kept["layers"], x, None, *its)
 
     def norm(self, x, residual=None, more=None):
         assert more is None

@@ -497,11 +497,11 @@ def test_a_loop_in_another_order_is_caught(tmp_path, name):
 # ---- threads and tiles: speed alone
 
 
-def decoder_layer(k, in_one_call):
-    """(x, residual, keys, values) after a layer on 3 sequences with biases and head norms, as an engine has them."""
+def decoder_layers(k, in_one_call):
+    """(x, residual, caches ..) after two layers on 3 sequences with biases and head norms, as an engine has them."""
     torch.manual_seed(2)
     (H, HK, D, C, F), q_lens, kv_lens = (4, 2, 16, 40, 72), torch.tensor([3, 1, 5]), torch.tensor([7, 20, 5])
-    x, residual, keys, values = (torch.randn(*s) for s in ((9, C), (9, C), (40, HK, D), (40, HK, D)))
+    x, residual, *caches = (torch.randn(*s) for s in [(9, C)] * 2 + [(40, HK, D)] * 4)
     table = torch.zeros(3, 20, dtype=torch.int32)
     for row, slots in zip(table, torch.randperm(40).int().split([7, 20, 5, 8])):  # no sequence has another's
         row[: len(slots)] = slots
@@ -509,22 +509,28 @@ def decoder_layer(k, in_one_call):
     plan = k.paged_plan(q_lens, kv_lens, table, torch.arange(3))
     cos, sin = k.rope_table(1e4 ** (-torch.arange(D // 2) / D), torch.arange(9))
     shapes = ((H + 2 * HK) * D, C), (C, H * D), (2 * F, C), (C, F)
-    linear = [(torch.randn(*shape) / 8, torch.randn(shape[0])) for shape in shapes]
-    norms, heads = [torch.randn(C), torch.randn(C)], [torch.randn(D), torch.randn(D)]
+    layers = []  # (linear, norms, head norms) of each
+    for _ in range(2):
+        linear = [(torch.randn(*shape) / 8, torch.randn(shape[0])) for shape in shapes]
+        layers.append((linear, [torch.randn(C), torch.randn(C)], [torch.randn(D), torch.randn(D)]))
     if in_one_call:
-        layer = k.CpuLayer(linear, norms, heads, 1e-6, (H, HK), D, 0.25)
-        return *layer(x, residual, (cos, sin), keys, values, where, plan), keys, values
-    qkv, o, gate_up, down = ((lambda y, w=w, b=b: k.addmm(b, y, w.t())) for w, b in linear)
-    normed, residual = k.rms_norm(x, norms[0], 1e-6, residual)
-    q, key, value = qkv(normed).view(9, -1, D).split([H, HK, HK], 1)
-    q, key = k.norm_rope(q, key, cos, sin, *heads, 1e-6)
-    keys[where], values[where] = key, value
-    normed, residual = k.rms_norm(o(k.attention(q, keys, values, plan, 0.25).flatten(1)), norms[1], 1e-6, residual)
-    return down(k.swiglu(*gate_up(normed).chunk(2, -1))), residual, keys, values
+        made = [k.CpuLayer(*its, 1e-6, (H, HK), D, 0.25) for its in layers]
+        pairs = caches[:2], caches[2:]
+        return *k.cpu_layers(made, x, residual, (cos, sin), pairs, where, plan), *caches
+    for (linear, norms, heads), keys, values in zip(layers, caches[::2], caches[1::2]):
+        qkv, o, gate_up, down = ((lambda y, w=w, b=b: k.addmm(b, y, w.t())) for w, b in linear)
+        normed, residual = k.rms_norm(x, norms[0], 1e-6, residual)
+        q, key, value = qkv(normed).view(9, -1, D).split([H, HK, HK], 1)
+        q, key = k.norm_rope(q, key, cos, sin, *heads, 1e-6)
+        keys[where], values[where] = key, value
+        normed, residual = k.rms_norm(o(k.attention(q, keys, values, plan, 0.25).flatten(1)), norms[1], 1e-6, residual)
+        x = down(k.swiglu(*gate_up(normed).chunk(2, -1)))
+    return x, residual, *caches
 
 
-def test_a_decoder_layer_in_one_call_is_the_operators_one_by_one():
-    assert all(same(a, b) for a, b in zip(decoder_layer(kernels, True), decoder_layer(kernels, False)))
+def test_decoder_layers_in_one_call_are_the_operators_one_by_one():
+    one, other = decoder_layers(kernels, True), decoder_layers(kernels, False)
+    assert all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
 def operators(k):
@@ -545,7 +551,7 @@ def operators(k):
         outs.append(k.attention(q[:20], key, value, k.paged_plan(one([20]), one([120]), table, one([0])), 0.2))
     logits = k.log_softmax(torch.randn(150, 90), -1, False)
     outs += [logits, k.draw(logits, targets, targets), k.matmul(x.t(), up), k.matmul(x.detach(), w.detach().t())]
-    outs += decoder_layer(k, True)
+    outs += decoder_layers(k, True)
     outs += [k.bit_sum(whole, targets, torch.arange(70)), k.row_sums(x.detach().double())]
     moved = torch.nn.Parameter(x.detach().clone())
     optimizer = k.AdamW([moved], lr=1e-2, weight_decay=0.1)
