@@ -341,7 +341,8 @@ def peer(args):
         args.new_tokens, size = new_tokens, PEER_MODELS[name]
         folder = Path(tempfile.mkdtemp(prefix="bench"))
         try:
-            sync.make_scratch_model(folder / "model", {"seed": 1} | {f"scratch_{key}": x for key, x in size.items()})
+            scratch = dict(seed=1, agent="") | {f"scratch_{key}": x for key, x in size.items()}
+            sync.make_scratch_model(folder / "model", scratch)
             task = dict(prompts=prompts, new_tokens=new_tokens, steps=args.steps, threads=threads)
             (folder / "task.json").write_text(json.dumps(task))
             ours, theirs = [], []  # per run the seconds of each step, by what they went into
