@@ -279,113 +279,139 @@ def roles(config, world):
     return (world, world) if both else (world - last, last // config["rollout_tp"])
 
 
-def check_config(config, world, defaults):
-    """Refuses values that make no sense together, before anything is started. world: number of ranks."""
-    c = types.SimpleNamespace(**config)
-
-    def check(key, fits, why):
-        require(fits, f"{key}={config[key]!r}: {why}")
-
-    for key, known in CHOICES.items():
-        check(key, config[key] in known, f"use {', '.join(filter(None, known))}")
-    for key in POSITIVE:
-        check(key, config[key] > 0, "must be more than 0")
-    for key, (other, value) in ONLY_WITH.items():
-        check(key, config[key] == defaults[key] or config[other] == value, f"is for --{other}={value}")
-    for key in ("reference", "kl_in_reward"):
-        check(key, c.kl_coef or not config[key], "is for kl_coef, which is 0")
-    # Not by an import: a folder `wandb` here, which wandb makes, is a package to Python.
-    check("track", not c.track or any(distributions(name=c.track)), f"not installed; uv sync --group {c.track}")
-    # the algorithm
+def algorithm_rules(c, world, defaults):
     grouped, distills = c.advantage not in ("reinforce++", "gae", "distill"), c.advantage == "distill"
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
-    check("group_size", c.group_size > 1 or not grouped, why)
+    yield "group_size", c.group_size > 1 or not grouped, why
     why = f"advantage={c.advantage!r} learns from groups of equal rewards, too; use 0"
-    check("dynamic_sampling", grouped or not c.dynamic_sampling, why)
-    check("lag", c.lag >= 0, "a number of steps; use 0 or more")
-    fits = 0 <= c.segment_tokens <= c.max_new_tokens
-    check("segment_tokens", fits, f"not within max_new_tokens={c.max_new_tokens}; use less, or 0: whole samples")
-    why = f"a step trains on prompts_per_step={c.prompts_per_step} groups out of these; use {2 * c.prompts_per_step}"
-    check("groups_in_flight", not c.segment_tokens or c.groups_in_flight >= c.prompts_per_step, why)
-    check("groups_in_flight", c.segment_tokens or not c.groups_in_flight, "is for segment_tokens, which is 0")
-    why = "groups in flight are not replaced; --segment_tokens=0, or use 0"
-    check("dynamic_sampling", not (c.dynamic_sampling and c.segment_tokens), why)
-    check("advantage", c.teacher or not distills, "needs a teacher; --teacher=model folder")
-    check("kl_coef", not c.kl_coef or not distills, "advantage='distill' is the KL to the teacher; use 0")
+    yield "dynamic_sampling", grouped or not c.dynamic_sampling, why
+    yield "advantage", c.teacher or not distills, "needs a teacher; --teacher=model folder"
+    yield "kl_coef", not c.kl_coef or not distills, "advantage='distill' is the KL to the teacher; use 0"
     refers = not c.kl_coef or c.reference or c.init_from != "scratch"
-    check("kl_coef", refers, "needs a reference, as a scratch model is random; --reference=model folder")
+    yield "kl_coef", refers, "needs a reference, as a scratch model is random; --reference=model folder"
+    for key in ("reference", "kl_in_reward"):
+        yield key, c.kl_coef or not vars(c)[key], "is for kl_coef, which is 0"
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
-    check("loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence")
+    yield "loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence"
     has_ratio = c.loss != "pg"
-    check("updates_per_batch", c.updates_per_batch == 1 or has_ratio, "loss='pg' has no ratio; use 1, or --loss=ppo")
+    yield "updates_per_batch", c.updates_per_batch == 1 or has_ratio, "loss='pg' has no ratio; use 1, or --loss=ppo"
     why = f"the weight of equal log-probs, 1, must lie between it and importance_cap={c.importance_cap}"
-    check("importance_floor", c.importance_floor < 1 < c.importance_cap, why)
-    check("overlong_cache", 0 <= c.overlong_cache < c.max_new_tokens, f"not within max_new_tokens={c.max_new_tokens}")
-    check("dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0")
-    check("temperature", c.temperature > 0, "samples of a group must differ; use more than 0")
-    check("eval_temperature", c.eval_temperature >= 0, "use 0 (greedy) or more")
-    check("eval_size", c.eval_size > 0 or c.mode != "eval", "mode='eval' is of held-out prompts; use more than 0")
-    # LoRA
-    check("lora_rank", c.lora_rank >= 0, "use 1 or more, or 0: the weights themselves are trained")
+    yield "importance_floor", c.importance_floor < 1 < c.importance_cap, why
+    yield "overlong_cache", 0 <= c.overlong_cache < c.max_new_tokens, f"not within max_new_tokens={c.max_new_tokens}"
+    yield "dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0"
+    yield "temperature", c.temperature > 0, "samples of a group must differ; use more than 0"
+    yield "eval_temperature", c.eval_temperature >= 0, "use 0 (greedy) or more"
+    yield "eval_size", c.eval_size > 0 or c.mode != "eval", "mode='eval' is of held-out prompts; use more than 0"
+
+
+def lag_rules(c, world, defaults):
+    yield "lag", c.lag >= 0, "a number of steps; use 0 or more"
+    fits = 0 <= c.segment_tokens <= c.max_new_tokens
+    yield "segment_tokens", fits, f"not within max_new_tokens={c.max_new_tokens}; use less, or 0: whole samples"
+    why = f"a step trains on prompts_per_step={c.prompts_per_step} groups out of these; use {2 * c.prompts_per_step}"
+    yield "groups_in_flight", not c.segment_tokens or c.groups_in_flight >= c.prompts_per_step, why
+    yield "groups_in_flight", c.segment_tokens or not c.groups_in_flight, "is for segment_tokens, which is 0"
+    why = "groups in flight are not replaced; --segment_tokens=0, or use 0"
+    yield "dynamic_sampling", not (c.dynamic_sampling and c.segment_tokens), why
+
+
+def lora_rules(c, world, defaults):
+    yield "lora_rank", c.lora_rank >= 0, "use 1 or more, or 0: the weights themselves are trained"
     for key in ("lora", "lora_alpha", "lora_targets"):
-        check(key, c.lora_rank or config[key] == defaults[key], "is for lora_rank, which is 0")
-    check("lora_alpha", c.lora_alpha > 0, "must be more than 0")
+        yield key, c.lora_rank or vars(c)[key] == defaults[key], "is for lora_rank, which is 0"
+    yield "lora_alpha", c.lora_alpha > 0, "must be more than 0"
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
-    check("lora_rank", not c.lora_rank or roles(config, world)[0], f"mode={c.mode!r}: {why}")
-    check("lora_rank", not (c.lora_rank and c.mode == "rm"), "a reward model's score has no adapters; use 0")
-    # a served model
+    yield "lora_rank", not c.lora_rank or roles(vars(c), world)[0], f"mode={c.mode!r}: {why}"
+    yield "lora_rank", not (c.lora_rank and c.mode == "rm"), "a reward model's score has no adapters; use 0"
+
+
+def serving_rules(c, world, defaults):
     if c.mode == "serve":
-        check("mode", world == 1, f"one process serves a model, and these are {world}; without torchrun")
-        check(
-            "init_from", c.init_from != "scratch", "nobody has trained it; use a model folder or a run's ckpt/step_.."
-        )
-        check("port", 0 <= c.port < 2**16, "use 1 .. 65535, or 0: any that is free")
-    # agents
+        yield "mode", world == 1, f"one process serves a model, and these are {world}; without torchrun"
+        trained = c.init_from != "scratch"
+        yield "init_from", trained, "nobody has trained it; use a model folder or a run's ckpt/step_.."
+        yield "port", 0 <= c.port < 2**16, "use 1 .. 65535, or 0: any that is free"
+
+
+def agent_rules(c, world, defaults):
     try:
         template_arguments(c.chat_template_args)
     except ValueError as e:
-        check("chat_template_args", False, f"{e}; use arguments of the chat template, such as 'enable_thinking=False'")
+        cure = "use arguments of the chat template, such as 'enable_thinking=False'"
+        yield "chat_template_args", False, f"{e}; {cure}"
     renders = c.agent or c.chat_template or not c.chat_template_args
-    check("chat_template_args", renders, "is for an agent, or for --chat_template")
+    yield "chat_template_args", renders, "is for an agent, or for --chat_template"
+    single = dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=c.mode in ("reject", "rm"))
+    for key, used in single.items():
+        yield key, not (used and c.agent), "is for samples of one turn, which an agent's are not"
     discounts = c.advantage == "gae" or c.credit == "turn"
-    check("gamma", c.gamma == 1 or discounts, "is for --advantage=gae or --credit=turn")
-    for key, used in dict(
-        chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=c.mode in ("reject", "rm")
-    ).items():
-        check(key, not (used and c.agent), "is for samples of one turn, which an agent's are not")
-    check("truth_reward", not (c.truth_reward and c.agent), "is noted beside `reward`, which an agent does not get")
+    yield "gamma", c.gamma == 1 or discounts, "is for --advantage=gae or --credit=turn"
+    by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")
+    yield "credit", c.agent or not by_turn, "is for an agent"
+    yield "credit", not by_turn or c.advantage in known, f"is for advantage {', '.join(known)}"
+    yield "credit", not (by_turn and (c.kl_in_reward or c.overlong_cache)), "not with kl_in_reward or overlong_cache"
+
+
+def watch_rules(c, world, defaults):
+    yield "truth_reward", not (c.truth_reward and c.agent), "is noted beside `reward`, which an agent does not get"
     single = not {*"+*"} & {*c.truth_reward} and (not c.truth_reward or c.truth_reward != c.reward)
-    check("truth_reward", single, "use one reward without a weight, and another than `reward`")
+    yield "truth_reward", single, "use one reward without a weight, and another than `reward`"
     if c.watch == "rollback":
         enough = -(-HEALTHY // max(1, c.checkpoint_every)) + 2
-        check("checkpoint_every", c.checkpoint_every > 0, "watch='rollback' goes back to a checkpoint; use more than 0")
+        yield "checkpoint_every", c.checkpoint_every > 0, "watch='rollback' goes back to a checkpoint; use more than 0"
         why = f"watch='rollback' goes back {HEALTHY} steps and more; use {enough}"
-        check("keep_checkpoints", c.keep_checkpoints >= enough, why)
-        check("watch_kl_coef", c.watch_kl_coef >= 0, "use 0 or more")
+        yield "keep_checkpoints", c.keep_checkpoints >= enough, why
+        yield "watch_kl_coef", c.watch_kl_coef >= 0, "use 0 or more"
     samples = c.mode in ("grpo", "replay", "rollout", "reject")
-    check("watch", samples or not c.watch, f"watches RL steps, and mode={c.mode!r} has none")
-    by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")
-    check("credit", c.agent or not by_turn, "is for an agent")
-    check("credit", not by_turn or c.advantage in known, f"is for advantage {', '.join(known)}")
-    check("credit", not (by_turn and (c.kl_in_reward or c.overlong_cache)), "not with kl_in_reward or overlong_cache")
-    # the machine
-    sample, trainers, engines = c.max_prompt_tokens + c.max_new_tokens, *roles(config, world)
+    yield "watch", samples or not c.watch, f"watches RL steps, and mode={c.mode!r} has none"
+
+
+def rank_rules(c, world, defaults):
+    sample, trainers, engines = c.max_prompt_tokens + c.max_new_tokens, *roles(vars(c), world)
     holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
-    check("engine_kv_tokens", holds, f"one sample may take {sample + 1}; use more, or 0")
-    # an engine's ranks are of one node, and train nothing
+    yield "engine_kv_tokens", holds, f"one sample may take {sample + 1}; use more, or 0"
+    # An engine's ranks are of one node, and train nothing.
     here, of = int(os.environ.get("LOCAL_WORLD_SIZE", world)), c.rollout_ranks if c.mode == "grpo" else world
     fill = of % c.rollout_tp == 0 and (here == world or here % c.rollout_tp == 0) and trainers != world
     why = f"{of} ranks that sample, of {world}, do not make engines of {c.rollout_tp}; use others, or 1"
-    check("rollout_tp", c.rollout_tp == 1 or fill or c.mode in ("serve", "replay", "sft", "rm"), why)
+    yield "rollout_tp", c.rollout_tp == 1 or fill or c.mode in ("serve", "replay", "sft", "rm"), why
     why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
-    check("rollout_ranks", c.mode != "grpo" or trainers > 0 < engines, why)
+    yield "rollout_ranks", c.mode != "grpo" or trainers > 0 < engines, why
     for key in ("lanes", "tp_split"):
-        check(key, config[key] & (config[key] - 1) == 0, "not a power of two; use 1, 2, 4, ..")
+        yield key, vars(c)[key] & (vars(c)[key] - 1) == 0, "not a power of two; use 1, 2, 4, .."
     why = f"does not divide tp_split={c.tp_split}, the parts of a sum; use a tp_split of which it is a divisor"
-    check("rollout_tp", c.tp_split % c.rollout_tp == 0, why)
+    yield "rollout_tp", c.tp_split % c.rollout_tp == 0, why
     why = f"{trainers} trainer ranks cannot share them; use 1, 2, 4, .. ranks, at most as many as lanes"
-    check("lanes", not trainers or c.lanes % trainers == 0, why)
+    yield "lanes", not trainers or c.lanes % trainers == 0, why
     replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
-    check("queue_dir", replays, "mode='replay' needs the queue of a run, such as 'out/tiny/queue'")
+    yield "queue_dir", replays, "mode='replay' needs the queue of a run, such as 'out/tiny/queue'"
     why = "engine and trainer must be one process; use --colocate or another transport"
-    check("weight_sync", c.weight_sync != "ipc" or trainers == engines == world, why)
+    yield "weight_sync", c.weight_sync != "ipc" or trainers == engines == world, why
+
+
+def key_rules(c, world, defaults):
+    values = vars(c)
+    for key, known in CHOICES.items():
+        yield key, values[key] in known, f"use {', '.join(filter(None, known))}"
+    for key in POSITIVE:
+        yield key, values[key] > 0, "must be more than 0"
+    for key, (other, value) in ONLY_WITH.items():
+        yield key, values[key] == defaults[key] or values[other] == value, f"is for --{other}={value}"
+    # Not by an import: a folder `wandb` here, which wandb makes, is a package to Python.
+    yield "track", not c.track or any(distributions(name=c.track)), f"not installed; uv sync --group {c.track}"
+
+
+RULES = (
+    key_rules, algorithm_rules, lag_rules, lora_rules, serving_rules, agent_rules, watch_rules, rank_rules,
+)  # fmt: skip
+
+
+def check_config(config, world, defaults):
+    """
+    Refuses values that make no sense together, before anything is started. world: number of ranks. Each of RULES
+    yields (key, whether its value fits, what is wrong with it and the cure), and the first that does not fit is told.
+    """
+    c = types.SimpleNamespace(**config)
+    for rules in RULES:
+        for key, fits, why in rules(c, world, defaults):
+            require(fits, f"{key}={config[key]!r}: {why}")
