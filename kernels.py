@@ -487,7 +487,7 @@ def _flat(x):
     The memory of a CPU tensor from its first element to its last, as a NumPy array that loops index by x's strides.
     Loops check nothing: their callers have compared the shapes.
     """
-    if x.device.type != "cpu" or x.dtype not in LOOP_DTYPES:
+    if not x.is_cpu or x.dtype not in LOOP_DTYPES:
         raise ValueError(f"{x.dtype} on {x.device}: the CPU operators know float32")
     if not x.numel():
         return NOTHING.view(LOOP_DTYPES[x.dtype])
@@ -1945,7 +1945,7 @@ class CpuLayer:
         self.eps, self.tail = np.float32(eps), (*heads, head_dim, linear[3][0].shape[1], np.float32(scale))
 
 
-def _layers_in_turn(first, last, each):
+def cpu_layers_in_turn(first, last, each):
     for args in each:
         cpu_layer(first, last, *args)
 
@@ -1960,7 +1960,7 @@ def cpu_layers(layers, x, residual, rope, caches, where, plan):
     before, (*rope, where) = tuple(map(_flat, (x, residual))), map(_flat, (*rope, where))
     shared = where, plan.for_loops, NOTHING, x.shape[1]
     each = [(*before, m.weights, m.eps, *rope, *map(_flat, kv), *shared, *m.tail) for m, kv in zip(layers, caches)]
-    _share(_layers_in_turn, plan.B, 2 * len(x) * sum(w.size for m in layers for w in m.weights), each)
+    _share(cpu_layers_in_turn, plan.B, 2 * len(x) * sum(w.size for m in layers for w in m.weights), each)
     return x, residual
 
 
@@ -2365,6 +2365,12 @@ def cpu_adamw(first, last, w, g, m, v, rest1, b2, rest2, keep, rate, root, eps):
         w[i] = w[i] * keep - rate * m[i] / (np.sqrt(v[i]) / root + eps)
 
 
+@functools.lru_cache(2)  # all parameters are at the same step
+def _bias_correction(beta, step):
+    """1 - beta^step. Decimal: for powers of floats Python asks the C library, which computes them in its own way."""
+    return float(1 - Decimal(beta) ** step)
+
+
 class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self):
@@ -2374,8 +2380,7 @@ class AdamW(torch.optim.AdamW):
                     return super().step()
                 state, (b1, b2), lr = self.state[w], group["betas"], group["lr"]
                 state["step"] += 1
-                # Decimal: for powers of floats Python asks the C library, which computes them in its way on each CPU.
-                c1, c2 = (float(1 - Decimal(b) ** int(state["step"])) for b in (b1, b2))
+                c1, c2 = (_bias_correction(b, int(state["step"])) for b in (b1, b2))
                 numbers = 1 - b1, b2, 1 - b2, 1 - lr * group["weight_decay"], lr / c1, math.sqrt(c2), group["eps"]
                 tensors = map(_flat, (w, w.grad, state["exp_avg"], state["exp_avg_sq"]))
                 _share(cpu_adamw, w.numel(), 20 * w.numel(), *tensors, *map(np.float32, numbers))

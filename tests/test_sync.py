@@ -323,12 +323,12 @@ def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere
 
 
 def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
-    """Its work takes five times the timeout; after that nobody touches a sign, and the wait ends."""
+    """Its work takes three times the timeout; after that nobody touches a sign, and the wait ends."""
     signs, started = [tmp_path / "engine_0.alive", tmp_path / "engine_1.alive"], time.monotonic()
-    queue = sync.Queue(tmp_path, None, "abc", 0.2, signs)
+    queue = sync.Queue(tmp_path, None, "abc", 0.8, signs)
 
     def engine():
-        for _ in range(20):
+        for _ in range(48):
             signs[1].touch()
             time.sleep(0.05)
         queue.store.set("mine", "done")
@@ -336,10 +336,10 @@ def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(engine)
         queue._wait(tmp_path, ["mine"])
-        assert time.monotonic() - started > 0.9 and working.result() is None
-    with pytest.raises(RunError, match="rl_000003: no rollout came for 0 s"):
+        assert time.monotonic() - started > 2.3 and working.result() is None
+    with pytest.raises(RunError, match="rl_000003: no rollout came for 1 s"):
         queue.sample(JOB)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
 
 
 # ---- the ledger
