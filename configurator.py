@@ -279,6 +279,18 @@ def roles(config, world):
     return (world, world) if both else (world - last, last // config["rollout_tp"])
 
 
+def key_rules(c, world, defaults):
+    values = vars(c)
+    for key, known in CHOICES.items():
+        yield key, values[key] in known, f"use {', '.join(filter(None, known))}"
+    for key in POSITIVE:
+        yield key, values[key] > 0, "must be more than 0"
+    for key, (other, value) in ONLY_WITH.items():
+        yield key, values[key] == defaults[key] or values[other] == value, f"is for --{other}={value}"
+    # Not by an import: a folder `wandb` here, which wandb makes, is a package to Python.
+    yield "track", not c.track or any(distributions(name=c.track)), f"not installed; uv sync --group {c.track}"
+
+
 def algorithm_rules(c, world, defaults):
     grouped, distills = c.advantage not in ("reinforce++", "gae", "distill"), c.advantage == "distill"
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
@@ -387,18 +399,6 @@ def rank_rules(c, world, defaults):
     yield "queue_dir", replays, "mode='replay' needs the queue of a run, such as 'out/tiny/queue'"
     why = "engine and trainer must be one process; use --colocate or another transport"
     yield "weight_sync", c.weight_sync != "ipc" or trainers == engines == world, why
-
-
-def key_rules(c, world, defaults):
-    values = vars(c)
-    for key, known in CHOICES.items():
-        yield key, values[key] in known, f"use {', '.join(filter(None, known))}"
-    for key in POSITIVE:
-        yield key, values[key] > 0, "must be more than 0"
-    for key, (other, value) in ONLY_WITH.items():
-        yield key, values[key] == defaults[key] or values[other] == value, f"is for --{other}={value}"
-    # Not by an import: a folder `wandb` here, which wandb makes, is a package to Python.
-    yield "track", not c.track or any(distributions(name=c.track)), f"not installed; uv sync --group {c.track}"
 
 
 RULES = (

@@ -290,6 +290,17 @@ def paged_attention(inv_freq):
     return PagedAttention
 
 
+def layer_on_cpu(decoder):
+    """The kernels.CpuLayer of one of SGLang's decoder layers."""
+    attention, norms = decoder.self_attn, (decoder.input_layernorm, decoder.post_attention_layernorm)
+    parts = attention.qkv_proj, attention.o_proj, decoder.mlp.gate_up_proj, decoder.mlp.down_proj
+    return kernels.CpuLayer(
+        [(part.weight, part.bias) for part in parts], [n.weight for n in norms], head_norms(attention)[:2],
+        norms[0].variance_epsilon, (attention.num_heads, attention.num_kv_heads), attention.head_dim,
+        attention.attn.scaling,
+    )  # fmt: skip
+
+
 def install_operators(backend, inv_freq, tp_split):
     """
     Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
@@ -338,22 +349,13 @@ def install_operators(backend, inv_freq, tp_split):
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
         return row_parallel(self.mlp.down_proj, hidden), residual
 
-    def layer_on_cpu(self):
-        attention, norms = self.self_attn, (self.input_layernorm, self.post_attention_layernorm)
-        parts = attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
-        return kernels.CpuLayer(
-            [(part.weight, part.bias) for part in parts], [n.weight for n in norms], head_norms(attention)[:2],
-            norms[0].variance_epsilon, (attention.num_heads, attention.num_kv_heads), attention.head_dim,
-            attention.attn.scaling,
-        )  # fmt: skip
-
     def layers_on_cpu(x, batch):
         backend = get_attn_backend()
         if "layers" not in kernels.kept:
-            kernels.kept["layers"] = [layer_on_cpu(decoder) for decoder in backend.layers]
+            kernels.kept["layers"] = [*map(layer_on_cpu, backend.layers)]
         caches = [backend.token_to_kv_pool.get_kv_buffer(i) for i in range(len(backend.layers))]
         its = backend.rope_table, caches, batch.out_cache_loc, backend.plan
-        return kernels.cpu_layers(kernels.kept["layers"], x, None, *its)
+        return kernels.cpu_layers(kernels.kept["layers"], x, *its)
 
     def norm(self, x, residual=None, more=None):
         assert more is None

@@ -501,7 +501,7 @@ def decoder_layers(k, in_one_call):
     """(x, residual, caches ..) after two layers on 3 sequences with biases and head norms, as an engine has them."""
     torch.manual_seed(2)
     (H, HK, D, C, F), q_lens, kv_lens = (4, 2, 16, 40, 72), torch.tensor([3, 1, 5]), torch.tensor([7, 20, 5])
-    x, residual, *caches = (torch.randn(*s) for s in [(9, C)] * 2 + [(40, HK, D)] * 4)
+    x, *caches = (torch.randn(*s) for s in [(9, C)] + [(40, HK, D)] * 4)
     table = torch.zeros(3, 20, dtype=torch.int32)
     for row, slots in zip(table, torch.randperm(40).int().split([7, 20, 5, 8])):  # no sequence has another's
         row[: len(slots)] = slots
@@ -516,10 +516,12 @@ def decoder_layers(k, in_one_call):
     if in_one_call:
         made = [k.CpuLayer(*its, 1e-6, (H, HK), D, 0.25) for its in layers]
         pairs = caches[:2], caches[2:]
-        return *k.cpu_layers(made, x, residual, (cos, sin), pairs, where, plan), *caches
+        return *k.cpu_layers(made, x, (cos, sin), pairs, where, plan), *caches
+    residual = None
     for (linear, norms, heads), keys, values in zip(layers, caches[::2], caches[1::2]):
         qkv, o, gate_up, down = ((lambda y, w=w, b=b: k.addmm(b, y, w.t())) for w, b in linear)
-        normed, residual = k.rms_norm(x, norms[0], 1e-6, residual)
+        first = residual is None
+        normed, residual = (k.rms_norm(x, norms[0], 1e-6), x) if first else k.rms_norm(x, norms[0], 1e-6, residual)
         q, key, value = qkv(normed).view(9, -1, D).split([H, HK, HK], 1)
         q, key = k.norm_rope(q, key, cos, sin, *heads, 1e-6)
         keys[where], values[where] = key, value

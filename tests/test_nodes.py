@@ -19,7 +19,7 @@ def nodes():
     try:
         with two_nodes() as nodes:
             yield nodes
-    except OSError as e:
+    except OSError as e:  # where networks of one's own are not allowed, two nodes cannot be had on one machine
         pytest.skip(str(e))
 
 
