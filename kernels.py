@@ -580,7 +580,7 @@ def cpu_matmul_blocks(first, last, a, a_m, a_k, packed, c, M, N, K, add):
         cpu_multiply(a, m * a_m, a_m, a_k, rows, K, packed, 0, K, panel, panel + 1, c, m * N, N, N, add)
 
 
-# An engine makes this a dict, {where b is: (b, its panels)} and its layers, and clears it when its weights change. Its b
+# An engine makes this a dict, {where b is: (b, its panels)} and layers, and clears it when its weights change. Its b
 # are weights only, and its a have often so few rows that to pack the panels takes as long as the product.
 kept = None
 
@@ -1952,9 +1952,9 @@ def cpu_layers_in_turn(first, last, each):
 
 def cpu_layers(layers, x, rope, caches, where, plan):
     """
-    Embeddings x (M, C) through these CpuLayers: x, overwritten, and the residual (M, C) to add to it. caches: (keys,
-    values) of each layer. Threads part at the first layer and meet after the last: a sequence needs no other's, and to
-    wake a thread takes as long as a small layer.
+    Embeddings x (M, C) through these CpuLayers: x, overwritten, and the residual (M, C) to add. caches: (keys, values)
+    of each layer. Threads part at the first layer and meet after the last: a sequence needs no other's, and to wake a
+    thread takes as long as a small layer.
     """
     residual = torch.full_like(x, -0.0)  # x + -0.0 is x, also where x is -0.0
     before, (*rope, where) = tuple(map(_flat, (x, residual))), map(_flat, (*rope, where))
