@@ -8,6 +8,7 @@ process copies these notes to VICTIM, if that is not there yet, and dies.
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -30,7 +31,10 @@ def add(a: int, b: int) -> int:
         notes = Path(os.environ["NOTES"]).read_text().rpartition("\n")[0]  # another process may be writing a line
         of_step = [line.partition(",")[0] for line in notes.splitlines()]
         if 12 < of_step.count(of_step[-1]) < 60:  # in the midst of a step, of which other samples have notes, too
-            victim.write_text(notes)
+            # Whole or not at all: other threads, and the other engine, may be at this line, too, and die in it.
+            own = victim.with_name(f"victim_{threading.get_native_id()}")
+            own.write_text(notes)
+            own.rename(victim)
             os.kill(os.getpid(), signal.SIGKILL)
     return a + b
 
