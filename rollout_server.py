@@ -30,7 +30,6 @@ that takes seconds.
 import asyncio
 import copy
 import functools
-import gc
 import hashlib
 import itertools
 import multiprocessing
@@ -50,7 +49,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, require
+from configurator import close_bars, lean_imports, require
 from rewards import RewardError, rows_of_step, score_all
 from sync import RunError, Shard, TreeReduceScatter, group_path, hidden_torchrun, tensor_hashes, write_group
 
@@ -69,12 +68,13 @@ def check_model(folder, config, key="init_from"):
     The Hugging Face config of a language model, or with key='reward' of a reward model. With mode='rm' it is the config
     of the reward model that the language model becomes. Ends the run with one line if we cannot train and serve it.
     """
-    from transformers import AutoConfig
+    with lean_imports():  # reading a config imports half of transformers
+        from transformers import AutoConfig
 
-    try:
-        hf = AutoConfig.from_pretrained(folder)
-    except Exception as e:
-        require(False, f"{key}={str(folder)!r}: no usable config.json: {str(e).splitlines()[0]}")
+        try:
+            hf = AutoConfig.from_pretrained(folder)
+        except Exception as e:
+            require(False, f"{key}={str(folder)!r}: no usable config.json: {str(e).splitlines()[0]}")
     name = f"{key}={str(folder)!r}"
     require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
     sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
@@ -136,8 +136,10 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     of row-parallel sums.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with lean_imports():
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # `install_in_trainer` replaces the layers that would call it; under this name no attention mask is made
     ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.attention)
@@ -534,24 +536,6 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         Scheduler.init_tokenizer = init_tokenizer
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     run_scheduler_process(*args, **kwargs)
-
-
-@contextmanager
-def lean_imports():
-    """
-    Inside, importing SGLang takes half as long: without packages that it and transformers import only because they are
-    installed, and without garbage collection among the modules, now and at the process's end.
-    """
-    unused = () if torch.cuda.is_available() else ("flashinfer", "sklearn", "torchao")
-    hidden = dict.fromkeys(name for name in unused if name not in sys.modules)
-    sys.modules.update(hidden)  # None: as if they were not installed
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze(), gc.enable()
-        for name in hidden:
-            del sys.modules[name]
 
 
 def early_scheduler(run, orders, writer):

@@ -44,7 +44,7 @@ from torch.distributed.tensor import Shard as ByRows
 from tqdm import tqdm
 
 import kernels
-from configurator import HEALTHY, close_bars, config_source, fail, free_keys, provenance, require, roles
+from configurator import HEALTHY, close_bars, config_source, fail, free_keys, lean_imports, provenance, require, roles
 from kernels import tree_sum
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
@@ -317,9 +317,10 @@ CHAT_TEMPLATE = """
 
 def make_scratch_model(folder, config):
     """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-    from transformers.utils import logging
+    with lean_imports():
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+        from transformers.utils import logging
 
     logging.disable_progress_bar()
     roles = ["<system>", "<user>", "<assistant>", "<tool>"] if config["agent"] else []
@@ -699,10 +700,10 @@ def read_group(folder, index, expected):
     """
     path = group_path(folder, index)
     try:
-        with safe_open(path, "pt") as f:
+        with safe_open(path, "np") as f:  # three times as fast as "pt"
             header = f.metadata() or {}
             meta = json.loads(header.get("meta", "{}"))
-            tensors = {name: f.get_tensor(name) for name in f.keys()}
+            tensors = {name: torch.from_numpy(f.get_tensor(name)) for name in f.keys()}
     except (SafetensorError, ValueError, OSError) as e:
         raise RunError(f"{path}: torn or not a rollout file ({reason(e)}); delete it to have it made again")
     if header.get("sha256") != _digest(tensors, meta):

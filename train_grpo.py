@@ -17,7 +17,6 @@ tokens together. A row of leaves has one leaf per lane, and the trainer ranks sh
 """
 
 import heapq
-import itertools
 import math
 import os
 import shutil
@@ -30,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import block, require, resolve, roles, versions
+from configurator import block, lean_imports, require, resolve, roles, versions
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -195,14 +194,15 @@ if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
     config, resumed, restarted = resolve(globals(), DEFAULTS)
 
-import torch
-import torch.distributed as dist
-from tqdm import tqdm
+with lean_imports():
+    import torch
+    import torch.distributed as dist
+    from tqdm import tqdm
 
-import kernels
-import rewards
-import sync
-from rollout_server import Batch, Flight, Job, RolloutEngine, Sampler, build_model, check_model, sample_step
+    import kernels
+    import rewards
+    import sync
+    from rollout_server import Batch, Flight, Job, RolloutEngine, Sampler, build_model, check_model, sample_step
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
@@ -408,6 +408,11 @@ def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False,
     return Sample(*known, logprobs, logprobs, *[torch.zeros(len(response))] * 4)
 
 
+def loss_tokens(samples):
+    """How many tokens of the samples have a loss."""
+    return int(torch.cat([s.loss_mask for s in samples]).sum())
+
+
 # One token without loss, which stands in an empty leaf: its rank must take part in the other ranks' collectives.
 FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0))
 
@@ -458,15 +463,15 @@ def versions_kept(c):
 def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
     samples = samples or [FILLER]
-    lengths = [len(s.tokens) for s in samples]
-    ends, ids = itertools.accumulate(lengths), torch.cat([s.tokens for s in samples])
-    response = torch.cat([torch.arange(end - len(s.loss_mask), end) for s, end in zip(samples, ends)])
-    mask = torch.cat([s.loss_mask for s in samples])
-    at, counts = response[mask], [int(s.loss_mask.sum()) for s in samples]
-    of_samples = ids, torch.cat([torch.arange(n) for n in lengths]), torch.tensor(lengths), torch.tensor(counts)
+    lengths, prompts = torch.tensor([(len(s.tokens), s.prompt_tokens) for s in samples]).t()
+    ids, mask = (torch.cat(field) for field in zip(*((s.tokens, s.loss_mask) for s in samples)))
+    of, starts = torch.arange(len(samples)).repeat_interleave(lengths), lengths.cumsum(0) - lengths
+    positions = torch.arange(len(ids)) - starts[of]
+    at = (positions >= prompts[of]).nonzero()[:, 0][mask]  # of the loss tokens
+    counts = torch.bincount(of[at], minlength=len(samples))
     first = Sample._fields.index("staleness")
     of_tokens = (torch.cat(field)[mask] for field in zip(*(s[first:] for s in samples)))
-    return Leaf(*(x.to(device) for x in (*of_samples, at - 1, ids[at], *of_tokens)))
+    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *of_tokens)))
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -549,17 +554,20 @@ def with_advantages(samples, rewards, c):
     """The samples with their advantages, from rewards (P, G), and with returns if there is a critic. c: the config."""
     if c.advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
-    costs = [torch.zeros(int(s.loss_mask.sum())) for s in samples]
+    costs = []
     if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
         costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator)[s.loss_mask] for s in samples]
     if c.advantage == "gae":
-        gains = [gained(s, float(rewards.flatten()[s.of]), c.credit) - cost for s, cost in zip(samples, costs)]
+        gains = [gained(s, float(rewards.flatten()[s.of]), c.credit) for s in samples]
+        gains = [g - cost for g, cost in zip(gains, costs)] if costs else gains
         return critic_advantages(samples, gains, c.gamma, c.gae_lambda)
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
-    of, costs = torch.tensor([s.of for s in samples]), torch.stack([cost.sum() for cost in costs])
-    net = rewards - torch.zeros_like(rewards.flatten()).index_add(0, of, costs.to(rewards)).view(rewards.shape)
-    advantages = advantages_of(net, c.advantage).flatten().tolist()
+    if costs:
+        of, costs = torch.tensor([s.of for s in samples]), torch.stack([cost.sum() for cost in costs])
+        costs = torch.zeros_like(rewards.flatten()).index_add(0, of, costs.to(rewards))
+        rewards = rewards - costs.view(rewards.shape)
+    advantages = advantages_of(rewards, c.advantage).flatten().tolist()
     return [s._replace(advantages=torch.full(s.logprobs.shape, advantages[s.of])) for s in samples]
 
 
@@ -792,7 +800,7 @@ class Trainer:
         those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept.
         """
         self.mismatches = []
-        ages = torch.cat([s.staleness[s.loss_mask] for s in samples]).unique()
+        ages = torch.cat([s.staleness for s in samples])[torch.cat([s.loss_mask for s in samples])].unique()
         for age in ages[ages > 0].tolist():
             cut = {i: part for i, s in enumerate(samples) if (part := as_sampled(s, age))}
             where, parts = list(cut), list(cut.values())
@@ -842,7 +850,7 @@ class Trainer:
         number of ranks. Under torch.no_grad there are no gradients.
         check: compare log-probs with the engine's at tokens that were sampled with these very weights.
         """
-        tokens = len(samples) // 2 if phase == "rm" else max(1, sum(int(s.loss_mask.sum()) for s in samples))
+        tokens = len(samples) // 2 if phase == "rm" else max(1, loss_tokens(samples))
         ranks = self.mesh.size()
         total, rows, mismatches = sync.LeafSum(self.c.lanes // ranks), [], []
         for chosen, leaf in self.leaves(samples):
@@ -913,7 +921,7 @@ class Trainer:
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
             if mismatches and self.c.strict:
-                count = f"{differ} of {sum(int(s.loss_mask.sum()) for s in samples)}"
+                count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
         where, value = f"{phase} step {step}", metrics["loss"]
         require(math.isfinite(value), f"{where}: the loss is {value}; the weights are as they were")

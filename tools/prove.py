@@ -474,11 +474,32 @@ class Proof:
         varied = "segments with lag=1: overlapped or in turn, 1 and 2 slow engines, kills, replay"
         yield self.row(varied, runs, "segments cut by time", self.differs(base, cut), base)
 
+    def L12(self):
+        if torch.cuda.is_available():
+            return
+        generic = dict(ATEN_CPU_CAPABILITY="default", NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
+        old = self.run("on any x86-64 CPU's instructions", env=generic)
+        theirs = ("--batch_invariant=False", "--strict=False", "--max_steps=2")
+        a, b = (self.run("the libraries' own operators", *theirs, env=env) for env in ({}, generic))
+        varied = "instructions of this CPU and of any x86-64"
+        yield self.row(varied, [old], "the libraries' own operators", self.differs(a, b))
+
+    def L13(self):
+        if self.most < 3:
+            return
+        base, over = self.run("sums of four parts", *SPLIT, ranks=0), (*SPLIT, "--rollout_tp=2", "--rollout_ranks=2")
+        runs = [self.run("an engine over two ranks", *over, ranks=3)]
+        if self.most > 4:
+            runs.append(self.run("two of them", *over, "--rollout_ranks=4", ranks=5))
+        usual = self.run("a plain all-reduce", *over, "--max_steps=2", ranks=3, fails=True, broken=plain_all_reduce)
+        caught = usual and "log-probs differ" in usual
+        yield self.row(f"an engine over 2 ranks, {len(runs)} of them", runs, "a plain all-reduce", caught, base)
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     laws = [name for name in vars(Proof) if name[0] == "L"]
-    parser.add_argument("laws", nargs="*", choices=[[], *laws], default=[], metavar="L1 .. L11")
+    parser.add_argument("laws", nargs="*", choices=[[], *laws], default=[], metavar="L1 .. L13")
     parser.add_argument("--kills", type=int, default=6)
     args = parser.parse_args()
     folder, started = Path(tempfile.mkdtemp(prefix="prove")), time.monotonic()
