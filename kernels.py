@@ -144,7 +144,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # tests: CPU tensors take
 
 def use_triton(x):
     """Whether x takes the Triton path: the loops are for CPUs, and for no other device."""
-    return x.device.type != "cpu" or INTERPRET
+    return not x.is_cpu or INTERPRET
 
 
 def check_operands(x, *others):

@@ -34,6 +34,7 @@ import sync
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from prove import (  # noqa: E402
     AGENT,
+    DIALOGUES,
     LAG,
     ROOT,
     SEGMENTS,
@@ -45,6 +46,7 @@ from prove import (  # noqa: E402
     replay_of,
     run_with_kills,
     slow_engines,
+    taught_by,
 )
 
 torch.set_num_threads(1)  # two workers share the machine
@@ -326,13 +328,20 @@ def split_apart(once):
 
 
 @pytest.fixture(scope="session")
-def agents(once):
-    """An agent whose tool takes its time, in one process."""
-    return once("agents", lambda folder: finish(folder, *AGENT, launch=launch_warm))
+def agent(once):
+    """Flags of the runs of an agent whose tool takes its time, after supervised steps on its dialogues."""
+    folder, _ = once("taught", lambda folder: finish(folder, *AGENT, *DIALOGUES, launch=launch_warm))
+    return taught_by(folder)
 
 
 @pytest.fixture(scope="session")
-def agents_apart(once):
+def agents(once, agent):
+    """Such a run in one process."""
+    return once("agents", lambda folder: finish(folder, *agent, launch=launch_warm))
+
+
+@pytest.fixture(scope="session")
+def agents_apart(once, agent):
     """
     The same with two trainers and two engines, ended by SIGKILL between a call and its result, and resumed. The files
     `notes` and `victim` are beside its folder.
@@ -340,7 +349,7 @@ def agents_apart(once):
 
     def run(folder):
         env = dict(NOTES=str(folder.parent / "notes"), VICTIM=str(folder.parent / "victim"))
-        flags, options = (*AGENT, "--rollout_ranks=2"), dict(ranks=4, env=env)
+        flags, options = (*agent, "--rollout_ranks=2"), dict(ranks=4, env=env)
         with shared_memory():
             status, output = launch_warm(folder, *flags, **options)
         assert status == -signal.SIGKILL and Path(env["VICTIM"]).exists(), output[-4000:]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rewards import numeric
 
-calls, samples = [], []  # of this process; samples: not those of the supervised steps
+calls = []  # of this process
 
 
 def add(a: int, b: int) -> int:
@@ -25,7 +25,7 @@ def add(a: int, b: int) -> int:
         b: the second
     """
     time.sleep(random.SystemRandom().random() / 20)
-    calls.extend([a] * bool(samples))
+    calls.append(a)
     victim = Path(os.environ.get("VICTIM", "/"))
     if len(calls) >= 300 and not victim.exists():
         notes = Path(os.environ["NOTES"]).read_text().rpartition("\n")[0]  # another process may be writing a line
@@ -70,7 +70,6 @@ async def ask(chat, row, tool):
 
 async def solve(chat, row, tool=add):
     """Now and then a second dialogue has its say, too."""
-    samples.extend([chat] * (chat.episode.key[0] == "rl"))
     await chat.do(note, f"{chat.episode.where}, begins")
     right = await ask(chat, row, tool)
     if chat.random.random() < 0.25:

@@ -37,7 +37,6 @@ import pytest
 import torch
 from conftest import DAPO, ENGINE_FLAGS, digest, error_line, finish, launch_warm, read_groups
 from prove import (
-    AGENT,
     LAG,
     ROOT,
     SEGMENTS,
@@ -352,17 +351,16 @@ def test_L10_what_was_done_before_a_kill_is_not_done_again(agents_apart):
     notes, until_then = (agents_apart[0].parent.joinpath(x).read_text().splitlines() for x in ("notes", "victim"))
     groups = read_groups(agents_apart[0], "*")
     entries = [x for _, meta in groups for journal in meta["journal"] for x in journal if x["name"] == "note"]
-    done = [x for x in notes if not x.startswith("replies")]  # of the supervised steps
-    assert {x["arguments"][0] for x in entries} == set(done) and len(entries) == len(set(done)) > 2000
-    assert len(done) - len(entries) < 8
+    assert {x["arguments"][0] for x in entries} == set(notes) and len(entries) == len(set(notes)) > 2000
+    assert len(notes) - len(entries) < 8
     # The step in which it happened had begun: without journals all that its unfinished groups did would be done twice.
     last = re.match(r"\w+ step \d+,", until_then[-1])[0]
-    assert 8 < sum(x.startswith(last) for x in until_then) < sum(x.startswith(last) for x in done)
+    assert 8 < sum(x.startswith(last) for x in until_then) < sum(x.startswith(last) for x in notes)
     assert not list((agents_apart[0] / "queue").glob("*/journal_*"))  # they are in the group files
 
 
-def test_L10_dialogues_are_what_their_template_makes_of_the_messages(agents):
-    tokenizer, checked = AutoTokenizer.from_pretrained(agents[0] / "model"), 0
+def test_L10_dialogues_are_what_their_template_makes_of_the_messages(agent, agents):
+    tokenizer, checked = AutoTokenizer.from_pretrained(agent[-1].partition("=")[2]), 0
     for tensors, meta in read_groups(agents[0]):
         rows = zip(tensors["tokens"].split(tensors["lengths"].tolist()), itertools.chain(*meta["episodes"]))
         for tokens, chat in rows:
@@ -379,32 +377,32 @@ def test_L10_dialogues_are_what_their_template_makes_of_the_messages(agents):
     assert checked > 200
 
 
-def test_L10_a_replay_calls_nothing_and_has_the_same_ledger(agents, tmp_path):
+def test_L10_a_replay_calls_nothing_and_has_the_same_ledger(agent, agents, tmp_path):
     env = {"NOTES": str(tmp_path / "notes")}
-    finish(tmp_path / "run", *AGENT, *replay_of(agents[0]), "--checkpoint_every=0", launch=launch_warm, env=env)
+    finish(tmp_path / "run", *agent, *replay_of(agents[0]), "--checkpoint_every=0", launch=launch_warm, env=env)
     assert ledger(tmp_path / "run") == ledger(agents[0])
-    assert all(x.startswith("replies") for x in (tmp_path / "notes").read_text().splitlines())  # of supervised steps
+    assert not (tmp_path / "notes").exists()
 
 
-def test_L10_control_seeds_by_arrival_are_other_samples(agents, tmp_path):
-    status, output = launch_warm(tmp_path / "run", *AGENT, "--max_steps=2", "--eval_size=0", broken=seeds_by_arrival)
+def test_L10_control_seeds_by_arrival_are_other_samples(agent, agents, tmp_path):
+    status, output = launch_warm(tmp_path / "run", *agent, "--max_steps=2", "--eval_size=0", broken=seeds_by_arrival)
     assert status == 0, output[-4000:]
     pairs = zip(lines(agents[0], "ledger.jsonl", "rl"), lines(tmp_path / "run", "ledger.jsonl", "rl"))
     assert any(x["tokens"] != y["tokens"] for x, y in pairs)
 
 
-def test_L10_control_a_journal_with_another_result_is_another_run(agents, tmp_path):
+def test_L10_control_a_journal_with_another_result_is_another_run(agent, agents, tmp_path):
     queue = interrupt(agents[0], tmp_path / "run") / "queue"
     tensors, meta = sync.read_group(queue / "rl_000017", 0, {})
     entry = next(entry for journal in meta["journal"] for entry in journal if entry["name"] == "add")
     entry["result"] += "0"
     sync.write_group(queue / "rl_000017", 0, tensors, meta)
-    status, output = launch_warm(tmp_path / "run", *AGENT, "--init_from=resume")
+    status, output = launch_warm(tmp_path / "run", *agent, "--init_from=resume")
     assert status == 1 and re.search("rl step 17 came out otherwise", error_line(output)), output[-2000:]
 
 
-def test_L10_control_a_tool_with_a_clock_is_named_after_the_first_step(tmp_path):
-    flags = (*AGENT, "--agent=tests/slow_agent.py:ask_the_clock", "--eval_size=0")
+def test_L10_control_a_tool_with_a_clock_is_named_after_the_first_step(agent, tmp_path):
+    flags = (*agent, "--agent=tests/slow_agent.py:ask_the_clock", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags)
     why = r"^error: rl step 0, prompt \d, sample \d, turn 0, call 0: add gave '\d+' and now '\d+'; .* @impure"
     assert status == 2 and re.search(why, error_line(output)), output[-3000:]

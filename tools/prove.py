@@ -193,9 +193,15 @@ SEGMENTS = ("--lag=1", "--segment_tokens=1", "--groups_in_flight=16", "--prompts
 # Adapters of a model that was trained before, which --init_from names
 LORA = ("--lora_rank=8", "--lora_alpha=16", "--learning_rate=2e-3", "--warmup_sft_steps=0")
 
-# An agent with a tool that takes its time
+# An agent with a tool that takes its time, and the supervised steps on its dialogues from which its model comes
 AGENT = """--agent=tests/slow_agent.py:solve --tool_call_parser=pythonic --max_prompt_tokens=24 --max_new_tokens=40
-    --leaf_tokens=512 --warmup_sft_steps=100""".split()
+    --leaf_tokens=512 --warmup_sft_steps=0""".split()
+DIALOGUES = "--mode=sft --max_steps=100 --learning_rate=2e-3 --warmup_steps=20 --checkpoint_every=100".split()
+
+
+def taught_by(folder):
+    """The flags of an agent's run that begins with what the run of supervised steps in `folder` has learned."""
+    return *AGENT, f"--init_from={folder / 'ckpt' / 'step_000100'}"
 
 
 def replay_of(folder):
@@ -460,9 +466,10 @@ class Proof:
         yield self.row(varied, runs, "weights as they come", late and "log-probs differ" in late, base)
 
     def L10(self):
-        base, runs = self.apart(AGENT)
-        arrival = self.run("seeds by arrival", *AGENT, "--max_steps=2", ranks=0, broken=seeds_by_arrival)
-        clock = (*AGENT, "--agent=tests/slow_agent.py:ask_the_clock")
+        agent = taught_by(self.run("supervised steps on dialogues", *AGENT, *DIALOGUES, ranks=0))
+        base, runs = self.apart(agent)
+        arrival = self.run("seeds by arrival", *agent, "--max_steps=2", ranks=0, broken=seeds_by_arrival)
+        clock = (*agent, "--agent=tests/slow_agent.py:ask_the_clock")
         named = self.run("a tool with a clock", *clock, ranks=0, fails=True)
         caught = self.differs(base, arrival) and named and "add gave" in named
         varied = "an agent with a slow tool: 1 and 2 engines, kills, replay"
