@@ -139,7 +139,7 @@ def config_source(config, origins=ORIGINS):
     return "".join(f"{key} = {value!r}{comments.get(key, '')}\n" for key, value in config.items())
 
 
-def versions():
+def library_versions():
     """{name: version} of the libraries whose change may change bits."""
     return {name: version(name).partition("+")[0] for name in ("torch", "sglang", "transformers", "triton", "numba")}
 
@@ -153,7 +153,7 @@ def commit():
 
 def provenance(gpu):
     """Comment lines for a saved config: command, commit, versions and machine. gpu: its name, or '' for the CPU."""
-    libraries = ", ".join(f"{name} {number}" for name, number in versions().items())
+    libraries = ", ".join(f"{name} {number}" for name, number in library_versions().items())
     chip = gpu or f"{platform.processor() or platform.machine()} CPU"
     machine = f"python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores"
     return f"# {shlex.join(sys.argv)}\n# commit {commit()}\n# {machine}\n"
@@ -244,8 +244,8 @@ ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm"))
 
 def free_keys(config):
     """FREE_KEYS, without those that decide where a run with watch='rollback' turns back to."""
-    turns = config["watch"] == "rollback"
-    return [key for key in FREE_KEYS if not (turns and key in ("watch", "checkpoint_every"))]
+    rolls_back = config["watch"] == "rollback"
+    return [key for key in FREE_KEYS if not (rolls_back and key in ("watch", "checkpoint_every"))]
 
 
 def template_arguments(text):
@@ -285,7 +285,7 @@ def resolve(namespace, defaults):
 def check_versions():
     """Refuses other versions than pyproject.toml's: the hooks into these libraries are written for them."""
     pins = (Path(__file__).parent / "pyproject.toml").read_text()
-    for name, found in versions().items():
+    for name, found in library_versions().items():
         wanted = pins.partition(f'"{name}==')[2].partition('"')[0]
         cure = "install that one (uv sync), or adapt the hooks and the pin in pyproject.toml"
         require(found == wanted, f"{name} {found}: the hooks into it are written for {name} {wanted}; {cure}")

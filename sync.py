@@ -878,7 +878,7 @@ class Record:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
         (folder / "best.jsonl").unlink(missing_ok=True)  # mode='reject' has no checkpoints: it starts again
-        self.turns = saved.get("turns", []) if saved else []  # where the watch turned back, if it did
+        self.rollbacks = saved.get("rollbacks", []) if saved else []  # the steps to which the watch has turned back
         self.steps, self.tracker = [], open_tracker(folder, c)  # steps: the lines of metrics.jsonl with phase 'rl'
         for line in map(json.loads, filter(None, (folder / LOGS[1]).read_text().splitlines())):
             self.steps += [line] * (line["phase"] == "rl")
@@ -887,7 +887,7 @@ class Record:
     def state(self):
         """What a checkpoint must say of the run and of its logs."""
         sizes = {name: (self.folder / name).stat().st_size for name in LOGS}
-        return self.origin | dict(digest=self.ledger.digest, bytes=sizes, turns=self.turns)
+        return self.origin | dict(digest=self.ledger.digest, bytes=sizes, rollbacks=self.rollbacks)
 
     def line(self, file, **line):
         """Appends a line of JSON to a file."""
@@ -993,8 +993,8 @@ class Record:
         metrics so far are kept in metrics_0.jsonl, the healthy policy in healthy_1 (then _1 and _2, and so on), and the
         ledger goes on.
         """
-        done, n, turns = self.steps[-1]["step"] + 1, len(self.turns), self.turns
-        step = max((done - HEALTHY) // self.c.checkpoint_every * self.c.checkpoint_every, *turns, 0)
+        done, n, rollbacks = self.steps[-1]["step"] + 1, len(self.rollbacks), self.rollbacks
+        step = max((done - HEALTHY) // self.c.checkpoint_every * self.c.checkpoint_every, *rollbacks, 0)
         self.ledger.append(phase="rollback", step=done, signal=signal, to=step)
         ckpt, healthy = self.folder / "ckpt", self.folder / f"healthy_{n + 1}"
         path, every = ckpt / f"step_{step:06d}", checkpoints(ckpt)
@@ -1004,7 +1004,7 @@ class Record:
         shutil.copytree(path, healthy, copy_function=os.link, ignore=ours)
         shutil.copy(self.folder / LOGS[1], self.folder / f"metrics_{n}.jsonl")
         sizes = json.loads((path / "checkpoint.json").read_text())["bytes"] | {LOGS[0]: self.ledger.path.stat().st_size}
-        reseal_checkpoint(path, path, turns=[*turns, step], digest=self.ledger.digest, bytes=sizes)
+        reseal_checkpoint(path, path, rollbacks=[*rollbacks, step], digest=self.ledger.digest, bytes=sizes)
         return f"watch: {signal} after step {done}; back to the checkpoint of step {step}"
 
     def alarm(self, signal):

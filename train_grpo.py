@@ -9,7 +9,7 @@ What differs from the GRPO paper (Shao et al. 2024, arXiv:2402.03300):
   1. no KL term by default and no reference model (as in DAPO, Yu et al. 2025, arXiv:2503.14476)
   2. `loss_aggregation` is by default a mean over all loss tokens of the step, not over each sample first (DAPO)
   3. `clip_low` and `clip_high` are separate (DAPO, "clip-higher")
-  4. before the first update of each batch the trainer's log-probs are compared with the engine's, as bits
+  4. before a batch moves any weight, the trainer's log-probs are compared with the engine's, as bits
 
 Letters: P prompts per step, G samples per prompt, B = P * G samples, T tokens of a sample, R tokens of its response,
 N tokens of a packed leaf, M loss tokens of it, V vocabulary. A leaf is a micro-batch: samples of at most `leaf_tokens`
@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import block, lean_imports, require, resolve, roles, versions
+from configurator import block, lean_imports, library_versions, require, resolve, roles
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -107,14 +107,14 @@ chat_template_args = ""  # such as 'enable_thinking=False'
 tool_call_parser = ""  # SGLang's name for the format of tool calls; '': qwen25, or llama3 for a llama
 credit = "sample"  # each token gets its sample's advantage; 'turn': its turn's, later turns discounted by gamma
 # asynchrony: counts decide which weights sample a token, never a moment in time
-lag = 0  # the samples of step s are made with the weights of step s - lag; 0: training and sampling wait for each other
+lag = 0  # samples are begun with the weights of lag steps before; 0: training and sampling wait for each other
 overlap = True  # ranks that only train and ranks that only sample work side by side, with a lag; changes no bit
 segment_tokens = 0  # partial rollouts: tokens that an unfinished sample gets per step; 0: all of them
 groups_in_flight = 0  # with segment_tokens: number of groups begun but not yet trained on, prompts_per_step or more
 # the update
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
 leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample is a leaf of its own
-lanes = 8  # leaves of a row: a power of two that the number of trainers divides. It sets the order of sums
+lanes = 8  # leaves that the trainers compute side by side, a row: a power of two. It, not their number, orders sums
 learning_rate = 1e-6
 warmup_steps = 0  # of the learning rate, linear
 lr_decay_steps = 0  # cosine from warmup_steps to lr_decay_steps; 0: constant
@@ -137,7 +137,7 @@ clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
 dual_clip = 0.0  # bound of the ratio where the advantage is negative, such as 3.0; 0: none
 # 'truncate' or 'mask': weigh each token's loss by its probability before the update over that when it was sampled,
-# which is exactly 1 without a lag; '': no weights
+# which is exactly 1 where the weights are the same ones; '': no weights
 importance = ""
 importance_floor = 0.0  # 'truncate' clamps the weight to floor .. cap, 'mask' makes it 0 outside
 importance_cap = 2.0
@@ -433,9 +433,9 @@ def samples_of(groups, step=None, overlong_filter=False):
             turns = zip(t["turn"].split(lengths), t["turn_rewards"].split(t["turns"].tolist()))
         # A partial rollout may be trained on at a later step than its file's; then the name says which.
         where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step not in (None, meta["step"]))
-        for g, turn, cut, tokens, mask, logprobs, old in zip(of, turns, t["truncated"].tolist(), *fields):
+        for g, turn, cut, tokens, mask, logprobs, stale in zip(of, turns, t["truncated"].tolist(), *fields):
             mask, name = mask & (not (cut and overlong_filter)), f"{where}, sample {g}"
-            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, name, cut, old, begun + g, turn))
+            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, name, cut, stale, begun + g, turn))
         begun += len(t["rewards"])
     return samples
 
@@ -695,10 +695,10 @@ class Trainer:
         elif name := c.teacher or c.kl_coef and (c.reference or c.init_from):
             key = "teacher" if c.teacher else "reference"
             folder = sync.fetch_model(name, key)
-            its = check_model(folder, vars(c), key)
-            require(its.vocab_size == hf.vocab_size, f"{key}={name!r}: needs the vocabulary of init_from's model")
-            self.frozen = build_model(its, self.mesh, device, c.batch_invariant, tp_split=c.tp_split)
-            sync.load_weights(sync.shards(self.frozen, self.mesh), folder, its.tie_word_embeddings)
+            frozen = check_model(folder, vars(c), key)
+            require(frozen.vocab_size == hf.vocab_size, f"{key}={name!r}: needs the vocabulary of init_from's model")
+            self.frozen = build_model(frozen, self.mesh, device, c.batch_invariant, tp_split=c.tp_split)
+            sync.load_weights(sync.shards(self.frozen, self.mesh), folder, frozen.tie_word_embeddings)
 
     def state_bytes(self):
         """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of the current row."""
@@ -1021,13 +1021,13 @@ if __name__ == "__main__":
     hf = check_model(model_path, config)
     tokenizer, stop_tokens = sync.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
-    its = None
+    episodes = None  # what an agent's runs have in place of samples of one turn
     if agent:
         from agents.sampler import Agent
 
-        its = Agent(config, model_path, tokenizer, stop_tokens)
+        episodes = Agent(config, model_path, tokenizer, stop_tokens)
     train_rows, eval_rows = rewards.load_rows(config)
-    if scored and not its:
+    if scored and not episodes:
         rewards.check_answers(reward_function, train_rows + eval_rows, answer_column)
     encode = partial(rewards.encode_prompts, tokenizer=tokenizer, config=config)
     train_rows, eval_rows = encode(train_rows, "training"), encode(eval_rows, "held-out")
@@ -1039,7 +1039,7 @@ if __name__ == "__main__":
     step = 0  # RL steps done (supervised ones with mode='sft' or 'rm')
     saved, flight = {}, Flight()  # what the latest checkpoint says of itself, and the groups that it has in flight
     run_id = sync.run_id(config)
-    origin = dict(run=run_id, versions=versions())
+    origin = dict(run=run_id, versions=library_versions())
     latest = (sync.checkpoints(folder / "ckpt") or [None])[-1] if resumed else None
     if latest:
         saved = sync.read_checkpoint(latest, ranks.rank, ranks.world, **origin)
@@ -1048,9 +1048,9 @@ if __name__ == "__main__":
         in_flight = (sync.read_group(latest / "flight", i, {}) for i in range(saved["in_flight"]))
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
-    if turns := saved.get("turns", []):  # steps to which the watch has turned back; below is what it changes
-        c.branch, c.kl_coef, c.reference = str(len(turns)), watch_kl_coef, str(folder / f"healthy_{len(turns)}")
-    record = sync.Record(folder, saved, c, origin, its) if ranks.rank == 0 else None
+    if rollbacks := len(saved.get("rollbacks", [])):  # of the watch; from here on these are read from c alone
+        c.branch, c.kl_coef, c.reference = str(rollbacks), watch_kl_coef, str(folder / f"healthy_{rollbacks}")
+    record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
     torn = sync.clean_queue(queue_path, step) if record and mode != "replay" else 0
     if record and resumed:
@@ -1072,7 +1072,7 @@ if __name__ == "__main__":
     # trainer start their engines.
     if trainer and (supervised or sft_steps and not saved):
         encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
-        answered, phase = train_rows if its else encode(train_rows), "rm" if mode == "rm" else "sft"
+        answered, phase = train_rows if episodes else encode(train_rows), "rm" if mode == "rm" else "sft"
         pairs = supervised_samples(encode(eval_rows), c) if mode == "rm" else []
         if pairs and not saved:
             evaluate_pairs(trainer, step, pairs, record)
@@ -1080,7 +1080,7 @@ if __name__ == "__main__":
             save(step, flight)
         for i in range(step, sft_steps):
             chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
-            samples = supervised_samples([answered[k] for k in chosen], c, its and its.demonstrate)
+            samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
             metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), phase)
             if record:
                 record.supervised(phase, i, samples, metrics, hashes)
@@ -1098,7 +1098,7 @@ if __name__ == "__main__":
         lends = bool(trainer) and place == "cuda"  # its memory, while this rank trains
         engine = RolloutEngine(ranks.engine, model_path, hf, config, place, compute_dtype, log, gpu, lends)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        kind = its.sampler if its else Sampler
+        kind = episodes.sampler if episodes else Sampler
         sampler = kind(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
     signs = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
     queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15, signs, ranks.store)
@@ -1121,7 +1121,7 @@ if __name__ == "__main__":
         save(step, flight)
     # With a lag, the samples of the first steps, before any training. A resume makes them again with the same versions
     # of the weights; groups whose files are there are only read.
-    ahead = lag if engine or ranks.engines and not overlap else 0  # steps by which this rank's samples are ahead
+    ahead = lag if engine or (ranks.engines and not overlaps) else 0  # steps by which this rank's samples are ahead
     batches = {step - 1: Batch([], [], flight)}  # {step: what was sampled for it, and what is in flight after it}
 
     def sample(step):
@@ -1167,7 +1167,8 @@ if __name__ == "__main__":
             trainer.keep(step + 1)
         step += 1
         times.append(time.monotonic())
-        # 3. Publish: every engine gets the weights and proves by their hashes that it has them.
+        # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
+        #    this is a thread's work, and the proof comes later.
         if transport:
             publish(step, hashes.get("weights"))
         times.append(time.monotonic())
@@ -1187,7 +1188,7 @@ if __name__ == "__main__":
     bar.close()
     if transport:
         transport.close()
-    turns_back = bool(signal) and watch == "rollback" and len(turns) < 3
+    turns_back = bool(signal) and watch == "rollback" and rollbacks < 3
     if record and signal:
         print(record.turn_back(signal) if turns_back else record.alarm(signal), file=sys.stderr, flush=True)
     sync.meet()
@@ -1197,7 +1198,7 @@ if __name__ == "__main__":
     if engine is not None:
         engine.close()
     if turns_back:  # start again, as a resume: the checkpoint says all that it needs
-        os.environ["TURNED_BACK"] = str(len(turns) + 1)
+        os.environ["TURNED_BACK"] = str(rollbacks + 1)
         os.execv(sys.executable, [sys.executable, *sys.argv])
     if record:
         print(f"digest {record.ledger.digest}")

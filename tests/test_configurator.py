@@ -578,8 +578,8 @@ def test_values_that_make_no_sense_are_refused_in_one_line(change, world, messag
 def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     configurator.check_versions()  # those that are here are the pinned ones
-    right = configurator.versions()
-    monkeypatch.setattr(configurator, "versions", lambda: right | {name: "9.9.9"})
+    right = configurator.library_versions()
+    monkeypatch.setattr(configurator, "library_versions", lambda: right | {name: "9.9.9"})
     with pytest.raises(SystemExit) as e:
         configurator.check_versions()
     line = capsys.readouterr().err

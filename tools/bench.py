@@ -277,12 +277,12 @@ def trl_side(folder):
 
 def trl_python():
     """The command that is Python in TRL's environment. Ends the run in one line if there can be none."""
-    from configurator import versions
+    from configurator import library_versions
 
     if not shutil.which("uv"):
         refuse("no uv, which makes TRL's environment: pip install uv")
     # The libraries below TRL are ours: what differs is then the trainers.
-    packages = [TRL, *(f"{name}=={versions()[name]}" for name in ("torch", "transformers"))]
+    packages = [TRL, *(f"{name}=={library_versions()[name]}" for name in ("torch", "transformers"))]
     command = ["uv", "run", "--isolated", "--no-project", f"--python={sys.executable}"]
     command += [*(f"--with={package}" for package in packages), "python"]
     # away from here, where our project's settings for uv are
@@ -328,7 +328,7 @@ def peer(args):
         refuse("it compares on a CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=")
     sys.path.insert(0, str(ROOT))
     import sync
-    from configurator import commit, versions
+    from configurator import commit, library_versions
     from rewards import arithmetic
 
     threads = args.threads or os.cpu_count()
@@ -379,7 +379,7 @@ def peer(args):
     with contextlib.suppress(OSError, StopIteration):  # not on Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
-    numbers = ", ".join(f"{name} {number}" for name, number in versions().items())
+    numbers = ", ".join(f"{name} {number}" for name, number in library_versions().items())
     print(f"\n{cpu}, {os.cpu_count()} cores, {threads} threads, float32 torch.mm of 1024^3 {rate / 1e9:.0f} GFLOP/s")
     print(f"{args.steps - 4} steps a run, {TRL.replace('==', ' ')}, {numbers}, Python {platform.python_version()}")
     print(f"{time.strftime('%Y-%m-%d')}, commit {commit()}: python {shlex.join(sys.argv)}")

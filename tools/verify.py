@@ -32,7 +32,7 @@ sys.path[:0] = str(ROOT), str(ROOT / "tools")
 from diff import first_difference, read_ledger  # noqa: E402
 
 import sync  # noqa: E402
-from configurator import fail, require, versions  # noqa: E402
+from configurator import fail, library_versions, require  # noqa: E402
 
 # Repeated steps are not to be stopped by a watch, nor shown by a tracker.
 QUIET = ("--eval_samples=1", "--watch=", "--track=")
@@ -50,8 +50,8 @@ def starts_of(run):
     require("\nwatch = 'rollback'" not in (run / "config.py").read_text(), f"{run}: {cure}")
     for folder in sync.checkpoints(run / "ckpt"):
         record = json.loads((folder / "checkpoint.json").read_text())
-        why = f"{folder} is of {record['versions']}, here are {versions()}: bits may differ"
-        require(record["versions"] == versions(), why)
+        why = f"{folder} is of {record['versions']}, here are {library_versions()}: bits may differ"
+        require(record["versions"] == library_versions(), why)
         found[record["step"]] = folder
     return found
 
