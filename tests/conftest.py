@@ -223,7 +223,7 @@ def one_engine(once):
 def two_engines(once):
     """The same with two engines that share the work; small caches, so that they put requests back all the time."""
     flags = "--rollout_ranks=2 --weight_sync=disk --engine_kv_tokens=150".split()
-    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"}, launch=launch_warm)
+    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"})
     return once("two_engines", lambda folder: finish(folder, *DAPO, *flags, **options))
 
 
