@@ -1401,7 +1401,7 @@ class Plan:
 
 def packed_plan(lengths, device=None):
     """The plan of a packed batch of whole sequences, `lengths` (B,) tokens each, for training."""
-    lengths = torch.as_tensor(lengths, device=device)
+    lengths = torch.as_tensor(lengths, device=device).contiguous()  # as the Triton kernels read them
     return Plan(lengths, lengths)
 
 
@@ -1411,8 +1411,10 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
 
     q_lens (B,) new tokens, kv_lens (B,) tokens in the cache with the new ones.
     """
-    if any(x.device != page_table.device for x in (q_lens, kv_lens, requests)) or page_table.stride(1) != 1:
-        raise ValueError("paged_plan: all four on one device, and the entries of a page_table's row side by side")
+    each = q_lens, kv_lens, requests
+    if any(x.device != page_table.device or not x.is_contiguous() for x in each) or page_table.stride(1) != 1:
+        cure = "the numbers and the entries of a page_table's row side by side"
+        raise ValueError(f"paged_plan: all four on one device, {cure}")
     return Plan(q_lens, kv_lens, page_table, requests)
 
 

@@ -463,7 +463,7 @@ def versions_kept(c):
 def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
     samples = samples or [FILLER]
-    lengths, prompts = torch.tensor([(len(s.tokens), s.prompt_tokens) for s in samples]).t()
+    lengths, prompts = torch.tensor([[len(s.tokens) for s in samples], [s.prompt_tokens for s in samples]])
     ids, mask = (torch.cat(field) for field in zip(*((s.tokens, s.loss_mask) for s in samples)))
     of, starts = torch.arange(len(samples)).repeat_interleave(lengths), lengths.cumsum(0) - lengths
     positions = torch.arange(len(ids)) - starts[of]

@@ -769,6 +769,7 @@ REFUSED = {
     "grad (4, 4) of ids (3,)": lambda: kernels.embedding_backward(zeros(4, 4), ids, 9, -1, False),
     "scale_grad_by_freq": lambda: kernels.embedding_backward(zeros(3, 4), ids, 9, -1, True),
     "entries of a page_table": lambda: kernels.paged_plan(ids, ids, zeros(4, 4, dtype=torch.int32).t(), ids),
+    "the numbers and the": lambda: kernels.paged_plan(torch.arange(6)[::2], ids, zeros(4, 4, dtype=torch.int32), ids),
 }
 
 

@@ -259,11 +259,12 @@ def test_attention_is_right_forward_and_backward(heads, kv_heads, D):
 def test_attention_sees_no_tile_of_rows_and_takes_packs_without_tokens(monkeypatch):
     q, k, v = (x.requires_grad_() for x in qkv(75, 3, 1, 64))
 
-    def run():
-        out = kernels.attention(q, k, v, kernels.packed_plan([5, 70]), 0.2)
+    def run(lengths=(5, 70)):
+        out = kernels.attention(q, k, v, kernels.packed_plan(lengths), 0.2)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())
 
     whole = run()
+    assert all(same(a, b) for a, b in zip(run(torch.tensor([[5, 9], [70, 9]])[:, 0]), whole))
     monkeypatch.setattr(kernels, "_attention_config", lambda *_: dict(ROWS=64, KEYS=16))  # in place of 16
     assert all(same(a, b) for a, b in zip(run(), whole))
     for lengths in ([0], [0, 0]):
