@@ -286,7 +286,7 @@ def test_packed_training_equals_prefill_equals_any_chunking_equals_decode(monkey
     monkeypatch.setattr(kernels, "SPLIT", 128)  # so that short sequences have several
     # decode has smaller tiles than the rest, as on a GPU
     monkeypatch.setattr(kernels, "_attention_config", lambda dtype, rows, *_: dict(ROWS=rows // 4, KEYS=64))
-    sequences = Sequences([150, 3, 64, 65, 1], 4, 2, 64)
+    sequences = Sequences([150, 3, 64, 65, 1], 6, 2, 64)
     for how, steps in sequences.steps((19, 64, 100)).items():
         assert all(same(*sequences.step(step)) for step in steps), how
     assert same(*sequences.step([(2, 0, 64), (0, 100, 101), (1, 1, 1)]))  # a sequence without a new token

@@ -2,7 +2,7 @@
 All laws, proven with whole runs of the real engine: what was varied, whether all bits are equal, and whether the
 negative control, a run with one thing wrong, was caught.
 
-    python tools/prove.py                  # about 10 minutes on two CPU cores; on a machine with GPUs, on them
+    python tools/prove.py                  # some 50 runs of half a minute on two CPU cores; with GPUs, on them
     python tools/prove.py L3 L6 --kills=20
 
 Every run is compared by its ledger: a hash per step of prompts, tokens, log-probs, rewards, advantages, and of each
