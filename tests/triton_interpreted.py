@@ -3,39 +3,26 @@ The Triton operators in Triton's interpreter, on a CPU: indexing, masks, paging,
 
     TRITON_INTERPRET=1 pytest tests/triton_interpreted.py
 
-Run by test_triton.py in a process of its own, since the switch is read when the kernels are defined. float32 only: the
-interpreter multiplies bfloat16 as raw bits. Its own `tl.dot` adds by numpy, in an order that depends on the shape; here
-it is a model of the tensor core's: per step of 16, one rounded sum of 16 products and the accumulator.
+Run by test_triton.py in a process of its own, since the switch is read when the kernels are defined. The interpreter's
+own `tl.dot` adds by numpy, in an order that depends on the shape; pretend/interpreter.py has a model of the tensor core's.
 """
 
 import functools
 import itertools
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pretend.interpreter import install
 from test_kernels import ENDS, Sequences, ends, plain_draw, qkv, reference, same, ties
 from test_triton import REVERSED_K, SPLIT_K, mutant
-from triton.runtime import interpreter
 
 import kernels
 
 assert kernels.INTERPRET, "TRITON_INTERPRET=1 is needed"
 
 
-def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    acc, x, y = d.data, a.data.astype(np.float64), b.data.astype(np.float64)
-    for first in range(0, x.shape[-1], 16):
-        total = acc.astype(np.float64)
-        for k in range(first, min(first + 16, x.shape[-1])):
-            total += x[:, k, None] * y[None, k]
-        acc = total.astype(np.float32)
-    return interpreter.TensorHandle(acc, d.dtype.scalar)
-
-
-interpreter.InterpreterBuilder.create_dot = dot
-np.seterr(all="ignore")
+install()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,54 @@
+"""
+Triton's interpreter as a card computes, after `install()`: bfloat16 is decoded before a product and rounded to nearest
+even, and `tl.dot` adds as a tensor core does.
+"""
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+plain_cast, plain_fp_to_fp = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_fp_to_fp
+
+
+def decoded(handle):
+    """The float32 or float64 values of a tensor of the interpreter, which holds bfloat16 as uint16."""
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data
+
+
+def nearest_even(x):
+    """float32 -> the bits of bfloat16 as uint16. The interpreter's own conversion cuts them off."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """Per step of 16, one rounded sum of 16 products and the accumulator; its bits do not depend on the shape."""
+    acc, x, y = d.data, decoded(a).astype(np.float64), decoded(b).astype(np.float64)
+    for first in range(0, x.shape[-1], 16):
+        total = acc.astype(np.float64)
+        for k in range(first, min(first + 16, x.shape[-1])):
+            total += x[:, k, None] * y[None, k]
+        acc = total.astype(np.float32)
+    return interpreter.TensorHandle(acc, d.dtype.scalar)
+
+
+def converted(src, dst_type):
+    """bfloat16 to and from float32; None of other types."""
+    kinds = src.dtype.scalar, dst_type.scalar
+    if kinds == (tl.bfloat16, tl.float32):
+        return interpreter.TensorHandle(decoded(src), tl.float32)
+    if kinds == (tl.float32, tl.bfloat16):
+        return interpreter.TensorHandle(nearest_even(src.data), tl.bfloat16)
+    return None
+
+
+def install():
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot = dot
+    builder.cast_impl = lambda self, src, dst: converted(src, dst) or plain_cast(self, src, dst)
+    builder.create_fp_to_fp = lambda self, src, dst, mode: converted(src, dst) or plain_fp_to_fp(self, src, dst, mode)
+    builder.get_bf16 = lambda self, value: interpreter.TensorHandle(nearest_even(np.array([value])), tl.bfloat16)
+    np.seterr(all="ignore")
