@@ -4,7 +4,7 @@ The Triton operators in Triton's interpreter, on a CPU: indexing, masks, paging,
     TRITON_INTERPRET=1 pytest tests/triton_interpreted.py
 
 Run by test_triton.py in a process of its own, since the switch is read when the kernels are defined. The interpreter's
-own `tl.dot` adds by numpy, in an order that depends on the shape; pretend/interpreter.py has a model of the tensor core's.
+own `tl.dot` adds by numpy, in an order that depends on the shape; pretend/interpreter.py models the tensor core's.
 """
 
 import functools
