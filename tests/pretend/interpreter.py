@@ -35,20 +35,24 @@ def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(acc, d.dtype.scalar)
 
 
-def converted(src, dst_type):
-    """bfloat16 to and from float32; None of other types."""
-    kinds = src.dtype.scalar, dst_type.scalar
-    if kinds == (tl.bfloat16, tl.float32):
-        return interpreter.TensorHandle(decoded(src), tl.float32)
-    if kinds == (tl.float32, tl.bfloat16):
-        return interpreter.TensorHandle(nearest_even(src.data), tl.bfloat16)
-    return None
+def convert(otherwise):
+    """A conversion of the builder, with bfloat16 to and from float32 as a card does it."""
+
+    def method(self, src, dst_type, *mode):
+        kinds = src.dtype.scalar, dst_type.scalar
+        if kinds == (tl.bfloat16, tl.float32):
+            return interpreter.TensorHandle(decoded(src), tl.float32)
+        if kinds == (tl.float32, tl.bfloat16):
+            return interpreter.TensorHandle(nearest_even(src.data), tl.bfloat16)
+        return otherwise(self, src, dst_type, *mode)
+
+    return method
 
 
 def install():
     builder = interpreter.InterpreterBuilder
     builder.create_dot = dot
-    builder.cast_impl = lambda self, src, dst: converted(src, dst) or plain_cast(self, src, dst)
-    builder.create_fp_to_fp = lambda self, src, dst, mode: converted(src, dst) or plain_fp_to_fp(self, src, dst, mode)
+    builder.cast_impl = convert(plain_cast)
+    builder.create_fp_to_fp = convert(plain_fp_to_fp)
     builder.get_bf16 = lambda self, value: interpreter.TensorHandle(nearest_even(np.array([value])), tl.bfloat16)
     np.seterr(all="ignore")
