@@ -91,6 +91,10 @@ def tensors_in(xs):
             yield from (y for y in x if isinstance(y, torch.Tensor))
 
 
+def some_marked(tensors):
+    return any(map(is_marked, tensors))
+
+
 def on_card(x):
     """Whether x says 'cuda', as a device or a string."""
     return isinstance(x, str) and x.partition(":")[0] == "cuda" or isinstance(x, torch.device) and x.type == "cuda"
@@ -121,11 +125,16 @@ def pretend_mode():
         Tensor.get_device: lambda: torch.cuda.current_device(),
     }
 
+    names = "item tolist numpy cpu __bool__ __int__ __float__ __index__ nonzero".split()
+    WAITS = {getattr(Tensor, name) for name in names}
+
     class Pretend(TorchFunctionMode):
         def __torch_function__(self, func, kinds, args=(), kwargs=None):
             kwargs = kwargs or {}
             if func is torch.device:
                 return func(*args, **kwargs)
+            if func in WAITS and getattr(HERE, "recorder", None) and is_marked(args[0]):
+                raise RuntimeError(f"{func.__name__}: the host waits for the card while a graph is captured")
             if func in properties:
                 return properties[func]() if is_marked(args[0]) else func(*args, **kwargs)
             if func is Tensor.pin_memory:
@@ -145,19 +154,18 @@ def pretend_mode():
             given = [*tensors_in(args), *tensors_in(kwargs.values())]
             if func is Tensor.to and len(given) > 1:  # to another tensor's place
                 return moved_to(args[0], is_marked(args[1]), dtype=args[1].dtype)
-            self.look(func, given)
+            self.look(func, given, args)
             result = func(*args, **kwargs)
             if asked or any(map(is_marked, given)):
                 for x in tensors_in([result]):
                     mark(x)
             return result
 
-        def look(self, func, given):
+        def look(self, func, given, args):
             if given:
                 check_places(func, given)
-            namespace = str(func)
-            if namespace.startswith("_c10d_functional"):
-                pass
+            if str(func).startswith("_c10d_functional") and args[-1] in NCCL:  # DTensor's way
+                note("collective", op=str(func), group=args[-1], ranks=NCCL[args[-1]], shape=[*given[0].shape])
 
     return Pretend
 
@@ -187,19 +195,22 @@ def inside():
             yield
 
 
-def entering(f, marking=False):
-    """f, which autograd's engine or a thread calls, under the mode. marking: what it takes and gives is on the card."""
+def entering(f, marking=lambda given: False):
+    """
+    f, which autograd's engine, the dispatcher or a thread calls, under the mode. marking: of the tensors it takes,
+    whether these and what it gives are on the card.
+    """
 
     @wraps(f)
     def under_the_mode(*args, **kwargs):
         with inside():
-            if marking:
-                for x in tensors_in(args):
-                    mark(x)
+            given = [*tensors_in(args)]
+            marks = marking(given)
+            for x in given if marks else ():
+                mark(x)
             result = f(*args, **kwargs)
-            if marking:
-                for x in tensors_in([result]):
-                    mark(x)
+            for x in tensors_in([result]) if marks else ():
+                mark(x)
             return result
 
     return under_the_mode
@@ -325,7 +336,7 @@ def patch_torch(module):
     global torch, Mode
     torch = module
     Mode = pretend_mode()
-    from torch import multiprocessing  # noqa: F401
+    from pretend.graph import CUDAGraph, graph
 
     cuda = torch.cuda
     names = dict(
@@ -333,11 +344,12 @@ def patch_torch(module):
         mem_get_info=mem_get_info, get_device_properties=properties_of, set_device=chosen_gpu,
         current_device=lambda: chosen_gpu.index, default_stream=lambda *_: DEFAULT,
         set_stream=lambda s: setattr(HERE, "stream", s), memory_allocated=lambda *_: Held.now,
-        max_memory_allocated=lambda *_: Held.most, memory_reserved=lambda *_: Held.now,
+        max_memory_allocated=lambda *_: Held.most, memory_reserved=lambda *_: Held.now, CUDAGraph=CUDAGraph,
+        graph=graph, is_current_stream_capturing=lambda: bool(getattr(HERE, "recorder", None)),
     ) | answers(
         is_available=True, device_count=8, get_device_name="Pretended", get_device_capability=(9, 0),
         synchronize=None, empty_cache=None, is_initialized=True, init=None, _lazy_init=None, ipc_collect=None,
-        is_current_stream_capturing=False, reset_peak_memory_stats=None, manual_seed_all=None, manual_seed=None,
+        reset_peak_memory_stats=None, manual_seed_all=None, manual_seed=None,
         is_bf16_supported=True, can_device_access_peer=False, memory_stats={}, get_arch_list=["sm_90"],
         graph_pool_handle=(0, 0), _is_in_bad_fork=False,
     )  # fmt: skip
@@ -349,12 +361,14 @@ def patch_torch(module):
     Tensor = torch.Tensor
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         own = getattr(Tensor, name)
-        setattr(Tensor, name, lambda self, hook, own=own: own(self, entering(hook, marking=True)))
+        setattr(Tensor, name, lambda self, hook, own=own: own(self, entering(hook, bool)))
     Tensor.record_stream = lambda self, stream: None  # torch's own wants a stream of a card
     function = torch.autograd.function.BackwardCFunction
-    function.apply = entering(function.apply, marking=True)
+    function.apply = entering(function.apply, bool)
     variable = torch.autograd.Variable
     variable._execution_engine = Engine(variable._execution_engine)
+    impl = torch.library.Library.impl
+    torch.library.Library.impl = lambda self, name, f, *args, **kw: impl(self, name, entering(f, some_marked), *args, **kw)
     patch_groups()
     own_print = builtins.print
 
@@ -437,13 +451,19 @@ def patch_groups():
         own = getattr(c10d, name)
 
         def noted(*args, own=own, name=name, **kwargs):
+            if getattr(HERE, "in_collective", False):  # torch calls itself once more, for the function mode
+                return own(*args, **kwargs)
             group = kwargs.get("group") or next((x for x in args if isinstance(x, dist.ProcessGroup)), None)
             group_name = c10d._world.pg_names.get(group)
             if group_name in NCCL:
                 first = next(tensors_in(args), None)
                 shape = [*first.shape] if first is not None else []
                 note("collective", op=name, group=str(group_name), ranks=NCCL[group_name], shape=shape)
-            return own(*args, **kwargs)
+            HERE.in_collective = True
+            try:
+                return own(*args, **kwargs)
+            finally:
+                HERE.in_collective = False
 
         setattr(c10d, name, wraps(own)(noted))
         setattr(dist, name, getattr(c10d, name))
@@ -461,9 +481,11 @@ def store_key(store):
 
 
 def patch_interpreter(module):
+    from pretend.graph import patch_launches
     from pretend.interpreter import install
 
     install()
+    patch_launches(module)
 
 
 def patch_memory_pool(module):

@@ -1,0 +1,111 @@
+"""
+CUDA graphs, pretended: a capture notes each aten operator and each launch of a Triton kernel with its tensors, a replay
+does the same to the same memory. Python that chose them is not asked again, and what would wait for the card raises.
+"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from pretend import cuda
+
+
+def ours():
+    """The operators whose CPU kernels are Python: they are entered, so that what they launch is noted."""
+    import kernels
+
+    names = ("mm", "addmm", "_log_softmax", "_softmax")
+    return {getattr(torch.ops.aten, name).default: getattr(kernels, name.lstrip("_")) for name in names}
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.steps, self.ours = [], ours()
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.nonzero.default:
+            raise RuntimeError(f"{func}: the host waits for the card while a graph is captured")
+        if func in self.ours:
+            with self:
+                return self.ours[func](*args, **kwargs)
+        out = func(*args, **kwargs)
+        name = func.name()
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if name.startswith("c10d::"):
+            self.note(name, lambda: [w.wait() for w in tree_leaves(func(*args, **kwargs)) if hasattr(w, "wait")])
+        elif func._schema.is_mutable:
+            self.note(name, lambda: func(*args, **kwargs))
+        elif name.startswith(("aten::empty", "aten::new_empty")) or given & {x.untyped_storage().data_ptr() for x in results}:
+            pass  # the same memory at each replay
+        else:
+            self.note(name, lambda: copy_all(results, func(*args, **kwargs)))
+        return out
+
+    def note(self, name, step):
+        self.steps.append((name, step))
+
+
+def copy_all(into, out):
+    for x, new in zip(into, [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]):
+        x.copy_(new)
+
+
+class CUDAGraph:
+    def __init__(self, *_, **__):
+        self.recorder = None
+
+    def capture_begin(self, *_, **__):
+        self.recorder = cuda.HERE.recorder = Recorder()
+        self.recorder.__enter__()
+
+    def capture_end(self):
+        self.recorder.__exit__(None, None, None)
+        cuda.HERE.recorder = None
+        cuda.note("captured", steps=[name for name, _ in self.recorder.steps])
+
+    def replay(self):
+        cuda.note("replayed", steps=len(self.recorder.steps))
+        with torch.no_grad():
+            for _, step in self.recorder.steps:
+                step()
+
+    def pool(self):
+        return (0, 0)
+
+    def reset(self):
+        self.recorder = None
+
+
+class graph:
+    """torch.cuda.graph."""
+
+    def __init__(self, cuda_graph, pool=None, stream=None, **_):
+        self.cuda_graph, self.stream = cuda_graph, cuda.stream(stream)
+
+    def __enter__(self):
+        self.stream.__enter__()
+        self.cuda_graph.capture_begin()
+
+    def __exit__(self, *_):
+        self.cuda_graph.capture_end()
+        self.stream.__exit__()
+
+
+def patch_launches(interpreter):
+    """Has a launch noted where a graph is captured, and where an operand is not on the card."""
+    own = interpreter.GridExecutor.__call__
+
+    def launch(executor, *args, **kwargs):
+        given = [getattr(x, "base", x) for x in (*args, *kwargs.values())]
+        if any(isinstance(x, torch.Tensor) and x.dim() and not cuda.is_marked(x) for x in given):
+            cuda.note("mixed", name=executor.fn.__name__, place=cuda.place_in_project())
+        if recorder := getattr(cuda.HERE, "recorder", None):
+            recorder.note(executor.fn.__name__, lambda: own(executor, *args, **kwargs))
+            with _disable_current_modes():
+                return own(executor, *args, **kwargs)
+        return own(executor, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launch
