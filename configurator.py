@@ -218,7 +218,7 @@ FREE_KEYS = """
 CHOICES = {
     "device": ("", "cpu", "cuda"),
     "mode": ("grpo", "replay", "sft", "rm", "rollout", "reject", "eval", "serve"),
-    "weight_sync": ("", "broadcast", "ipc", "disk"),
+    "weight_sync": ("", "broadcast", "ipc"),
     "credit": ("sample", "turn"),
     "sandbox": ("bwrap", "none"),
     "watch": ("", "stop", "rollback"),

@@ -420,6 +420,26 @@ def check_weights(scheduler, expected):
         raise ValueError(", ".join(wrong[:3]) + ", .." * (len(wrong) > 3))
 
 
+def receive_rows(self, names, dtypes, shapes, *_):
+    """
+    In place of SGLang's WeightUpdater.update_weights_from_distributed, which takes whole tensors from one sender: each
+    trainer sends its rows, in the group that it has with all workers. Tensor after tensor, trainer after trainer: in
+    the same order in every worker, as NCCL wants it. Returns (whether it worked, why not).
+    """
+    groups = self._model_update_group.values()  # in the order of the trainers
+    weights = []
+    try:
+        for name, dtype, shape in zip(names, dtypes, shapes):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            for group, rows in zip(groups, tensor.chunk(len(groups))):  # as FSDP2 cuts it
+                dist.broadcast(rows.view(torch.uint8), src=0, group=group)
+            weights.append((name, tensor))
+        self.get_model().load_weights(weights)
+    except Exception as e:
+        return False, str(e)
+    return True, ""
+
+
 def allow_deterministic_backend():
     """Has deterministic mode take the CPU's backend and keep the radix cache with it; needed in both processes."""
     from sglang.srt import server_args
@@ -483,12 +503,13 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
     from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.model_executor import forward_batch_info
-    from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+    from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
 
     enable = functools.partial(kernels.enable_batch_invariant, threads)
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
     batch_invariant_ops.enable_batch_invariant_mode = enable if inv_freq else lambda: None
     sampler.multinomial_with_seed = kernels.draw
+    weight_updater.WeightUpdater.update_weights_from_distributed = receive_rows
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
@@ -817,14 +838,20 @@ class RolloutEngine:
 
     # ---- weights
 
-    def join_weight_group(self, host, port, rank, size, name, backend):
-        """Enters the group in which trainer rank 0 broadcasts, as its member `rank`; returns when all are in it."""
-        self.group = name
+    def join_weight_group(self, name, host, port, rank, size, backend):
+        """Enters the group in which one trainer broadcasts, as its member `rank`; returns when all are in it."""
         where = dict(master_address=host, master_port=port, rank_offset=rank, world_size=size)
         request = self.requests.InitWeightsUpdateGroupReqInput(**where, group_name=name, backend=backend)
         ok, message = self._call(self.manager.init_weights_update_group(request), "joining the weight group")
         if not ok:
             raise RunError(f"{self.name}: could not join the weight group: {message}")
+
+    def leave_weight_group(self, name):
+        """Leaves it again; returns when all have left."""
+        request = self.requests.DestroyWeightsUpdateGroupReqInput(group_name=name)
+        ok, message = self._call(self.manager.destroy_weights_update_group(request), "leaving the weight group")
+        if not ok:
+            raise RunError(f"{self.name}: could not leave the weight group: {message}")
 
     def flush(self):
         """Empties the prefix cache. Asks until it is done: just after its last token the scheduler is still busy."""
@@ -866,10 +893,10 @@ class RolloutEngine:
         self.version = version if last else None
 
     def receive_weights(self, bucket, dtype, version, last):
-        """One bucket [(name, shape)] that trainer rank 0 broadcasts, all its bytes in one tensor."""
+        """One bucket [(name, shape)], of which each trainer broadcasts its rows (receive_rows)."""
         request = self.requests.UpdateWeightsFromDistributedReqInput(
             names=[name for name, _ in bucket], dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
-            shapes=[list(shape) for _, shape in bucket], group_name=self.group, load_format="flattened_bucket",
+            shapes=[list(shape) for _, shape in bucket],
         )  # fmt: skip
         self._load(self.manager.update_weights_from_distributed, request, version, last)
 
@@ -884,11 +911,6 @@ class RolloutEngine:
             serialized_named_tensors=[MultiprocessingSerializer.serialize(content)], load_format="flattened_bucket"
         )
         self._load(self.manager.update_weights_from_tensor, request, version, last)
-
-    def read_weights(self, folder, version):
-        """All weights, from the safetensors files in the folder."""
-        request = self.requests.UpdateWeightFromDiskReqInput(model_path=str(folder))
-        self._load(self.manager.update_weights_from_disk, request, version)
 
     def check_weights(self, expected):
         """Raises RunError unless the parameters the engine computes with have these hashes, {name: hash}."""

@@ -28,6 +28,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from ipaddress import ip_address
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -101,6 +102,7 @@ class Ranks(NamedTuple):
     engine: int | None  # index of this rank's engine; None on a rank without one
     tp: int = 1  # GPUs of an engine
     store: dist.Store = None  # of this start, for all ranks
+    control: dist.ProcessGroup | None = None  # gloo's, of the trainers: nothing of it runs on a GPU
 
 
 @contextmanager
@@ -133,7 +135,7 @@ def take_gpu(config, world, gpu):
     cure = "kernels.py is for 9.0 (Hopper); use --device=cpu"
     require(chip == (9, 0), f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
     two_ends = config["weight_sync"] == "broadcast" and trainers == engines == world
-    require(not two_ends, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc or disk")
+    require(not two_ends, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc")
     torch.cuda.set_device(gpu)
     return torch.cuda.get_device_name()
 
@@ -154,9 +156,14 @@ def start_process_groups(trainers, engines, device, tp=1):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         store = dist.PrefixStore(name_start(store, rank, world), store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
-    mesh = trainer_mesh(trainers, device) if trainers else None
+    mesh = control = None
+    if trainers:  # a group is made by all ranks
+        control = dist.new_group(range(trainers), backend="gloo", timeout=FOREVER)
+        group = dist.new_group(range(trainers), backend="nccl", timeout=FOREVER) if device == "cuda" else control
+        if rank < trainers:
+            mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",))
     engine, other = divmod(rank - (world - engines * tp), tp)
-    return Ranks(rank, world, trainers, engines, mesh, None if engine < 0 or other else engine, tp, store)
+    return Ranks(rank, world, trainers, engines, mesh, None if engine < 0 or other else engine, tp, store, control)
 
 
 def several_nodes(world):
@@ -196,13 +203,6 @@ def name_start(store, rank, world):
             present = store.get(f"{start}, all").decode().splitlines()
     os.environ[count] = str(max(int(each.split()[1]) for each in present))
     return present[0]
-
-
-def trainer_mesh(trainers, device):
-    """A new group of the trainers, of NCCL on CUDA and of gloo on a CPU; None on other ranks. Collective over all."""
-    group = dist.new_group(range(trainers), backend="nccl" if device == "cuda" else "gloo", timeout=FOREVER)
-    mine = dist.get_rank() < trainers
-    return DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",)) if mine else None
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def whole(shard, mesh):
     return DTensor.from_local(shard.data, mesh, [ByRows(0)], shape=shard.shape, stride=stride).full_tensor()
 
 
-def _by_row(tensor, shard):
+def _by_row(tensor):
     # -1 would not do: there may be no rows here
     return tensor.reshape(len(tensor), math.prod(tensor.shape[1:]))
 
@@ -293,7 +293,7 @@ def grad_norm(grads, shards, group):
     rows = torch.zeros(sum(s.shape[0] for s in shards), dtype=torch.float64, device=grads[0].device)
     start = 0
     for g, s in zip(grads, shards):
-        rows[start + s.first : start + s.first + len(g)] = kernels.row_sums(_by_row(g, s).double().square())
+        rows[start + s.first : start + s.first + len(g)] = kernels.row_sums(_by_row(g).double().square())
         start += s.shape[0]
     dist.all_reduce(rows, group=group)
     return tree_sum(rows).sqrt()
@@ -429,14 +429,32 @@ def lora_settings(c):
     return LoRA(c.lora_rank, c.lora_alpha / c.lora_rank, tuple(c.lora_targets.replace(",", " ").split()))
 
 
+class Merged(NamedTuple):
+    """A Shard whose rows are W + scale B A, made when they are asked for: so never more of them than are in use."""
+
+    name: str
+    shape: tuple
+    first: int
+    base: torch.Tensor  # W's rows here
+    A: torch.Tensor  # (rank, in)
+    B: torch.Tensor  # its rows here
+    scale: float
+    column: int = 0
+
+    @property
+    def data(self):
+        return kernels.merge(self.base, self.A, self.B, self.scale)
+
+
 def merge_adapters(base, adapters, mesh, scale):
-    """The shards of `base`, with W + scale B A in place of each adapted W. Collective over the trainers."""
-    data, merged = {s.name: s for s in adapters}, []
+    """The shards of `base`, with a Merged in place of each that is adapted. Collective over the trainers."""
+    data = {s.name: s for s in adapters}
+    merged = []
     for s in base:
         stem = s.name.removesuffix("weight") + "lora_"
         if f"{stem}A.weight" in data:  # B's rows are where W's are
-            A, B = whole(data[f"{stem}A.weight"], mesh), data[f"{stem}B.weight"].data
-            s = s._replace(data=kernels.merge(s.data, A, B, scale))
+            A = whole(data[f"{stem}A.weight"], mesh)
+            s = Merged(s.name, s.shape, s.first, s.data, A, data[f"{stem}B.weight"].data, scale)
         merged.append(s)
     return merged
 
@@ -496,7 +514,7 @@ def load_adapters(adapters, folder, c, base):
 # weights
 
 
-def buckets(shapes, dtype, max_bytes=256 << 20):
+def buckets(shapes, dtype, max_bytes=1 << 30):
     """Cuts [(name, shape)] into lists of at most `max_bytes` each (a larger tensor is a bucket by itself)."""
     out, filled = [[]], 0
     for name, shape in shapes:
@@ -533,82 +551,94 @@ class WeightSync:
     Sends the trainers' weights to every engine, and compares a hash of each parameter that the engine then holds with
     the trainers'. Collective over all ranks; without a trainer `shards` is None, without an engine `engine`.
 
-    broadcast   trainer rank 0 and the engines' workers form a group, by SGLang's own weight-update group
+    broadcast   each trainer sends its rows to all engines' workers, in a group of its own with them: so nobody waits
+                for another trainer, and no card holds more than its rows (rollout_server.receive_rows)
     ipc         a rank that has both hands its engine the memory itself (CUDA's handles; shared memory on a CPU)
-    disk        safetensors in `folder`
 
     how: one of these; '' is ipc where every rank has a GPU, a trainer and an engine, else broadcast. dtype: of what is
     sent. overlap: on a rank without an engine a thread sends, as soon as the engines are ready, and the rank goes on.
     """
 
-    def __init__(self, how, ranks, shards, engine, device, dtype, folder, overlap=False):
-        self.ranks, self.shards, self.engine, self.dtype, self.folder = ranks, shards, engine, dtype, folder
-        # What the thread sends must not meet what the trainers tell each other meanwhile: it has a group of its own.
-        self.device, self.mesh = device, trainer_mesh(ranks.trainers, device) if overlap else ranks.mesh
+    def __init__(self, how, ranks, shards, engine, device, dtype, overlap=False):
+        self.ranks, self.engine, self.device, self.dtype = ranks, engine, device, dtype
         both = ranks.trainers == ranks.engines == ranks.world
         how = how or ("ipc" if device == "cuda" and both else "broadcast")
         if ranks.rank == 0:
             print(f"weights travel by {how}", flush=True)
-        self.send = {"broadcast": self._broadcast, "ipc": self._ipc, "disk": self._disk}[how]
+        self.rounds = bool(shards) and shards[0].data.dtype != dtype
+        self.send = {"broadcast": self._broadcast, "ipc": self._ipc}[how]
         shapes = from_first_rank([(s.name, s.shape) for s in shards or ()])
         self.bytes = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
         self.plan = buckets(shapes, dtype)
-        if how == "broadcast":
-            self.group = self._join("nccl" if device == "cuda" else "gloo")
+        self.groups = [f"weights {r}" for r in range(ranks.trainers)] if how == "broadcast" else []
+        self.group = self._join("nccl" if device == "cuda" else "gloo") if self.groups else None
         self.waiting = SimpleQueue() if overlap and engine is None else None  # what the thread is to send
         if self.waiting:
-            self.thread = threading.Thread(target=self._send_on, daemon=True)
+            self.thread = threading.Thread(target=self._send_on, args=[shards and shards[0].data.device], daemon=True)
             self.thread.start()
 
-    def _join(self, backend):
-        """Rank 0's end of the group that it forms with all engines' workers; None elsewhere."""
-        meeting = entering = None
-        if self.ranks.rank == 0:
-            from sglang.srt.utils import init_custom_process_group
+    def _at_both_ends(self, ours, theirs, *args):
+        """ours() in a trainer, and the engine's method `theirs` for each group: a rank may have to do both at once."""
+        with hidden_torchrun(), ThreadPoolExecutor(1) as thread:
+            entering = thread.submit(ours) if self.ranks.mesh is not None else None
+            for name in self.groups if self.engine is not None else ():
+                getattr(self.engine, theirs)(name, *args)
+            return entering and entering.result()
 
+    def _join(self, backend):
+        """This trainer's group with all engines' workers, of which it is rank 0; None on a rank without a trainer."""
+        meeting = None
+        if self.ranks.rank == 0:
             host = own_address()[0] if several_nodes(self.ranks.world) else "127.0.0.1"
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FOREVER)  # 0: any free port
             meeting = host, store.port
-        meeting, tp = from_first_rank(meeting), self.ranks.tp
+        host, port = from_first_rank(meeting)
+        tp = self.ranks.tp
+        first = 1 + (self.ranks.engine or 0) * tp
         size = 1 + self.ranks.engines * tp
-        with hidden_torchrun(), ThreadPoolExecutor(1) as thread:  # rank 0 may have to enter both ends
-            if self.ranks.rank == 0:
-                options = dict(store=dist.PrefixStore("weights", store), group_name="weights", timeout=FOREVER)
-                entering = thread.submit(init_custom_process_group, backend, world_size=size, rank=0, **options)
-            if self.engine is not None:
-                self.engine.join_weight_group(*meeting, 1 + self.ranks.engine * tp, size, "weights", backend)
-            return entering.result() if entering else None
 
-    def publish(self, version, hashes=None, shards=None):
+        def enter():
+            from sglang.srt.utils import init_custom_process_group
+
+            name = self.groups[self.ranks.rank]
+            mine = store if self.ranks.rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=FOREVER)
+            options = dict(store=dist.PrefixStore(name, mine), group_name=name, timeout=FOREVER)
+            return init_custom_process_group(backend, world_size=size, rank=0, **options)
+
+        return self._at_both_ends(enter, "join_weight_group", host, port, first, size, backend)
+
+    def publish(self, version, hashes, shards):
         """
-        Gives every engine as `version` the weights in `shards`, or else the current ones. Returns when the engines hold
-        them; where a thread sends, it returns at once, and `shards` must not change. Raises RunError if an engine does
-        not get them. hashes: {name: hash} of the weights, if the caller has them; used if sending rounds nothing.
+        Gives every engine the weights in `shards` as `version`. Returns when the engines hold them; where a thread
+        sends, it returns at once, and the shards must not change. Raises RunError if an engine does not get them.
+        hashes: {name: hash} of the weights, or None; used if sending rounds nothing.
         """
-        cast = [s._replace(data=s.data.to(self.device, self.dtype)) for s in shards or self.shards or ()]
-        if cast and (not hashes or cast[0].name not in hashes or self.shards[0].data.dtype != self.dtype):
-            hashes = tensor_hashes([s.data for s in cast], cast, self.ranks.mesh.get_group())
-        expected = {s.name: hashes[s.name] for s in cast}
+        if shards and (self.rounds or not hashes or shards[0].name not in hashes):
+            sent = (self._as_sent(s).data for s in shards)  # one after the other: together they may not fit
+            hashes = tensor_hashes(sent, shards, self.ranks.mesh.get_group())
+        expected = {s.name: hashes[s.name] for s in shards or ()}
         if self.waiting:
-            self.waiting.put((version, cast, expected))
+            self.waiting.put((version, shards, expected))
         else:
-            self._deliver(version, cast, expected)
+            self._deliver(version, shards, expected)
 
-    def _deliver(self, version, cast, expected):
+    def _as_sent(self, shard):
+        return Shard(shard.name, shard.shape, shard.first, shard.data.to(self.device, self.dtype))
+
+    def _deliver(self, version, shards, expected):
         meet()
-        self.send(version, cast)
+        rest = iter(shards or ())
+        for bucket in self.plan:
+            mine = map(self._as_sent, islice(rest, len(bucket)))
+            self.send(bucket, mine, version, bucket is self.plan[-1])
         expected = from_first_rank(expected)
         if self.engine is not None:
             self.engine.check_weights(expected)
 
-    def _send_on(self):
+    def _send_on(self, place):
         """The thread that sends. An error of its own ends this process, and so the run."""
         try:
-            with (
-                torch.cuda.stream(torch.cuda.Stream(self.shards[0].data.device))
-                if self.device == "cuda" and self.shards
-                else nullcontext()
-            ):
+            with torch.cuda.stream(torch.cuda.Stream(place)) if self.device == "cuda" and place else nullcontext():
                 while delivery := self.waiting.get():
                     self._deliver(*delivery)
         except BaseException as e:
@@ -616,42 +646,29 @@ class WeightSync:
             print(e if isinstance(e, RunError) else f"error: sending weights: {reason(e)}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def close(self):
+    def finish(self):
         """Returns when all is sent."""
         if self.waiting:
             self.waiting.put(None)
             self.thread.join()
 
-    def _buckets(self, cast):
-        """Per bucket [(name, shape)]: itself, whether it is the last, and, on a trainer, its whole tensors."""
-        rest = iter(cast or ())
-        for bucket in self.plan:
-            tensors = [whole(next(rest), self.mesh) for _ in bucket] if cast else None
-            yield bucket, bucket is self.plan[-1], tensors
+    def close(self):
+        """Leaves the groups, at both ends at once: NCCL waits for all members. Collective."""
+        if self.groups:
+            self._at_both_ends(lambda: dist.destroy_process_group(self.group), "leave_weight_group")
 
-    def _broadcast(self, version, cast):
-        for bucket, last, tensors in self._buckets(cast):
-            if self.group:  # SGLang's "flattened_bucket": the bytes of all tensors in one
-                flat = torch.cat([t.view(torch.uint8).flatten() for t in tensors])
-                sending = dist.broadcast(flat, src=0, group=self.group, async_op=True)
-            if self.engine is not None:
-                self.engine.receive_weights(bucket, self.dtype, version, last)
-            if self.group:
-                sending.wait()
-
-    def _ipc(self, version, cast):
-        for bucket, last, tensors in self._buckets(cast):
-            self.engine.take_weights([(name, t) for (name, _), t in zip(bucket, tensors)], version, last)
-
-    def _disk(self, version, cast):
-        if self.ranks.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        meet()  # the folder is there
-        if cast:
-            write_tensors(self.folder, "model", cast, self.mesh)
-        meet()  # and so are the files
+    def _broadcast(self, bucket, shards, version, last):
+        rows = [s.data for s in shards if s.data.numel()]  # held until they are sent
+        sending = [dist.broadcast(x.view(torch.uint8), src=0, group=self.group, async_op=True) for x in rows]
         if self.engine is not None:
-            self.engine.read_weights(self.folder, version)
+            self.engine.receive_weights(bucket, self.dtype, version, last)
+        for work in sending:
+            work.wait()
+        if self.device == "cuda":  # `wait` was the stream's: nothing of this bucket may be freed or changed before
+            torch.cuda.current_stream().synchronize()
+
+    def _ipc(self, bucket, shards, version, last):
+        self.engine.take_weights([(s.name, whole(s, self.ranks.mesh)) for s in shards], version, last)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1046,7 +1063,6 @@ def write_tensors(folder, prefix, shards, mesh, max_bytes=4 << 30, **metadata):
         where = {name: file for file, bucket in zip(files, plan) for name, _ in bucket}
         text = json.dumps({"metadata": {}, "weight_map": where}, indent=1)
         (folder / f"{prefix}.safetensors.index.json").write_text(text)
-    meet(mesh.get_group())
 
 
 def _file_hash(path):
@@ -1154,7 +1170,7 @@ def tensor_hashes(tensors, shards, group):
     """
     sums = []
     for t, s in zip(tensors, shards):
-        rows = _by_row(t, s).view({2: torch.int16, 4: torch.int32}[t.itemsize])
+        rows = _by_row(t).view({2: torch.int16, 4: torch.int32}[t.itemsize])
         odds = _odd(s.first + (1 << 40), len(t), t.device), _odd(s.column, rows.shape[1], t.device)
         sums.append(kernels.bit_sum(rows, *odds))
     sums = torch.stack(sums)

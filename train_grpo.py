@@ -168,7 +168,7 @@ engine_max_running = 0  # requests at a time; 0: all (CPU), SGLang's choice (CUD
 engine_prefill_chunk = 0  # tokens that a prefill computes at a time; 0: SGLang's choice
 engine_timeout = 600.0  # seconds of silence after which an engine counts as dead
 # weights, checkpoints, the record
-# 'broadcast', 'disk' or 'ipc' (to an engine of the same rank); '': ipc if colocated on CUDA, else broadcast
+# 'broadcast' or 'ipc' (to an engine of the same rank); '': ipc if colocated on CUDA, else broadcast
 weight_sync = ""
 checkpoint_every = 50  # steps between checkpoints, beside those after the warm-up and the last step; 0: no checkpoints
 keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
@@ -626,6 +626,10 @@ def check_logprobs(leaf, logprobs, age, chosen, samples):
     return [(j, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
+def pinned_like(x):
+    return torch.empty_like(x, device="cpu", pin_memory=True)
+
+
 # ---- the trainer ---------------------------------------------------------------------------------------------------
 
 
@@ -641,7 +645,7 @@ class Trainer:
 
     def __init__(self, c, ranks, hf, folder, device, checkpoint=None, optimizer_steps=0, versions=()):
         self.c, self.mesh, self.device = c, ranks.mesh, device
-        self.rank, self.process_group = ranks.rank, ranks.mesh.get_group()
+        self.rank, self.process_group, self.control = ranks.rank, ranks.mesh.get_group(), ranks.control
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
         self.lora = sync.lora_settings(c) if c.lora_rank else None
@@ -727,17 +731,28 @@ class Trainer:
     def keep(self, version):
         """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
         if most := versions_kept(self.c):
-            # The newest version is still to be sent; older ones wait in CPU memory, where there is room.
             older = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
-            older = {v: [s._replace(data=s.data.cpu()) for s in kept] for v, kept in older.items()}
+            if self.device == "cuda":  # the newest is still to be sent; others wait in CPU memory, where there is room
+                dropped = [kept for v, kept in self.versions.items() if v < version - most]
+                spare = [kept for kept in dropped if kept[0].data.is_pinned()]
+                older = {v: self.to_host(kept, spare) for v, kept in older.items()}
             self.versions = older | {version: self.rounded()}
+
+    def to_host(self, shards, spare):
+        """The shards in pinned memory: in that of a spare version, if there is one."""
+        if shards[0].data.is_pinned():
+            return shards
+        pinned = spare.pop() if spare else [s._replace(data=pinned_like(s.data)) for s in shards]
+        for s, there in zip(shards, pinned):
+            there.data.copy_(s.data, non_blocking=True)
+        return pinned
 
     @contextmanager
     def holding(self, others):
         """Inside, the policy has the weights `others` (shards)."""
         now = [s.data.clone() for s in self.policy]
-        for s, other in zip(self.policy, others):
-            s.data.copy_(other.data)
+        for s, other in zip(self.policy, others):  # over the bus as they are: a CPU would be slow to convert them
+            s.data.copy_(other.data.to(s.data.device, non_blocking=True))
         try:
             yield
         finally:
@@ -766,12 +781,13 @@ class Trainer:
             sync.save_tokenizer(unfinished, tokenizer, stop_tokens)
             if not self.base:
                 self.model.config.save_pretrained(unfinished)
-        sync.meet(self.process_group)  # the folders are there
+        sync.meet(self.control)  # the folders are there
         if self.base:
             sync.save_adapters(unfinished, self.policy, self.mesh, self.c, self.base_hash)
         else:
             sync.write_tensors(unfinished, "model", self.policy, self.mesh)
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(earlier), self.mesh)
+        sync.meet(self.control)  # and the files
         if record:
             for i, group in enumerate(flight.groups):
                 sync.write_group(unfinished / "flight", i, *group)
@@ -833,7 +849,7 @@ class Trainer:
             mine |= zip(chosen, zip(*split, [0.0] * len(chosen) if bootstraps is None else bootstraps.tolist()))
         # Every rank needs every sample: advantages are normalised over the batch.
         everyone, filled = [None] * self.mesh.size(), list(samples)
-        dist.all_gather_object(everyone, mine, group=self.process_group)
+        dist.all_gather_object(everyone, mine, group=self.control)
         for i, (*per_token, bootstrap) in (pair for part in everyone for pair in part.items()):
             s = samples[i]
             ours, theirs, values = (scatter(s.loss_mask, x) for x in per_token)
@@ -915,7 +931,7 @@ class Trainer:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
             # are not in the order of the samples, but the first sample is what a reader looks for.
             everyone = [None] * self.mesh.size()
-            dist.all_gather_object(everyone, mismatches + self.mismatches, group=self.process_group)
+            dist.all_gather_object(everyone, mismatches + self.mismatches, group=self.control)
             mismatches = sorted(sum(everyone, []))
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
@@ -1111,8 +1127,8 @@ if __name__ == "__main__":
         transport.publish(version, hashes, trainer and trainer.published(version))
 
     if publishes:
-        mine, sent = trainer and (trainer.base or trainer.policy), folder / "weights"
-        transport = sync.WeightSync(weight_sync, ranks, mine, engine, place, compute_dtype, sent, overlaps)
+        mine = trainer and (trainer.base or trainer.policy)
+        transport = sync.WeightSync(weight_sync, ranks, mine, engine, place, compute_dtype, overlaps)
         publish(sampled_with(step))
     evaluates = bool(eval_rows) and (publishes or only_eval)
     if evaluates and (only_eval or not saved):
@@ -1187,20 +1203,22 @@ if __name__ == "__main__":
             save(step, flight)
     bar.close()
     if transport:
-        transport.close()
+        transport.finish()
     turns_back = bool(signal) and watch == "rollback" and rollbacks < 3
     if record and signal:
         print(record.turn_back(signal) if turns_back else record.alarm(signal), file=sys.stderr, flush=True)
     sync.meet()
-    dist.destroy_process_group()
-    if record:
+    if record:  # what came out does not depend on how the libraries take their leave
         record.close()  # before the engine, whose end ends all children of this process, wandb's among them
+        if not turns_back:
+            print(f"digest {record.ledger.digest}", flush=True)
+    if transport:
+        transport.close()
+    dist.destroy_process_group()
     if engine is not None:
         engine.close()
     if turns_back:  # start again, as a resume: the checkpoint says all that it needs
         os.environ["TURNED_BACK"] = str(rollbacks + 1)
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    if record:
-        print(f"digest {record.ledger.digest}")
     if signal:
         sys.exit(3)

@@ -222,7 +222,7 @@ def one_engine(once):
 @pytest.fixture(scope="session")
 def two_engines(once):
     """The same with two engines that share the work; small caches, so that they put requests back all the time."""
-    flags = "--rollout_ranks=2 --weight_sync=disk --engine_kv_tokens=150".split()
+    flags = "--rollout_ranks=2 --engine_kv_tokens=150".split()
     options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"})
     return once("two_engines", lambda folder: finish(folder, *DAPO, *flags, **options))
 
@@ -248,9 +248,8 @@ def resumed(once, two_ranks):
 
 @pytest.fixture(scope="session")
 def killed(once):
-    """The run of two_ranks with a SIGKILL at a random moment, restarted by torchrun; its weights travel by disk."""
-
-    return once("killed", lambda folder: survive(folder, "--weight_sync=disk"))
+    """The run of two_ranks with a SIGKILL at a random moment, restarted by torchrun."""
+    return once("killed", survive)
 
 
 def survive(folder, *flags, **options):
@@ -274,10 +273,9 @@ def lagged(once):
 @pytest.fixture(scope="session")
 def lagged_apart(once):
     """
-    The same side by side, on two engines that are slow at random, with a SIGKILL at a random moment; its weights travel
-    by disk.
+    The same side by side, on two engines that are slow at random, with a SIGKILL at a random moment.
     """
-    flags, options = (*LAG, "--rollout_ranks=2", "--weight_sync=disk"), dict(ranks=3, broken=slow_engines)
+    flags, options = (*LAG, "--rollout_ranks=2"), dict(ranks=3, broken=slow_engines)
     return once("lagged_apart", lambda folder: survive(folder, *flags, **options))
 
 

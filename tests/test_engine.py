@@ -6,6 +6,7 @@ The real SGLang engine in this process, against the trainer's model: the same 32
 
 import asyncio
 import copy
+import functools
 import itertools
 import json
 import mmap
@@ -149,15 +150,18 @@ def pair(request, tmp_path_factory):
         patch.setattr(rollout_server, "run_scheduler", watched_scheduler)
         engine = RolloutEngine(0, folder, hf, CONFIG, "cpu", torch.float32, folder / "engine.log")
     transports = {
-        how: sync.WeightSync(how, ranks, shards, engine, "cpu", torch.float32, folder / "sent")
-        for how in ("broadcast", "ipc", "disk")
+        how: sync.WeightSync(how, ranks, shards, engine, "cpu", torch.float32) for how in ("broadcast", "ipc")
     }
     for transport in transports.values():
         transport.plan = sync.buckets([(s.name, s.shape) for s in shards], torch.float32, 100_000)
         assert len(transport.plan) > 1
 
-    transports["broadcast"].publish(0)
-    yield engine, model, transports
+    send = {
+        how: functools.partial(transport.publish, hashes=None, shards=shards) for how, transport in transports.items()
+    }
+    send["broadcast"](0)
+    yield engine, model, send
+    transports["broadcast"].close()
     engine.close()
     kernels.disable_batch_invariant()
     dist.destroy_process_group()
@@ -210,26 +214,26 @@ def test_engine_and_trainer_compute_the_same_logprobs(pair, tmp_path, temperatur
     assert differing(model, groups, temperature * 1.001)[0] > tokens / 2  # the comparison can fail
 
 
-@pytest.mark.parametrize("version,how", [(5, "broadcast"), (6, "ipc"), (7, "disk")])
+@pytest.mark.parametrize("version,how", [(5, "broadcast"), (6, "ipc")])
 def test_after_an_update_the_engine_has_the_trainers_weights_and_no_stale_keys(pair, tmp_path, version, how):
-    engine, model, transports = pair
+    engine, model, send = pair
     rows = prompts(8, seed=2)
     with torch.no_grad():
         for p in model.parameters():
             p.to_local().mul_(1.01)
     before = roll_out(engine, tmp_path / "before", rows, 1.0)
     assert differing(model, before, 1.0)[0] > 0  # the engine does not have them yet
-    transports[how].publish(version)
+    send[how](version)
     after = roll_out(engine, tmp_path / "after", rows, 1.0)  # the same prompts: their old keys must be gone
     assert differing(model, after, 1.0)[0] == 0
     assert all(set(t["weight_version"].tolist()) == {version} for t in after)
 
 
 def test_a_parameter_that_arrives_changed_ends_the_run_and_is_named(pair):
-    engine, _, transports = pair
-    shards = transports["broadcast"].shards
+    engine, model, send = pair
+    shards = send["broadcast"].keywords["shards"]
     hashes = sync.tensor_hashes([s.data for s in shards], shards, None)
-    transports["broadcast"].publish(8)
+    send["broadcast"](8)
     engine.check_weights(hashes)
     for name in hashes:
         with pytest.raises(sync.RunError, match=f"did not arrive as sent: {name}"):
@@ -375,7 +379,7 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
     As on CUDA where a rank trains, too. SGLang can lend a GPU's memory only, so here the real engine has a stand-in
     that knows what is lent: nothing is lent while it is in use, and nothing is sampled or loaded while it is lent.
     """
-    engine, _, transports = pair
+    engine, model, send = pair
     sglang, lent = engine.manager, []
 
     async def release(request):
@@ -407,7 +411,7 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
     engine.sleep()
     assert set(lent) == {"kv_cache", "weights"} and engine.lends == (freed > 0)
     assert ("engine 0: SGLang lends no memory" in capfd.readouterr().out) == (not freed)
-    transports["ipc"].publish(9)
+    send["ipc"](9)
     assert not lent and engine.version == 9
     roll_out(engine, tmp_path / "after", rows, 1.0)
 

@@ -487,7 +487,7 @@ def test_runs_judged_by_math_verify_have_one_ledger(two_ranks, tmp_path):
     start = f"--init_from={two_ranks[0]}/ckpt/step_000016"
     finish(tmp_path / "a", *flags, start, launch=launch_warm)
     finish(tmp_path / "b", *flags, start, "--max_steps=2", launch=launch_warm)
-    others = "--init_from=resume", "--rollout_ranks=2", "--weight_sync=disk", "--engine_max_running=5"
+    others = "--init_from=resume", "--rollout_ranks=2", "--engine_max_running=5"
     finish(tmp_path / "b", *flags, *others, ranks=4, launch=launch_warm)
     finish(tmp_path / "c", *flags, start, *replay_of(tmp_path / "a"), launch=launch_warm)
     ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]

@@ -77,8 +77,8 @@ def test_a_replay_on_four_trainers_that_keep_no_activations_has_the_same_ledger(
 
 
 def test_side_by_side_with_a_lag_it_is_the_ledger_of_the_same_in_turn(lagged, lockstep, flags, tmp_path):
-    """Two trainers, two engines that are slow at random, weights by disk."""
-    more = ("--lag=2", "--weight_sync=disk", "--rollout_ranks=2")
+    """Two trainers, two engines that are slow at random."""
+    more = ("--lag=2", "--rollout_ranks=2")
     finish(tmp_path / "run", *flags, *more, ranks=4, broken=slow_engines, launch=launch_warm)
     assert_it_learned(lagged[0], steps=24)
     assert ledger(tmp_path / "run") == ledger(lagged[0]) != ledger(lockstep[0])

@@ -468,8 +468,8 @@ def test_the_interpreter_is_one_that_the_sandbox_can_read(capsys):
 
 def test_runs_judged_by_tests_have_one_ledger_though_a_sandbox_is_killed(tmp_path):
     """
-    Undisturbed; stopped by a killed sandbox, and resumed by two trainers and two engines with other batches, no shared
-    prefixes and weights by disk; and from the rollout files, where no program runs.
+    Undisturbed; stopped by a killed sandbox, and resumed by two trainers and two engines with other batches and no
+    shared prefixes; and from the rollout files, where no program runs.
     """
     rows = []
     for op, n in product("+-*", range(2, 10)):
@@ -482,7 +482,7 @@ def test_runs_judged_by_tests_have_one_ledger_though_a_sandbox_is_killed(tmp_pat
     status, output = launch_warm(tmp_path / "b", *flags, broken=killed_sandbox)
     assert status == 2, output[-3000:]
     assert re.search(r"rl step 1, prompt \d, sample \d: SandboxError: the sandbox itself ended", error_line(output))
-    others = "--init_from=resume --rollout_ranks=2 --weight_sync=disk --radix_cache=False --engine_max_running=5"
+    others = "--init_from=resume --rollout_ranks=2 --radix_cache=False --engine_max_running=5"
     finish(tmp_path / "b", *flags, *others.split(), ranks=4, launch=launch_warm)
     finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"), launch=launch_warm)
     ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]

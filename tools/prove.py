@@ -440,12 +440,12 @@ class Proof:
 
     def L8(self):
         runs = [
-            self.run("weights by disk", "--weight_sync=disk", "--max_steps=8"),
+            self.run("weights from two trainers", "--max_steps=8", ranks=3),
             self.run("weights by ipc", "--weight_sync=ipc", "--max_steps=8", ranks=0),
         ]
         caught = self.run("a bit flipped on the way", "--max_steps=1", fails=True, broken=a_flipped_bit)
         caught = caught and "up_proj.weight" in caught
-        yield self.row("weights by broadcast, disk, ipc", runs, "a bit flipped on the way", caught)
+        yield self.row("weights by broadcast from one and two trainers, ipc", runs, "a bit flipped on the way", caught)
 
     def apart(self, flags):
         """A run in turn, and the same run side by side with slow engines, killed, and from its rollout files."""

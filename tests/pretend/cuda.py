@@ -18,8 +18,8 @@ import time
 import traceback
 import types
 import weakref
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 
 MEMORY = int(os.environ.get("PRETEND_BYTES", 2 << 30))  # of the card
@@ -368,7 +368,8 @@ def patch_torch(module):
     variable = torch.autograd.Variable
     variable._execution_engine = Engine(variable._execution_engine)
     impl = torch.library.Library.impl
-    torch.library.Library.impl = lambda self, name, f, *args, **kw: impl(self, name, entering(f, some_marked), *args, **kw)
+    entered = partial(entering, marking=some_marked)
+    torch.library.Library.impl = lambda self, name, f, *args, **kw: impl(self, name, entered(f), *args, **kw)
     patch_groups()
     own_print = builtins.print
 
@@ -470,7 +471,9 @@ def patch_groups():
 
 
 NCCL = {}  # {name: ranks} of the groups that were to be NCCL's
-COLLECTIVES = "broadcast all_reduce all_gather_into_tensor reduce_scatter_tensor all_to_all_single all_gather barrier".split()
+COLLECTIVES = (
+    "broadcast all_reduce all_gather_into_tensor reduce_scatter_tensor all_to_all_single all_gather barrier".split()
+)
 
 
 def store_key(store):

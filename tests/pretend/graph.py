@@ -4,10 +4,9 @@ does the same to the same memory. Python that chose them is not asked again, and
 """
 
 import torch
+from pretend import cuda
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-
-from pretend import cuda
 
 
 def ours():
@@ -32,13 +31,13 @@ class Recorder(TorchDispatchMode):
                 return self.ours[func](*args, **kwargs)
         out = func(*args, **kwargs)
         name = func.name()
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        before = {x.untyped_storage().data_ptr() for x in tensors_of((args, kwargs))}
+        results = tensors_of(out)
         if name.startswith("c10d::"):
             self.note(name, lambda: [w.wait() for w in tree_leaves(func(*args, **kwargs)) if hasattr(w, "wait")])
         elif func._schema.is_mutable:
             self.note(name, lambda: func(*args, **kwargs))
-        elif name.startswith(("aten::empty", "aten::new_empty")) or given & {x.untyped_storage().data_ptr() for x in results}:
+        elif "empty" in name or before & {x.untyped_storage().data_ptr() for x in results}:
             pass  # the same memory at each replay
         else:
             self.note(name, lambda: copy_all(results, func(*args, **kwargs)))
@@ -48,8 +47,12 @@ class Recorder(TorchDispatchMode):
         self.steps.append((name, step))
 
 
+def tensors_of(tree):
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
 def copy_all(into, out):
-    for x, new in zip(into, [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]):
+    for x, new in zip(into, tensors_of(out)):
         x.copy_(new)
 
 

@@ -8,7 +8,12 @@ import importlib.util
 import sys
 from pathlib import Path
 
-PATCHED = ("torch", "triton.runtime.interpreter", "sglang.srt.mem_cache.memory_pool", "sglang.srt.distributed.parallel_state")
+PATCHED = (
+    "torch",
+    "triton.runtime.interpreter",
+    "sglang.srt.mem_cache.memory_pool",
+    "sglang.srt.distributed.parallel_state",
+)
 
 
 class Patching(importlib.abc.MetaPathFinder, importlib.abc.Loader):
