@@ -18,6 +18,7 @@ Wall time and result: not measured yet.
 """
 
 out_dir = "out/llama_70b_lora"
+device = "cuda"
 init_from = "meta-llama/Llama-3.3-70B-Instruct"
 lora_rank = 32
 dataset = "openai/gsm8k"

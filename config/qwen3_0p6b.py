@@ -12,6 +12,7 @@ Wall time and result: not measured yet.
 """
 
 out_dir = "out/qwen3_0p6b"
+device = "cuda"
 init_from = "Qwen/Qwen3-0.6B"
 dataset = "openai/gsm8k"
 dataset_config = "main"

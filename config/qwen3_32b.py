@@ -16,6 +16,7 @@ Wall time and result: not measured yet.
 """
 
 out_dir = "out/qwen3_32b"
+device = "cuda"
 init_from = "Qwen/Qwen3-32B"
 dataset = "openai/gsm8k"
 dataset_config = "main"

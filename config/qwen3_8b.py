@@ -19,6 +19,7 @@ Wall time and result: not measured yet.
 """
 
 out_dir = "out/qwen3_8b"
+device = "cuda"
 init_from = "Qwen/Qwen3-8B"
 dataset = "openai/gsm8k"
 dataset_config = "main"

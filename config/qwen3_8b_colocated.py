@@ -16,6 +16,7 @@ Wall time and result: not measured yet.
 """
 
 out_dir = "out/qwen3_8b_colocated"
+device = "cuda"
 init_from = "Qwen/Qwen3-8B"
 colocate = True
 dataset = "openai/gsm8k"

@@ -14,6 +14,7 @@ Wall time and result: not measured yet.
 """
 
 out_dir = "out/qwen3_8b_lag"
+device = "cuda"
 init_from = "Qwen/Qwen3-8B"
 dataset = "openai/gsm8k"
 dataset_config = "main"

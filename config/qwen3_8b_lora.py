@@ -19,6 +19,7 @@ Wall time and result: not measured yet.
 """
 
 out_dir = "out/qwen3_8b_lora"
+device = "cuda"
 init_from = "Qwen/Qwen3-8B"
 lora_rank = 32
 colocate = True  # on several cards, too
