@@ -147,6 +147,26 @@ def take_gpu(config, world, gpu):
     return torch.cuda.get_device_name()
 
 
+def least_memory(parameters, learned, config, world, reward=0):
+    """
+    {what a card is for: bytes that it needs at the very least}, for a model of so many parameters of which so many are
+    learned. reward: bytes of reward models, which an engine's rank has. Training: weights, AdamW's moments, and the
+    gradients of a row of leaves. Sampling: the engine gets a share of what the rest leaves of the card.
+    """
+    trainers, engines = roles(config, world)
+    reward *= engines > 0
+    needs, held = {}, 0
+    if trainers:
+        frozen = 2 * parameters * (learned < parameters)  # in bfloat16
+        held = (frozen + 3 * 4 * learned) / trainers
+        gradients = math.log2(config["lanes"] / trainers) + 1
+        needs["train"] = held + 4 * learned / trainers * gradients + reward * (trainers == world)
+    if engines:
+        weights = 2 * parameters / config["rollout_tp"]
+        needs["sample"] = held * (trainers == world) + reward + weights / config["engine_memory"]
+    return needs
+
+
 DRIVER = Path("/proc/driver/nvidia/version")
 LEAST_DRIVER = 580  # of CUDA 13, for which torch is built
 TOOLKIT = Path("/usr/local/cuda")

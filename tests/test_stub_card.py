@@ -10,10 +10,17 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 from pretend.driver import stub_driver
+from transformers import Qwen3Config
+
+import rollout_server
+from rewards import MODELS
+from train_grpo import DEFAULTS
 
 ROOT = Path(__file__).parent.parent
 # what every preset's engine is to be, by SGLang's own word
@@ -46,7 +53,7 @@ def found(tmp_path_factory):
     command = [sys.executable, "tests/pretend/card.py", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert (folder / "found.json").exists(), done.stdout[-4000:]
-    return json.loads((folder / "found.json").read_text())
+    return json.loads((folder / "found.json").read_text()) | dict(output=done.stdout)
 
 
 def test_every_preset_for_gpus_asks_for_one_and_is_started_here(found):
@@ -54,6 +61,11 @@ def test_every_preset_for_gpus_asks_for_one_and_is_started_here(found):
     asks = {path.stem for path in ROOT.glob("config/*.py") if '\ndevice = "cuda"\n' in path.read_text()}
     names = {path.stem for path in ROOT.glob("config/*.py") if re.search(r"\b(GPU|GB)", path.read_text())}
     assert asks == names == set(found["arguments"]) == set(PRESETS)
+
+
+def test_whoever_waits_for_the_first_start_is_told_what_it_does(found):
+    """For minutes there was no line."""
+    assert found["output"].count("engine 0: compiling kernels: takes minutes at a first start\n") == len(PRESETS)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -85,3 +97,53 @@ def test_the_switch_that_sglang_throws_puts_our_operators_under_cudas_key(found)
     assert [*found["operators"]] == OPERATORS
     for name, (line,) in found["operators"].items():
         assert "/kernels.py:" in line, name
+
+
+# ---- a card that is too small
+
+QWEN3_8B = dict(
+    vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, architectures=["Qwen3ForCausalLM"],
+)  # fmt: skip
+SMALLER = "or a smaller model than init_from"
+
+
+@pytest.mark.parametrize(
+    "gb,world,change,line",
+    [
+        # 8.19 G parameters: 131 GB of weights, moments and one gradient
+        (80, 1, dict(lanes=1), f"lanes=1: use more trainers, fewer lanes, --lora_rank=32, {SMALLER}: to train a card"),
+        (132, 1, dict(lanes=1), ""),
+        (132, 1, dict(lanes=2), "to train a card needs 163.8 GB and more, this one has 132.0"),
+        (34, 8, dict(rollout_ranks=4, lanes=4), ""),
+        (30, 8, dict(rollout_ranks=4, lanes=4), "to train a card needs 32.8 GB and more, this one has 30.0"),
+        # the engine's weights alone, 16.4 GB of its share; two cards of an engine have half of them each
+        (24, 2, dict(mode="eval"), f"engine_memory=0.6: use a larger share, --rollout_tp=2, {SMALLER}"),
+        (24, 2, dict(mode="eval", engine_memory=0.9), ""),
+        (24, 2, dict(mode="eval", rollout_tp=2, tp_split=2), ""),
+        # a card that trains adapters and samples, and one that has a reward model of the same size, too
+        (50, 1, dict(lora_rank=32), ""),
+        (44, 1, dict(lora_rank=32), "to sample a card needs 44.7 GB and more, this one has 44.0"),
+        (50, 1, dict(lora_rank=32, reward="model"), "to sample a card needs 59.9 GB and more, this one has 50.0"),
+        (24, 1, dict(device="cpu"), ""),  # of no interest to a run on the CPU
+    ],
+)
+def test_a_card_that_cannot_hold_the_model_is_refused_before_any_weight_is_read(
+    gb, world, change, line, tmp_path, monkeypatch, capsys
+):
+    hf = Qwen3Config(**QWEN3_8B)
+    hf.save_pretrained(tmp_path)
+    assert rollout_server.parameter_counts(hf) == (8_190_735_360, 8_190_735_360)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    card = types.SimpleNamespace(total_memory=gb * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    if "reward" in change:
+        judge = Qwen3Config(**QWEN3_8B | dict(architectures=["Qwen3ForSequenceClassification"], num_labels=1))
+        monkeypatch.setitem(MODELS, "model", types.SimpleNamespace(hf=judge))
+    with pytest.raises(SystemExit) as e:
+        rollout_server.check_model(tmp_path, DEFAULTS | change)
+        sys.exit(0)
+    err = capsys.readouterr().err
+    assert e.value.code == (2 if line else 0) and line in err, err
+    assert err.count("\n") == err.count("error: ") == bool(line)

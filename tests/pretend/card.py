@@ -32,6 +32,7 @@ HOOKS = {
     "model_executor.forward_batch_info:clamp_position": "model_executor.forward_batch_info:ForwardBatch.init_new",
     "model_executor.model_runner_components.attention_backend_setup:init_cublas":
         "model_executor.model_runner_components.attention_backend_setup:build_attention_backends",
+    "mem_cache.memory_pool:can_use_store_cache": "mem_cache.memory_pool:_set_kv_buffer_impl",
     "layers.logits_processor:LogitsProcessor._compute_lm_head": "layers.logits_processor:LogitsProcessor._get_logits",
     "distributed.parallel_state:GroupCoordinator.all_reduce":
         "distributed.communication_op:tensor_model_parallel_all_reduce",
@@ -70,6 +71,7 @@ def starts(preset, ranks, folder, engine):
         max_position_embeddings=s.positions, architectures=[f"{s.kind.capitalize()}ForCausalLM"],
     )  # fmt: skip
     AutoConfig.for_model(s.kind, **shape).save_pretrained(folder / preset)
+    os.environ["WORLD_SIZE"] = str(ranks)
     hf = rollout_server.check_model(folder / preset, config)
     trainers, _ = roles(config, ranks)
     log, lends = folder / f"{preset}.log", trainers == ranks
