@@ -27,20 +27,22 @@ ROOT = Path(__file__).parent.parent
 ARGUMENTS = dict(
     device="cuda", dtype="bfloat16", attention_backend="triton", sampling_backend="pytorch", bf16_gemm_backend="torch",
     enable_deterministic_inference=True, page_size=1, disable_radix_cache=False, disable_overlap_schedule=False,
-    chunked_prefill_size=8192, disable_cuda_graph=False, prefill_graphs="disabled", skip_tokenizer_init=True,
+    disable_cuda_graph=False, prefill_graphs="disabled", skip_tokenizer_init=True,
     max_total_tokens=None, max_running_requests=None, weight_version="0", sleep_on_idle=True, base_gpu_id=0,
 )  # fmt: skip
-# and what differs: graphs up to so many requests, share of the free memory, whether that is lent, cards of an engine
-DIFFERENT = "decode_graphs mem_fraction_static enable_memory_saver tp_size".split()
+# and what differs: graphs up to so many requests, tokens that a prefill computes at a time (by the card's memory), the
+# share of what is free, whether that is lent, cards of an engine
+DIFFERENT = "decode_graphs chunked_prefill_size mem_fraction_static enable_memory_saver tp_size".split()
 PRESETS = dict(
-    one_gpu=(512, 0.3, True, 1),
-    qwen3_0p6b=(256, 0.45, True, 1),
-    qwen3_8b=(256, 0.85, False, 1),
-    qwen3_8b_lag=(256, 0.85, False, 1),
-    qwen3_8b_colocated=(256, 0.7, True, 1),
-    qwen3_8b_lora=(256, 0.45, True, 1),
-    qwen3_32b=(256, 0.85, False, 2),
-    llama_70b_lora=(256, 0.85, False, 4),
+    one_gpu=(512, 8192, 0.3, True, 1),
+    qwen3_0p6b=(256, 8192, 0.45, True, 1),
+    qwen3_8b=(256, 8192, 0.85, False, 1),
+    qwen3_8b_lag=(256, 8192, 0.85, False, 1),
+    qwen3_8b_colocated=(256, 8192, 0.7, True, 1),
+    qwen3_8b_lora=(256, 8192, 0.7, True, 1),
+    qwen3_1p7b_lora=(256, 2048, 0.65, True, 1),
+    qwen3_32b=(256, 8192, 0.85, False, 2),
+    llama_70b_lora=(256, 8192, 0.85, False, 4),
 )
 OPERATORS = ["mm", "addmm", "_log_softmax", "_softmax", "embedding_dense_backward"]
 

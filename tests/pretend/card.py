@@ -19,10 +19,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import torch  # noqa: E402
 
 PRESETS = dict(
-    one_gpu=1, qwen3_0p6b=1, qwen3_8b=8, qwen3_8b_lag=8, qwen3_8b_colocated=8, qwen3_8b_lora=1, qwen3_32b=16,
-    llama_70b_lora=8,
+    one_gpu=1, qwen3_0p6b=1, qwen3_8b=8, qwen3_8b_lag=8, qwen3_8b_colocated=8, qwen3_8b_lora=1, qwen3_1p7b_lora=1,
+    qwen3_32b=16, llama_70b_lora=8,
 )  # ranks # fmt: skip
-MEMORY = 80 << 30  # bytes of a card
+MEMORY = dict(qwen3_32b=141 << 30, qwen3_1p7b_lora=24 << 30)  # bytes of a preset's cards
 # what `run_scheduler` replaces in SGLang, and the function of SGLang's that has to call it by this name
 SRT = "sglang.srt."
 HOOKS = {
@@ -44,14 +44,14 @@ HOOKS = {
 }  # fmt: skip
 
 
-def pretend(chip=(9, 0), cards=8):
-    """Makes torch.cuda say that this machine has so many cards of this compute capability, all of them empty."""
+def pretend(memory, chip=(9, 0), cards=8):
+    """Makes torch.cuda say that this machine has so many cards of this compute capability and memory, all empty."""
     card = types.SimpleNamespace(
-        name="stub", major=chip[0], minor=chip[1], total_memory=MEMORY, multi_processor_count=132
+        name="stub", major=chip[0], minor=chip[1], total_memory=memory, multi_processor_count=132
     )
     answers = dict(
         is_available=True, device_count=cards, current_device=0, get_device_capability=chip, get_device_name="stub",
-        get_device_properties=card, mem_get_info=(MEMORY, MEMORY), set_device=None,
+        get_device_properties=card, mem_get_info=(memory, memory), set_device=None,
     )  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
@@ -71,6 +71,7 @@ def starts(preset, ranks, folder, engine):
         max_position_embeddings=s.positions, architectures=[f"{s.kind.capitalize()}ForCausalLM"],
     )  # fmt: skip
     AutoConfig.for_model(s.kind, **shape).save_pretrained(folder / preset)
+    pretend(MEMORY.get(preset, 80 << 30))
     os.environ["WORLD_SIZE"] = str(ranks)
     hf = rollout_server.check_model(folder / preset, config)
     trainers, _ = roles(config, ranks)
@@ -114,7 +115,7 @@ def calls(user, hook):
 
 
 folder = Path(sys.argv[1])
-pretend()
+pretend(80 << 30)
 import plan  # noqa: E402
 from sglang.srt.entrypoints import engine  # noqa: E402
 from sglang.srt.managers import scheduler  # noqa: E402
