@@ -8,6 +8,7 @@ scheduler. An SGLang that calls a setting or a replaced function otherwise fails
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -50,6 +51,8 @@ OPERATORS = ["mm", "addmm", "_log_softmax", "_softmax", "embedding_dense_backwar
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What tests/pretend/card.py has found, some ten seconds after SGLang is imported."""
+    if not shutil.which("gcc"):
+        pytest.skip("the stub of the driver is built by gcc")
     folder = tmp_path_factory.mktemp("card")
     env = os.environ | dict(LD_LIBRARY_PATH=str(stub_driver(folder)), TRITON_CACHE_DIR=str(folder / "triton"))
     command = [sys.executable, "tests/pretend/card.py", str(folder)]

@@ -173,7 +173,7 @@ def shape_of(c, key="init_from", name=None):
         return Shape(c.scratch_layers, c.scratch_hidden, *sizes, vocab, True, "qwen3", 4096)
     file, known = Path(name, "config.json"), ", ".join(MODELS)
     require(file.is_file(), f"{key}={name!r}: a folder with a config.json, scratch, or one of {known}")
-    hf = train_grpo.check_model(name, vars(c), key)
+    hf = train_grpo.check_model(name, vars(c) | dict(device="cpu"), key)  # whatever card this machine has
     heads = hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     sizes = heads, hf.num_key_value_heads, head_dim, hf.intermediate_size, hf.vocab_size, hf.tie_word_embeddings
