@@ -50,8 +50,18 @@ import torch.distributed as dist
 
 import kernels
 from configurator import close_bars, lean_imports, require
-from rewards import RewardError, rows_of_step, score_all
-from sync import RunError, Shard, TreeReduceScatter, group_path, hidden_torchrun, tensor_hashes, write_group
+from rewards import MODELS, RewardError, rows_of_step, score_all
+from sync import (
+    RunError,
+    Shard,
+    TreeReduceScatter,
+    group_path,
+    hidden_torchrun,
+    least_memory,
+    lora_settings,
+    tensor_hashes,
+    write_group,
+)
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 SCORES = "ForSequenceClassification"  # how Hugging Face calls the class of a reward model
@@ -98,7 +108,33 @@ def check_model(folder, config, key="init_from"):
         hf.architectures, hf.num_labels = [hf.model_type.capitalize() + SCORES], 1
         if hf.pad_token_id == hf.eos_token_id:  # Hugging Face's class would read the score before the EOS
             hf.pad_token_id = None
+    if key == "init_from" and config["device"] != "cpu" and torch.cuda.is_available():
+        check_card(hf, config)
     return hf
+
+
+def check_card(hf, config):
+    """Ends the run with one line, before any weight is read, if the model cannot fit on cards like this rank's."""
+    lora = lora_settings(types.SimpleNamespace(**config)) if config["lora_rank"] else None
+    parameters, learned = parameter_counts(hf, lora)
+    scores = sum(2 * parameter_counts(model.hf)[0] for model in MODELS.values())
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    card = torch.cuda.get_device_properties("cuda").total_memory
+    cures = dict(
+        train=f"lanes={config['lanes']}: use more trainers, fewer lanes, --lora_rank=32",
+        sample=f"engine_memory={config['engine_memory']}: use a larger share, --rollout_tp=2",
+    )
+    for role, needed in least_memory(parameters, learned, config, world, scores).items():
+        why = f"to {role} a card needs {needed / 1e9:.1f} GB and more, this one has {card / 1e9:.1f}"
+        require(needed <= card, f"{cures[role]}, or a smaller model than init_from: {why}")
+
+
+def parameter_counts(hf, lora=None):
+    """(parameters of the model of a Hugging Face config, parameters that are learned: these or LoRA's)."""
+    model = build_model(hf, None, "meta", batch_invariant=False, lora=lora)
+    every = sum(p.numel() for p in model.parameters())
+    learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return every - learned if lora else every, learned
 
 
 def gives_scores(hf):
@@ -502,6 +538,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     from sglang.srt.layers import sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
     from sglang.srt.managers.scheduler_components import batch_result_processor
+    from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
 
@@ -525,8 +562,11 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
             own(self, **options | dict(use_pynccl=False, use_custom_allreduce=False))
 
         parallel_state.GroupCoordinator.__init__ = group_on_cpu  # it would ask for a CUDA device
-    else:  # SGLang would have nvcc compile this one at the first decode step
+    else:
+        # SGLang would have nvcc compile these at the first steps. Keys and values are then written by two index_put of
+        # torch's a layer instead of one kernel, inside the graph of a decode step; both copy rows.
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
+        memory_pool.can_use_store_cache = lambda *_: False
     if inv_freq:
         install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
@@ -695,6 +735,10 @@ class RolloutEngine:
         self.asked, self.since, self.busy = 0, 0.0, 0.0  # open requests, since when, seconds with any before that
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
+        if device == "cuda":
+            print(f"{self.name}: compiling kernels: takes minutes at a first start", flush=True)
+        for model in MODELS.values():  # SGLang takes its share of what these leave of a card
+            model.load()
         try:
             with hidden_torchrun(), output_to(log):
                 self.sglang = self._start(model_path, device, dtype, gpu)

@@ -18,9 +18,12 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -124,20 +127,83 @@ def hidden_torchrun():
 def take_gpu(config, world, gpu):
     """Makes GPU number `gpu` this rank's; returns its name. Ends the run with one line if it is none we can use."""
     trainers, engines = roles(config, world)
+    lends = trainers == engines == world
     if int(os.environ.get("RANK", 0)) < trainers < world:
         # In such segments one of FSDP2's streams can use what another has freed. Memory that an engine shares with its
         # trainer cannot be of this kind.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):  # torch has a new name, SGLang looks at the old one
+        value = os.environ.get(key, "")
+        why = "a card that trains and samples cannot lend such memory; take expandable_segments:True out of it"
+        require(not (lends and "expandable_segments:True" in value), f"{key}={value!r}: {why}")
+    require(torch.cuda.is_available(), f"device='cuda': {why_no_card()}")
     count = torch.cuda.device_count()
-    require(count, "device='cuda': this machine has no CUDA device; use --device=cpu")
     require(gpu < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
     chip = torch.cuda.get_device_capability(gpu)
     cure = "kernels.py is for 9.0 (Hopper); use --device=cpu"
     require(chip == (9, 0), f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
-    two_ends = config["weight_sync"] == "broadcast" and trainers == engines == world
+    two_ends = config["weight_sync"] == "broadcast" and lends
     require(not two_ends, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc")
+    check_compilers()
     torch.cuda.set_device(gpu)
     return torch.cuda.get_device_name()
+
+
+def least_memory(parameters, learned, config, world, reward=0):
+    """
+    {what a card is for: bytes that it needs at the very least}, for a model of so many parameters of which so many are
+    learned. reward: bytes of reward models, which an engine's rank has. Training: weights, AdamW's moments, and the
+    gradients of a row of leaves. Sampling: the engine gets a share of what the rest leaves of the card.
+    """
+    trainers, engines = roles(config, world)
+    reward *= engines > 0
+    needs, held = {}, 0
+    if trainers:
+        frozen = 2 * parameters * (learned < parameters)  # in bfloat16
+        held = (frozen + 3 * 4 * learned) / trainers
+        gradients = math.log2(config["lanes"] / trainers) + 1
+        needs["train"] = held + 4 * learned / trainers * gradients + reward * (trainers == world)
+    if engines:
+        weights = 2 * parameters / config["rollout_tp"]
+        needs["sample"] = held * (trainers == world) + reward + weights / config["engine_memory"]
+    return needs
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+LEAST_DRIVER = 580  # of CUDA 13, for which torch is built
+TOOLKIT = Path("/usr/local/cuda")
+
+
+def why_no_card():
+    """What to do where torch finds no CUDA device. It says no more than that, to a driver that is too old as well."""
+    version = re.search(r"Module.*?\s(\d{3,})([.\d]*)", DRIVER.read_text()) if DRIVER.is_file() else None
+    if version is None:
+        return "this machine has no CUDA device; use --device=cpu"
+    if int(version[1]) < LEAST_DRIVER:
+        least = f"torch {torch.__version__} wants {LEAST_DRIVER}; install that"
+        return f"NVIDIA's driver is {version[1]}{version[2]}, {least}"
+    return "a driver is there, and no device; is this a container without --gpus=all, or CUDA_VISIBLE_DEVICES empty?"
+
+
+def check_compilers():
+    """Ends the run with one line unless Triton can build its launchers, and SGLang finds a CUDA toolkit."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    require(compiler, "device='cuda': Triton builds its launchers with a C compiler, and there is none; install gcc")
+    command = [compiler, "-fsyntax-only", "-xc", f"-I{sysconfig.get_paths()['include']}", "-"]
+    try:
+        done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True)
+        refused = done.stderr.partition("\n")[0] if done.returncode else ""
+    except OSError as e:
+        refused = str(e)
+    cure = f"install Python's headers (python3-dev), or set CC, now {compiler!r}"
+    require(not refused, f"device='cuda': Triton cannot build its launchers: {refused}; {cure}")
+    # Without a toolkit deep_gemm, which SGLang imports on a Hopper, ends in an assertion.
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if not (named or shutil.which("nvcc") or TOOLKIT.exists()):
+        wheel = Path(torch.__file__).parents[1] / "nvidia" / f"cu{torch.version.cuda.partition('.')[0]}"
+        cure = "install one and set CUDA_HOME, or the wheel nvidia-cuda-nvcc"
+        require(wheel.joinpath("bin", "nvcc").is_file(), f"CUDA_HOME='': no CUDA toolkit is found; {cure}")
+        os.environ["CUDA_HOME"] = str(wheel)
 
 
 def start_process_groups(trainers, engines, device, tp=1):

@@ -162,7 +162,7 @@ tp_split = 1  # parts into which the sums of o_proj and down_proj are cut, a pow
 # the engine
 radix_cache = True  # reuse the keys and values of shared prefixes
 cuda_graphs = True
-engine_memory = 0.6  # share of a GPU for weights and cache
+engine_memory = 0.6  # share for weights and cache, of what is free of a GPU when the engine starts
 engine_kv_tokens = 0  # cache size in tokens; 0: room for all samples of a step (CPU), what engine_memory gives (CUDA)
 engine_max_running = 0  # requests at a time; 0: all (CPU), SGLang's choice (CUDA)
 engine_prefill_chunk = 0  # tokens that a prefill computes at a time; 0: SGLang's choice

@@ -198,6 +198,7 @@ class RewardModel:
 
     def __init__(self, name, config):
         self.folder, self.config = sync.fetch_model(name, "reward"), config
+        self.device = config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         self.hf = check_model(self.folder, config, "reward")
         head = "score.weight" in sync.weight_files(self.folder, "reward")
         require(head, f"reward={str(self.folder)!r}: no score.weight in its safetensors files; --mode=rm trains one")
@@ -235,20 +236,23 @@ class RewardModel:
             for _, score in batch:
                 score.set_exception(error)
 
+    def load(self):
+        """Loads the model if it is not there yet: by a rank with an engine, before that takes its share of a card."""
+        if self.model is None:
+            self.model = build_model(self.hf, None, self.device, self.config["batch_invariant"])
+            weights = [Shard(name, tuple(p.shape), 0, p.data) for name, p in self.model.named_parameters()]
+            sync.load_weights(weights, self.folder, False, "reward")
+
     @torch.inference_mode()
     def _scores(self, texts):
         """The scores of (prompt, response) pairs, a list of floats."""
-        device = self.config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-        if device == "cuda":  # a new thread would use the first GPU
+        if self.device == "cuda":  # a new thread would use the first GPU
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if self.model is None:  # loaded where it is used: in a rank with an engine
-            self.model = build_model(self.hf, None, device, self.config["batch_invariant"])
-            weights = [Shard(name, tuple(p.shape), 0, p.data) for name, p in self.model.named_parameters()]
-            sync.load_weights(weights, self.folder, False, "reward")
+        self.load()
         prompts, responses = map(list, zip(*texts))
         prompts = prompt_ids(prompts, self.tokenizer, self.config)
         ids = [torch.tensor(x + y) for x, y in zip(prompts, answer_ids(responses, self.tokenizer, self.stop_tokens))]
         packed = dict(ids=torch.cat(ids), positions=torch.cat([torch.arange(len(x)) for x in ids]))
         packed["lengths"] = torch.tensor([len(x) for x in ids])
-        leaf = types.SimpleNamespace(**{name: x.to(device) for name, x in packed.items()})
+        leaf = types.SimpleNamespace(**{name: x.to(self.device) for name, x in packed.items()})
         return self.model.token_logprobs(leaf, 1.0)[-1].tolist()

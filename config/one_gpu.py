@@ -9,6 +9,7 @@ Wall time and result: not measured yet.
 """
 
 out_dir = "out/one_gpu"
+device = "cuda"
 arithmetic_min = 10
 arithmetic_size = 50
 max_prompt_tokens = 8

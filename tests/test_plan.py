@@ -9,12 +9,13 @@ import math
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -44,11 +45,14 @@ def said(text, pattern):
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_parameters_of_a_folder_are_those_of_its_model(tmp_path, kind, tied):
+def test_the_parameters_of_a_folder_are_those_of_its_model(tmp_path, monkeypatch, kind, tied):
     hf = AutoConfig.for_model(kind, tie_word_embeddings=tied, **SMALL)
     hf.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf)
+    # on a machine whose own card holds nothing
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=0))
     s, _, _ = plan.read([f"--init_from={tmp_path}", "--gpus=1"])
     assert plan.parameters(s) == sum(p.numel() for p in model.parameters())
 
@@ -62,7 +66,7 @@ def test_a_scratch_model_has_as_many_parameters_as_the_one_that_is_made(tmp_path
 
 
 def test_the_published_models_have_their_published_sizes():
-    sizes = dict(zip(plan.MODELS, (0.596e9, 8.19e9, 32.8e9, 70.6e9)))  # the models' cards
+    sizes = dict(zip(plan.MODELS, (0.596e9, 1.72e9, 8.19e9, 32.8e9, 70.6e9)))  # the models' cards
     for name, s in plan.MODELS.items():
         assert plan.parameters(s) == pytest.approx(sizes[name], rel=2e-3), name
 
@@ -120,13 +124,13 @@ def test_the_8b_preset_needs_what_it_says():
     assert made.cache / 1e9 == pytest.approx(said(text, r"leaves (\d+) GB of cache"), rel=0.03)
     assert plan.cache_bytes(s) / 1024 == said(text, r"cache at (\d+) KiB")
     lagged = account("qwen3_8b", 8, "--lag=1")[3]
-    assert (lagged.trains - made.trains) / 1e9 == pytest.approx(said(text, r"for (\d+) GB more"), rel=0.05)
+    assert (lagged.trains - made.trains) / 1e9 == pytest.approx(said(text, r"for (\d+) GB more"), rel=0.08)
 
 
 @pytest.mark.parametrize("name,gpus,flags", [("qwen3_32b", 16, ["--card=H200"]), ("llama_70b_lora", 8, [])])
 def test_the_presets_of_engines_over_several_cards_need_what_they_say(name, gpus, flags):
     text, _, _, made = account(name, gpus, *flags)
-    assert made.gpu / 1e9 == pytest.approx(said(text, r"(\d+) GB\.\s(?:With|Memory of an engine)"), rel=0.02)
+    assert made.trains / 1e9 == pytest.approx(said(text, r"(\d+) GB\.\s(?:With|Memory of an engine)"), rel=0.02)
     assert made.weights / 1e9 == pytest.approx(said(text, r"weights ([\d.]+) GB; 85 %"), rel=0.02)
     assert made.cache / 1e9 == pytest.approx(said(text, r"leaves (\d+) GB of cache"), rel=0.02)
     assert made.step == pytest.approx(said(text, r"a step of ([\d.]+) s"), rel=0.01)
@@ -138,7 +142,7 @@ def test_the_presets_side_by_side_and_on_the_same_cards_need_what_they_say():
     assert made.step == pytest.approx(said(text, r"a step of ([\d.]+) s"), abs=0.05)
     text, _, _, made = account("qwen3_8b_colocated", 8)
     assert made.trains / 1e9 == pytest.approx(said(text, r"received, 10 GB: (\d+) GB"), rel=0.02)
-    assert made.gpu / 1e9 == pytest.approx(said(text, r"56 GB: (\d+) GB"), rel=0.02)
+    assert made.gpu / 1e9 == pytest.approx(said(text, r"47 GB: (\d+) GB"), rel=0.02)
     assert made.room == pytest.approx(said(text, r"the cache, ([\d,]+) tokens"), rel=0.01)
     assert made.step == pytest.approx(said(text, r"a step of ([\d.]+) s"), abs=0.05)
 
@@ -146,9 +150,72 @@ def test_the_presets_side_by_side_and_on_the_same_cards_need_what_they_say():
 def test_the_lora_preset_needs_what_it_says():
     text, s, c, made = account("qwen3_8b_lora", 1)
     assert plan.learned_parameters(s, c) == pytest.approx(said(text, r"is ([\d.]+) M adapters") * 1e6, rel=1e-3)
-    assert made.trains / 1e9 == pytest.approx(said(text, r"twice: (\d+) GB"), rel=0.05)
-    assert made.gpu / 1e9 == pytest.approx(said(text, r"36 GB: (\d+) GB"), rel=0.03)
-    assert made.room == pytest.approx(said(text, r"a token ([\d,]+) tokens"), rel=0.03)
+    assert made.trains / 1e9 == pytest.approx(said(text, r"twice: (\d+) GB, and the"), rel=0.02)
+    assert made.gpu / 1e9 == pytest.approx(said(text, r"43 GB: (\d+) GB"), rel=0.02)
+    assert made.room == pytest.approx(said(text, r"a token ([\d,]+) tokens"), rel=0.01)
+
+
+def test_the_preset_for_a_24_gb_card_needs_what_it_says():
+    text, s, c, made = account("qwen3_1p7b_lora", 1, "--card=RTX4090")
+    assert plan.learned_parameters(s, c) == pytest.approx(said(text, r"is ([\d.]+) M adapters") * 1e6, rel=1e-3)
+    assert made.trains / 1e9 == pytest.approx(said(text, r"twice: (\d+) GB, and the"), rel=0.05)
+    assert made.cache / 1e9 == pytest.approx(said(text, r"weights and ([\d.]+) GB the cache"), rel=0.02)
+    assert made.room == pytest.approx(said(text, r"a token ([\d,]+) tokens"), rel=0.01)
+    assert made.gpu / 1e9 == pytest.approx(said(text, r"([\d.]+) GB with all that is held"), rel=0.01)
+    flags = re.search(r"with (--init_from=.*?): \d", text)[1].split()
+    full = account("qwen3_1p7b_lora", 1, "--card=RTX4090", *flags)[3]
+    assert full.trains / 1e9 == pytest.approx(said(text, r": (\d+) GB while it trains"), rel=0.03)
+    assert full.gpu / 1e9 == pytest.approx(said(text, r"(\d+) GB while weights"), rel=0.03)
+
+
+def test_an_engines_share_is_one_of_what_others_leave_of_its_card(tmp_path):
+    """Not of the card: the colocated presets said 40 GB of cache and would have had 30."""
+    text, s, c, made = account("qwen3_8b_lora", 1)
+    held = 2 * plan.parameters(s) + 12 * plan.learned_parameters(s, c)
+    free = made.card.memory - plan.CONTEXT - held
+    assert made.weights + made.cache == pytest.approx(c.engine_memory * free)
+    # what a reward model of 1.5 GB takes, of the share and of the card
+    hf = AutoConfig.for_model("qwen3", **SMALL | dict(vocab_size=150_000, hidden_size=5_000))
+    hf.architectures, hf.num_labels = ["Qwen3ForSequenceClassification"], 1
+    hf.max_position_embeddings = 2048
+    hf.save_pretrained(tmp_path)
+    judged = account("qwen3_8b_lora", 1, f"--reward=numeric+0.5*model:{tmp_path}")[3]
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(hf)
+    size = 2 * (sum(p.numel() for p in model.parameters()) - 5_000)
+    assert made.cache - judged.cache == pytest.approx(c.engine_memory * size)
+    assert judged.gpu - made.gpu == pytest.approx((1 - c.engine_memory) * size)
+
+
+@pytest.mark.parametrize(
+    "preset,gpus,card",
+    [(name, 8, "H100") for name in ("qwen3_8b", "qwen3_8b_lag", "qwen3_8b_colocated", "llama_70b_lora")]
+    + [(name, 1, "H100") for name in ("one_gpu", "qwen3_0p6b", "qwen3_8b_lora")]
+    + [("qwen3_32b", 16, "H200"), ("qwen3_1p7b_lora", 1, "RTX4090")],
+)
+def test_every_preset_fits_the_card_that_it_names_and_its_start_is_not_refused(preset, gpus, card):
+    made = account(preset, gpus, f"--card={card}")[3]
+    assert made.least < made.card.memory
+    assert max(made.gpu, plan.CONTEXT + made.weights + made.cache) < 0.92 * made.card.memory
+
+
+def test_what_is_refused_at_the_start_is_less_than_what_the_account_needs():
+    s, c, _ = plan.read(["config/qwen3_8b.py"])
+    phases = plan.trainer_memory(s, c, 4)
+    sums = sum(phases["held"].values()) + 4 * plan.parameters(s) / 4  # of a row of one leaf a trainer
+    needs = plan.least_memory(plan.parameters(s), plan.parameters(s), vars(c), 8)
+    assert needs == dict(train=sums, sample=2 * plan.parameters(s) / 0.85)
+    s, c, _ = plan.read(["config/qwen3_8b_lora.py", "--gpus=1"])
+    held = sum(plan.trainer_memory(s, c, 1)["held"].values())
+    needs = plan.least_memory(plan.parameters(s), plan.learned_parameters(s, c), vars(c), 1)
+    assert needs["sample"] == pytest.approx(held + 2 * plan.parameters(s) / 0.7)
+
+
+def test_older_weights_move_over_the_bus_once_each_way_and_in_half_the_bytes_of_float32():
+    made = plan.plan(*plan.read(["config/qwen3_8b_lag.py"]))
+    moved = 2 * 2 * plan.parameters(made.s) / made.trainers
+    assert made.training["older weights over the bus"] == pytest.approx(moved / (plan.LINK * made.card.bus))
+    assert plan.plan(*plan.read(["config/qwen3_8b.py"])).training["older weights over the bus"] == 0
 
 
 def test_the_small_preset_for_a_gpu_needs_what_it_says():
@@ -169,9 +236,9 @@ def test_the_report_of_a_preset_adds_up(capsys):
     rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
     times = {row[0]: float(row[1].strip("*")) for row in rows if row[1][0] in "0123456789*" and "%" not in row[1]}
     parts = [x for name, x in times.items() if ":" in name or name == "files, ledger"]
-    assert sum(parts) == pytest.approx(times["**step**"], abs=0.1) and len(parts) == 17
+    assert sum(parts) == pytest.approx(times["**step**"], abs=0.1) and len(parts) == 19
     assert times["**step**"] == pytest.approx(made.step, abs=0.05) and "ESTIMATES" in out
-    assert "56.7" in out and "Where it stops\n- trainers: lanes=4" in out
+    assert "57.7" in out and "32.8" in out and "Where it stops\n- trainers: lanes=4" in out
 
 
 def test_side_by_side_a_step_is_the_longer_side_and_in_turn_both():
@@ -184,7 +251,7 @@ def test_side_by_side_a_step_is_the_longer_side_and_in_turn_both():
 @pytest.mark.parametrize(
     "flags, line",
     [
-        ("--card=A100", "card='A100': use H100 or H200"),
+        ("--card=A100", "card='A100': use H100 or H200 or RTX4090"),
         ("--gpus=0", "gpus=0: must be more than 0"),
         ("--gpus=7", "lanes=4: 3 trainer ranks cannot share them; use 1, 2, 4"),
         ("--mode=eval", "mode='eval': a plan is of RL steps; use 'grpo'"),

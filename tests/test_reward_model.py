@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 import rewards
 import train_grpo as train
 from agents.judges import RewardModel
-from sync import Ranks, make_scratch_model
+from rollout_server import RolloutEngine
+from sync import Ranks, RunError, make_scratch_model
 
 DEFAULTS = train.DEFAULTS | dict(scratch_layers=2, scratch_hidden=64, scratch_mlp=128, lanes=4, leaf_tokens=40)
 PAIRS = DEFAULTS | dict(mode="rm")
@@ -218,6 +219,16 @@ def test_all_that_wait_are_scored_in_one_pass_with_the_bits_they_have_alone_and_
     assert bits(found) == bits(alone) * 4 and sum(batches) == len(TEXTS) and max(batches) > 8
     model.known = dict.fromkeys(range(10_001))
     assert bits([model(*TEXTS[5], "")]) == bits(alone[5:6]) and len(model.known) == 1  # it forgets
+
+
+def test_it_is_loaded_before_the_engine_starts(judge, tmp_path, monkeypatch):
+    """It was loaded at the first score, when the engine had taken its share of the card and left no room for it."""
+    model, loaded = RewardModel(judge, DEFAULTS), []
+    monkeypatch.setitem(rewards.MODELS, "model:judge", model)
+    monkeypatch.setattr(RolloutEngine, "_start", lambda *_: loaded.append(model.model is not None) or 1 / 0)
+    with pytest.raises(RunError, match="did not start: division by zero"):
+        RolloutEngine(0, judge, model.hf, DEFAULTS, "cpu", torch.float32, tmp_path / "engine.log")
+    assert loaded == [True]
 
 
 def test_an_error_reaches_all_that_wait(judge, our_operators):

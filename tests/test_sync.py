@@ -9,10 +9,12 @@ import gc
 import json
 import os
 import random
+import runpy
 import socket
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -33,7 +35,6 @@ def bits(x):
 @pytest.mark.parametrize(
     "gpus,chip,change,message",
     [
-        (0, None, {}, "device='cuda': this machine has no CUDA device; use --device=cpu"),
         (1, (9, 0), {}, "device='cuda': 1 CUDA devices for more ranks; lower --nproc_per_node"),
         (2, (8, 0), {}, "device='cuda': compute capability 8.0; kernels.py is for 9.0 (Hopper); use --device=cpu"),
         (2, (9, 0), dict(colocate=True), "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc"),
@@ -44,6 +45,7 @@ def test_gpus_that_cannot_do_it_are_refused_in_one_line(gpus, chip, change, mess
     taken, key = [], "PYTORCH_CUDA_ALLOC_CONF"
     monkeypatch.setenv(key, "")  # so that it is as before in the end
     monkeypatch.delenv(key)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: chip)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -60,6 +62,99 @@ def test_gpus_that_cannot_do_it_are_refused_in_one_line(gpus, chip, change, mess
     with pytest.raises(SystemExit):
         sync.take_gpu(config, 2, 1)
     assert capsys.readouterr().err == f"error: {message}\n" and not taken
+
+
+# ---- a machine that lacks something
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path, capsys):
+    """machine(): take_gpu's one line on a machine with a Hopper; '' if the card is taken."""
+    names = "PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF CUDA_HOME CUDA_PATH CC RANK".split()
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    answers = dict(
+        is_available=True, device_count=1, get_device_capability=(9, 0), set_device=None, get_device_name="a Hopper"
+    )
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(sync, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(sync, "TOOLKIT", tmp_path)
+
+    def take(**change):
+        try:
+            sync.take_gpu(DEFAULTS | change, 1, 0)
+        except SystemExit as e:
+            assert e.code == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == bool(err)
+        return err.removeprefix("error: ").rstrip()
+
+    return take
+
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U16)\nGCC version:"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc 12"
+
+
+def test_where_torch_finds_no_card_the_line_tells_a_driver_that_is_too_old_from_none(machine, monkeypatch):
+    """Such a machine began the 8B model on its CPUs."""
+    assert machine() == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert machine() == "device='cuda': this machine has no CUDA device; use --device=cpu"
+    for text, version in ((OPEN, "570.124.06"), (CLOSED, "550.54.15")):
+        sync.DRIVER.write_text(text.format(version))
+        wanted = f"NVIDIA's driver is {version}, torch {torch.__version__} wants 580; install that"
+        assert machine() == f"device='cuda': {wanted}"
+    sync.DRIVER.write_text(OPEN.format("580.65.06"))
+    assert "a driver is there, and no device; is this a container without --gpus=all" in machine()
+
+
+@pytest.mark.parametrize("key", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_cannot_be_lent_is_refused_only_where_a_card_trains_and_samples(machine, monkeypatch, key):
+    """SGLang's process died of it, with a traceback in the engine's log."""
+    value = "max_split_size_mb:64,expandable_segments:True"
+    monkeypatch.setenv(key, value)
+    cure = "a card that trains and samples cannot lend such memory; take expandable_segments:True out of it"
+    assert machine() == f"{key}={value!r}: {cure}"
+    assert machine(mode="sft") == machine(mode="eval") == ""
+    monkeypatch.setenv(key, "max_split_size_mb:64")
+    assert machine() == ""
+
+
+def test_a_machine_without_a_compiler_or_pythons_headers_is_refused(machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(sync.sysconfig, "get_paths", lambda: dict(include="/nowhere"))
+    monkeypatch.setenv("CC", "gcc")
+    refusal = machine()
+    assert "Python.h: No such file" in refusal and "install Python's headers (python3-dev), or set CC" in refusal
+    monkeypatch.setenv("CC", "/nowhere/gcc")
+    assert "Triton cannot build its launchers: [Errno 2]" in machine() and "now '/nowhere/gcc'" in machine()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine().endswith("builds its launchers with a C compiler, and there is none; install gcc")
+
+
+def test_without_a_toolkit_that_of_the_wheel_is_taken_and_without_both_a_line_says_so(machine, monkeypatch, tmp_path):
+    """The import of deep_gemm, which SGLang makes on a Hopper, ended in an AssertionError."""
+    (folder,) = find_spec("deep_gemm").submodule_search_locations
+    find_cuda_home = runpy.run_path(f"{folder}/cuda_helpers.py")["find_cuda_home"]
+    compiler = sync.shutil.which("gcc")
+    monkeypatch.setattr(sync, "TOOLKIT", tmp_path / "nothing")
+    monkeypatch.setattr(sync.shutil, "which", lambda name: compiler if name == "gcc" else None)
+    monkeypatch.setenv("CUDA_PATH", "/opt/cuda")
+    assert machine() == "" and "CUDA_HOME" not in os.environ
+    monkeypatch.delenv("CUDA_PATH")
+    monkeypatch.setattr("os.path.exists", lambda path, own=os.path.exists: path != "/usr/local/cuda" and own(path))
+    with pytest.raises(AssertionError):
+        find_cuda_home()
+    assert machine() == ""
+    home = os.environ["CUDA_HOME"]
+    assert home.endswith("nvidia/cu13") and os.access(f"{home}/bin/nvcc", os.X_OK) and find_cuda_home() == home
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    cure = "no CUDA toolkit is found; install one and set CUDA_HOME, or the wheel nvidia-cuda-nvcc"
+    assert machine() == f"CUDA_HOME='': {cure}"
 
 
 def test_ranks_agree_on_a_name_for_their_start_and_never_on_that_of_the_dead(monkeypatch):

@@ -7,7 +7,7 @@ design stops. A model on paper: nothing is started, and every figure for a GPU i
     python tools/plan.py config/qwen3_8b.py --init_from=Qwen/Qwen3-32B --lora_rank=32    # or a folder, its config.json
     python tools/plan.py --check    # on a CPU: seconds of real runs beside those that the model says, 20 minutes
 
-Takes train_grpo.py's files and flags, and: `gpus`, `gpus_per_node`, `card` (H100 or H200), and the mean lengths
+Takes train_grpo.py's files and flags, and: `gpus`, `gpus_per_node`, `card` (a key of CARDS), and the mean lengths
 `prompt_tokens` and `response_tokens` (0: half of the longest).
 
 Work is counted from the model's shape (bytes, operations, decode steps, layers), and divided by the rates of a machine
@@ -22,12 +22,13 @@ To go beyond the limits that are printed at the end, this would have to change:
 - a longer sample: sequences cut over ranks, with attention's partial sums at fixed absolute positions, as the paged
   kernel has them already;
 - a larger model in full: embedding and head in FSDP units of their own, moments and sums in host memory;
-- more nodes: weights sent by all trainers to the engines of their node, not through rank 0's card.
+- more nodes: one copy of the weights over the network for all engines of a node, not one for each of their cards.
 """
 
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -44,6 +45,7 @@ import train_grpo  # noqa: E402
 from configurator import check_config, configure, require, roles  # noqa: E402
 from kernels import CHUNK  # noqa: E402
 from rewards import arithmetic  # noqa: E402
+from sync import least_memory  # noqa: E402
 
 KEYS = dict(gpus=8, gpus_per_node=8, card="H100", prompt_tokens=0.0, response_tokens=0.0)
 GB = 1e9
@@ -64,11 +66,12 @@ class Shape(NamedTuple):
     positions: int
 
 
-# Published config.json files: huggingface.co/Qwen/Qwen3-0.6B, -8B and -32B (table 1 of arXiv:2505.09388 has layers and
-# heads), meta-llama/Llama-3.3-70B-Instruct (table 3 of arXiv:2407.21783). The defaults of transformers' classes fit no
-# published model: Qwen3Config's MLP has 22,016.
+# Published config.json files: huggingface.co/Qwen/Qwen3-0.6B, -1.7B, -8B and -32B (table 1 of arXiv:2505.09388 has
+# layers and heads), meta-llama/Llama-3.3-70B-Instruct (table 3 of arXiv:2407.21783). The defaults of transformers'
+# classes fit no published model: Qwen3Config's MLP has 22,016.
 MODELS = {
     "Qwen/Qwen3-0.6B": Shape(28, 1024, 16, 8, 128, 3072, 151936, True, "qwen3", 40960),
+    "Qwen/Qwen3-1.7B": Shape(28, 2048, 16, 8, 128, 6144, 151936, True, "qwen3", 40960),
     "Qwen/Qwen3-8B": Shape(36, 4096, 32, 8, 128, 12288, 151936, False, "qwen3", 40960),
     "Qwen/Qwen3-32B": Shape(64, 5120, 64, 8, 128, 25600, 151936, False, "qwen3", 40960),
     "meta-llama/Llama-3.3-70B-Instruct": Shape(80, 8192, 64, 8, 128, 28672, 128256, False, "llama", 131072),
@@ -81,13 +84,16 @@ class Card(NamedTuple):
     products: float  # bfloat16 operations per second, dense
     link: float  # bytes per second to the other cards of a node, in one direction
     network: float  # .. to the cards of another node
+    bus: float  # .. to the host's memory
 
 
 # NVIDIA's data sheets "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU" (SXM): bfloat16 without sparsity, half of
-# NVLink's 900 GB/s. Network: one ConnectX-7 of 400 Gbit/s per card, as a DGX has.
+# NVLink's 900 GB/s, half of PCIe's 128 GB/s. Network: one ConnectX-7 of 400 Gbit/s per card, as a DGX has. RTX 4090:
+# "NVIDIA Ada GPU Architecture", bfloat16 with float32 sums; it has PCIe 4.0 alone, and a network of 100 Gbit/s here.
 CARDS = {
-    "H100": Card(80e9, 3.35e12, 989e12, 450e9, 50e9),
-    "H200": Card(141e9, 4.8e12, 989e12, 450e9, 50e9),
+    "H100": Card(80e9, 3.35e12, 989e12, 450e9, 50e9, 64e9),
+    "H200": Card(141e9, 4.8e12, 989e12, 450e9, 50e9, 64e9),
+    "RTX4090": Card(24e9, 1.008e12, 165e12, 32e9, 12.5e9, 32e9),
 }
 
 # Shares of the data sheet. ESTIMATES all of them, from the kernels' design and goals: none was measured with this code.
@@ -97,17 +103,20 @@ ATTENTION_BACKWARD = 0.25 * 0.55  # .. backward
 COPY = 0.85  # of bandwidth: elementwise kernels
 DECODE_WEIGHTS = 0.70  # of bandwidth: 0.60 in the o and down projections, 0.80 in the others
 DECODE_CACHE = 0.67  # of bandwidth: paged attention
-LINK = 0.75  # of NVLink or the network: NCCL's large messages
+LINK = 0.75  # of NVLink, the network or the bus: large messages
 # seconds, ESTIMATES
 DECODE_STEP = 1.5e-3  # SGLang's scheduler and the launch of a graph
 REQUEST = 5e-6  # .. per sample and decode step
 RECORD = 0.5  # of a step: files, JSON, ledger, the last rewards
 WAKE = 2.0  # sleep and wake of an engine that lends its memory
+BUCKET_SECONDS = 8e-3  # SGLang's round trip for a bucket of weights
+CONTEXT = 1e9  # bytes that CUDA and NCCL hold on a card
 # what the code does, counted in it
 SAMPLER_PASSES = 20  # over the float32 logits, to draw a token
 ELEMENTWISE_PASSES = 3  # over a layer's inner activations in a pass forward; a backward is two of those
 BACKWARD_ATTENTION = 2.5  # five products, where forward has two
 UPDATE_BYTES = 100  # per parameter: AdamW, the norm, four hashes
+BUCKET = 1 << 30  # bytes of weights that are sent at a time; a larger tensor is sent by itself
 ROLLOUT_BYTES = 21  # per token of a group's file: token, log-prob, mask, version
 
 
@@ -121,6 +130,7 @@ class Rates(NamedTuple):
     weights: float  # bytes, in decode
     cache: float  # bytes, in decode
     link: float  # bytes
+    bus: float  # bytes
     step: float  # seconds of a decode step
     layer: float  # .. more per layer
     request: float  # .. more per sample
@@ -131,7 +141,8 @@ def card_rates(card, nodes=1):
     attention, backward = ATTENTION * card.products, ATTENTION_BACKWARD * card.products
     memory = (share * card.bandwidth for share in (COPY, DECODE_WEIGHTS, DECODE_CACHE))
     link = LINK * (card.link if nodes == 1 else card.network)
-    return Rates(PRODUCT * card.products, attention, backward, *memory, link, DECODE_STEP, 0.0, REQUEST, 0.0)
+    bus = LINK * card.bus
+    return Rates(PRODUCT * card.products, attention, backward, *memory, link, bus, DECODE_STEP, 0.0, REQUEST, 0.0)
 
 
 # How long kinds of work take on a CPU relative to each other, whatever the speed of the CPU: fitted to eleven runs of
@@ -143,24 +154,26 @@ CPU_LAYER, CPU_REQUEST, CPU_LEAF = 0.1, 0.012, 1.0  # seconds per second of a de
 
 def cpu_rates(products, step):
     """Rates of an engine or a trainer, from its operations per second and the seconds of Python in a decode step."""
-    attention, memory = CPU_ATTENTION * products, (CPU_BYTES * products, math.inf, CPU_CACHE * products, math.inf)
-    return Rates(products, attention, attention, *memory, step, CPU_LAYER * step, CPU_REQUEST * step, CPU_LEAF * step)
+    attention, memory = CPU_ATTENTION * products, (CPU_BYTES * products, math.inf, CPU_CACHE * products)
+    steps = (cost * step for cost in (1.0, CPU_LAYER, CPU_REQUEST, CPU_LEAF))
+    return Rates(products, attention, attention, *memory, math.inf, math.inf, *steps)
 
 
 # ---- the model's numbers
 
 
-def shape_of(c):
-    """The Shape that `init_from` names: a published one, a folder's, or the scratch model's."""
-    if c.init_from in MODELS:
-        return MODELS[c.init_from]
-    if c.init_from == "scratch":
+def shape_of(c, key="init_from", name=None):
+    """The Shape of a model, the one that `init_from` names: a published one, a folder's, or the scratch model's."""
+    name = name or c.init_from
+    if name in MODELS:
+        return MODELS[name]
+    if name == "scratch":
         vocab = 98 + 4 * bool(c.agent)  # sync.make_scratch_model's characters
         sizes = c.scratch_heads, c.scratch_kv_heads, c.scratch_head_dim, c.scratch_mlp
         return Shape(c.scratch_layers, c.scratch_hidden, *sizes, vocab, True, "qwen3", 4096)
-    file, known = Path(c.init_from, "config.json"), ", ".join(MODELS)
-    require(file.is_file(), f"init_from={c.init_from!r}: a folder with a config.json, scratch, or one of {known}")
-    hf = train_grpo.check_model(c.init_from, vars(c))
+    file, known = Path(name, "config.json"), ", ".join(MODELS)
+    require(file.is_file(), f"{key}={name!r}: a folder with a config.json, scratch, or one of {known}")
+    hf = train_grpo.check_model(name, vars(c) | dict(device="cpu"), key)  # whatever card this machine has
     heads = hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     sizes = heads, hf.num_key_value_heads, head_dim, hf.intermediate_size, hf.vocab_size, hf.tie_word_embeddings
@@ -231,6 +244,10 @@ def trainer_memory(s, c, ranks, leaf=0):
     held["AdamW's moments"] = 8 * learned
     held["reference"] = bool(c.kl_coef or c.teacher) * 4 * (mine if full or c.teacher else learned)
     held["the version that is being sent"] = (kept > 0) * (2 * mine if full else 4 * learned)
+    # An engine on the same card gets whole tensors, others each trainer's rows of them, if need be while it trains.
+    both = ranks == c.gpus
+    beside, bucket = kept > 0 and not both, 2 * max(BUCKET, 2 * s.vocab * s.hidden) / (1 if both else ranks)
+    held["a bucket of it, as cut and as sent"] = beside * bucket
     row = math.log2(c.lanes / ranks) + 1
     train = {f"gradients: the sum, and {row:.0f} of the row that is added": 4 * learned * (1 + row)}
     train["embedding and head, gathered" + ", and their gradients" * full] = 2 * root * (1 + full)
@@ -243,7 +260,8 @@ def trainer_memory(s, c, ranks, leaf=0):
     scattered = (full and ranks > 1) * 2 * 4 * root
     reduce = {"embedding's and head's gradient, float32: sent, received": scattered}
     check = {"today's weights, while log-probs of older ones are checked": (kept > 0) * 4 * learned}
-    publish = {"weights to send, bfloat16": 2 * (mine if full else s.layers * layer_parameters(s) / ranks)}
+    publish = {"weights to send, bfloat16": 2 * mine * (full and not kept)}
+    publish["a bucket, as cut and as sent"] = (not beside) * bucket
     return dict(held=held, train=train, leaf=leaves, reduce=reduce, check=check, publish=publish)
 
 
@@ -253,10 +271,20 @@ def peaks(phases):
     return held + max(check, train + max(leaf, reduce)), held + publish
 
 
-def engine_memory(s, c, card):
-    """(bytes of weights on an engine's card, bytes of cache, tokens that the engine's cache has room for)."""
+def reward_bytes(c):
+    """Bytes of the reward models, which a rank with an engine has: a head of one row has no weight."""
+    names = re.findall(r"model:([^+*\s]+)", f"{c.reward}+{c.truth_reward}")
+    return sum(2 * parameters(shape_of(c, "reward", name)._replace(tied=True)) for name in names)
+
+
+def engine_memory(s, c, card, trainers=0):
+    """
+    (bytes of weights on an engine's card, bytes of cache, tokens that the engine's cache has room for). trainers: ranks
+    over which the trainer on the same card is cut, 0 if there is none. The engine's share is one of what is free.
+    """
     weights, tp = 2 * parameters(s) / c.rollout_tp, c.rollout_tp
-    cache = max(0.0, c.engine_memory * card.memory - weights)
+    held = sum(trainer_memory(s, c, trainers)["held"].values()) if trainers else 0.0
+    cache = max(0.0, c.engine_memory * (card.memory - CONTEXT - reward_bytes(c) - held) - weights)
     return weights, cache, c.engine_kv_tokens or cache * tp / cache_bytes(s)
 
 
@@ -305,6 +333,9 @@ def training_seconds(s, c, ranks, r):
     moved = 2 * (forward + updates + looks) + 4 * updates * full
     sent = leaves * moved * parameters(s) * (ranks - 1) / ranks / r.link
     out["gathers, scatters not hidden"] = max(0.0, sent - sum(out.values()))
+    # Each step one version goes to the host's memory, and each one that is checked comes back.
+    out["older weights over the bus"] = (kept > 0) * (1 + ages) * (2 if full else 4) * learned_parameters(s, c) / ranks
+    out["older weights over the bus"] /= r.bus
     out["norm, optimizer, hashes"] = updates * UPDATE_BYTES * learned_parameters(s, c) / ranks / r.elementwise
     return out
 
@@ -315,11 +346,13 @@ def plan(s, c, card):
     both, size = trainers == c.gpus, 2 * parameters(s)
     cards = c.gpus if both else c.gpus - trainers
     r, link, far = (card_rates(card, -(-n // c.gpus_per_node)) for n in (1, trainers, c.gpus))
-    weights, cache, room = engine_memory(s, c, card)
+    weights, cache, room = engine_memory(s, c, card, trainers * both)
     rollout = rollout_seconds(s, c, max(1, cards // c.rollout_tp), r, room)
     training = training_seconds(s, c, trainers, link)
-    sends = {"gathered by trainers": size * (trainers - 1) / trainers / link.link}
-    sends["through rank 0's card"] = 0.0 if both else size / far.link
+    # Trainers send their rows side by side; an engine's card takes in the rows of all.
+    sends = {"gathered by each card": both * size * (trainers - 1) / trainers / link.link}
+    sends["into each engine's card"] = 0.0 if both else size / far.link
+    sends["SGLang's requests"] = math.ceil(size / BUCKET) * BUCKET_SECONDS
     sends["hashed at both ends"] = 3 * size / r.elementwise
     parts = dict(rollout=rollout, training=training, weights=sends | {"sleep and wake": WAKE * both})
     roll, train, send = (sum(x.values()) for x in parts.values())
@@ -327,7 +360,9 @@ def plan(s, c, card):
     step = max(roll + send, train + RECORD) if c.lag and c.overlap and not both else roll + train + send + RECORD
     trains, publishes = peaks(trainer_memory(s, c, trainers))
     # Where both are on one card, the engine's memory sleeps while it trains.
-    gpu = max(trains, publishes + weights + cache) if both else max(trains, publishes)
+    beside = CONTEXT + reward_bytes(c) * both
+    gpu = beside + (max(trains, publishes + weights + cache) if both else max(trains, publishes))
+    least = max(least_memory(parameters(s), learned_parameters(s, c), vars(c), c.gpus, reward_bytes(c)).values())
     idle = 1 - (cards * roll + trainers * train) / c.gpus / step
     return types.SimpleNamespace(**locals())
 
@@ -364,7 +399,7 @@ def limits(s, c, card, made):
         return peaks(trainer_memory(shape, types.SimpleNamespace(**its), trainers, leaf))[0] <= card.memory
 
     def holds(shape):
-        return engine_memory(shape, c, card)[2] > c.max_prompt_tokens + c.max_new_tokens
+        return engine_memory(shape, c, card, made.trainers * made.both)[2] > c.max_prompt_tokens + c.max_new_tokens
 
     def largest(fits):  # of this width, by the number of layers
         layers = most(lambda n: fits(s._replace(layers=n)), 1000)
@@ -379,7 +414,7 @@ def limits(s, c, card, made):
         f"trainers: lanes={c.lanes}, of which no more than a step's {leaves} have work",
         f"engines: prompts_per_step={c.prompts_per_step}, since a group is one engine's",
         f"embedding's and head's gradient: {scattered:.1f} GB of each trainer's card in the all-to-all",
-        f"weights: {size / GB:.1f} GB through rank 0's card each step, {one:.2f} s, or over a network {two:.2f} s",
+        f"weights: {size / GB:.1f} GB into each engine's card each step, {one:.2f} s, or over a network {two:.2f} s",
         f"rollout files: {c.tokens * ROLLOUT_BYTES / 1e6:.1f} MB a step, in one folder that every rank reads",
         f"a sample: {context:,} tokens as a leaf of one trainer's card, {made.room:,.0f} in an engine's cache, "
         f"{s.positions:,} positions of the model",
@@ -408,9 +443,11 @@ def report(s, c, card):
     for phase, parts in trainer_memory(s, c, made.trainers).items():
         for part, size in parts.items():
             row(phase, part, size)
-    row("at most", "with the engine's below" * made.both, made.gpu)
+    row("at most", "with CUDA's own" + ", and the engine's below" * made.both, made.gpu)
+    row("at least", "a smaller card is refused at the start", made.least)
     print(f"\nGB of an engine's card, of {made.cards}")
     row("held", "weights", made.weights)
+    row("held", "reward models", reward_bytes(c))
     row("held", f"cache, {made.room:,.0f} tokens", made.cache)
     print()
     table("seconds of a step", (f"{way}, {x.trainers} + {x.cards}" for way, x in every.items()))
