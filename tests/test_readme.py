@@ -7,6 +7,7 @@ What README.md, docs/, RESULTS.md and lessons/ say of lines, commands, keys, fil
 
 import ast
 import io
+import itertools
 import json
 import re
 import shlex
@@ -39,13 +40,13 @@ def line_of(name, path):
     The number of the line in which a file defines the name: a function, a class, a constant, `Class.method`, or a
     section: `the loop` is the comment "# ---- the loop ..". None if it does not.
     """
+    lines = [*enumerate(path.read_text().splitlines(), 1)]
     owner, _, name = name.rpartition(".")
-    first = line_of(owner, path) if owner else 0
-    if first is None:
-        return None
-    margin = " +" if owner else ""
-    definition = re.compile(rf"{margin}((async )?(def|class) {name}\b|{name} = )| *# ---- {name}\b")
-    lines = enumerate(path.read_text().splitlines()[first:], first + 1)
+    definition = re.compile(rf"(async )?(def|class) {name}\b|{name} = | *# ---- {name}\b")
+    if owner:
+        after = lines[line_of(owner, path) :] if line_of(owner, path) else []
+        lines = itertools.takewhile(lambda line: not re.match(r"\w", line[1]), after)  # the class's own
+        definition = re.compile(rf"    (async )?def {name}\b")
     return next((number for number, text in lines if definition.match(text)), None)
 
 
@@ -117,7 +118,7 @@ def test_lines_commands_keys_files_and_sizes_are_as_a_page_says(page, capsys):
     "text",
     [
         "[`gae`](train_grpo.py#L1)",
-        "[`Trainer.gae`](train_grpo.py#L1)",
+        "[`WeightSync.step`](sync.py#L936)",  # a method of another class
         "[`gae`](train.py#L1)",
         "[a page](docs/none.md)",
         "[a section](README.md#none)",
