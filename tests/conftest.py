@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,8 +63,20 @@ LONG = "test_engine test_endpoint test_triton test_lora test_reward_model test_j
 LONG = (*LONG, "test_instruments", *WHOLE_RUNS)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=1, help="SIGKILLs of the runs that are killed at random moments")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "law(varied): what a test of a law varies, for the table of tools/prove.py")
+    config.addinivalue_line("markers", "control(wrong): what is wrong in a negative control, for the same table")
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    for item in items:
+        item.user_properties += [("varied", mark.args[0]) for mark in item.iter_markers("law")]
+        item.user_properties += [("control", mark.args[0]) for mark in item.iter_markers("control")]
 
 
 class ByFile(LoadScopeScheduling):
@@ -247,21 +260,37 @@ def resumed(once, two_ranks):
 
 
 @pytest.fixture(scope="session")
-def killed(once):
-    """The run of two_ranks with a SIGKILL at a random moment, restarted by torchrun."""
-    return once("killed", survive)
+def killed(once, request):
+    """The run of two_ranks with SIGKILLs at random moments, restarted by torchrun."""
+    return once("killed", lambda folder: survive(folder, request.config.getoption("kills")))
 
 
-def survive(folder, *flags, **options):
-    """The output of a run that gets a SIGKILL at a random moment and goes on."""
-    with shared_memory():
-        rng = random.Random(os.urandom(8))
-        status, output, victims = run_with_kills(folder, 1, rng, "--checkpoint_every=2", *flags, **options)
-        for name in orphans():
-            if name.startswith("sglang_loads_"):  # a kill while SGLang starts can leave its statistics behind
-                Path("/dev/shm", name).unlink(missing_ok=True)
-    assert status == 0 and len(victims) == 1, output[-4000:]
-    return output
+@pytest.fixture(scope="session")
+def some_kills(request):
+    """A third of --kills, for laws that are not about kills."""
+    return -(-request.config.getoption("kills") // 3)
+
+
+def survive(folder, kills, *flags, **options):
+    """
+    A line about what was killed, and the output of a run that gets so many SIGKILLs at random moments and continues. If
+    it is done before it was killed so often, it is made again, and must come out the same.
+    """
+    killed, ledgers, rng = [], set(), random.Random(os.urandom(8))
+    while len(killed) < kills:
+        shutil.rmtree(folder, ignore_errors=True)
+        with shared_memory():
+            left = kills - len(killed)
+            status, output, victims = run_with_kills(folder, left, rng, "--checkpoint_every=2", *flags, **options)
+            for name in orphans():
+                if name.startswith("sglang_loads_"):  # a kill while SGLang starts can leave its statistics behind
+                    Path("/dev/shm", name).unlink(missing_ok=True)
+        assert status == 0 and victims, output[-4000:]
+        killed += victims
+        ledgers.add((folder / "ledger.jsonl").read_bytes())
+    assert len(ledgers) == 1
+    counts = " and ".join(f"{killed.count(kind)} of a {kind}" for kind in sorted(set(killed)))
+    return f"SIGKILLs: {counts}\n{output}"
 
 
 @pytest.fixture(scope="session")
@@ -271,12 +300,12 @@ def lagged(once):
 
 
 @pytest.fixture(scope="session")
-def lagged_apart(once):
+def lagged_apart(once, some_kills):
     """
-    The same side by side, on two engines that are slow at random, with a SIGKILL at a random moment.
+    The same side by side, on two engines that are slow at random, with SIGKILLs at random moments.
     """
     flags, options = (*LAG, "--rollout_ranks=2"), dict(ranks=3, broken=slow_engines)
-    return once("lagged_apart", lambda folder: survive(folder, *flags, **options))
+    return once("lagged_apart", lambda folder: survive(folder, some_kills, *flags, **options))
 
 
 @pytest.fixture(scope="session")
@@ -287,10 +316,10 @@ def segments(once):
 
 
 @pytest.fixture(scope="session")
-def segments_apart(once):
-    """The same side by side on two slow engines, with a SIGKILL at a random moment."""
+def segments_apart(once, some_kills):
+    """The same side by side on two slow engines, with SIGKILLs at random moments."""
     options = dict(ranks=3, broken=slow_engines)
-    return once("segments_apart", lambda folder: survive(folder, *SEGMENTS, "--rollout_ranks=2", **options))
+    return once("segments_apart", lambda folder: survive(folder, some_kills, *SEGMENTS, "--rollout_ranks=2", **options))
 
 
 @pytest.fixture(scope="session")

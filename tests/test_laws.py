@@ -19,7 +19,7 @@ run with one thing wrong that the same comparison catches.
     L13 with engines over any number of ranks, each with some of a model's heads, columns and vocabulary
 
 A ledger has a hash of the prompts, tokens, log-probs, rewards, advantages, and of each parameter's gradient, value and
-optimizer state of every step. conftest.py makes the runs; tools/prove.py proves the same with more runs and more kills.
+optimizer state of every step. conftest.py makes the runs; tools/prove.py adds kills, and prints the laws as a table.
 """
 
 import hashlib
@@ -67,16 +67,26 @@ def ledger(folder):
     return (folder / "ledger.jsonl").read_bytes()
 
 
-def assert_it_learned(folder, steps):
-    """In every step there was something to learn from: unequal rewards, a gradient, other weights than before."""
-    assert len({entry["tokens"] for entry in lines(folder, "ledger.jsonl", "rl")}) == steps
-    assert not steps_that_taught_nothing(folder)
+@pytest.fixture
+def assert_it_learned(record_property):
+    """
+    assert_it_learned(folder, steps): in every step there was something to learn from: unequal rewards, a gradient,
+    other weights than before.
+    """
+
+    def check(folder, steps):
+        assert len({entry["tokens"] for entry in lines(folder, "ledger.jsonl", "rl")}) == steps
+        assert not steps_that_taught_nothing(folder)
+        record_property("steps", steps)
+
+    return check
 
 
 # ---- L1: two runs
 
 
-def test_L1_two_runs_one_ledger_whether_in_one_process_or_two(two_ranks, one_process):
+@pytest.mark.law("two runs, in two processes and in one")
+def test_L1_two_runs_one_ledger_whether_in_one_process_or_two(two_ranks, one_process, assert_it_learned):
     (a, output_a), (b, output_b) = two_ranks, one_process
     assert_it_learned(a, steps=24)
     assert ledger(a) == ledger(b) and digest(output_a) == digest(output_b)
@@ -85,6 +95,7 @@ def test_L1_two_runs_one_ledger_whether_in_one_process_or_two(two_ranks, one_pro
         assert [x[key] for key in timeless] == [y[key] for key in timeless]
 
 
+@pytest.mark.control("another seed")
 def test_L1_control_another_seed_is_another_ledger(two_ranks, tmp_path):
     status, output = launch_warm(tmp_path / "run", "--seed=2", "--max_steps=1", "--eval_size=0")
     assert status == 0, output[-4000:]
@@ -108,12 +119,14 @@ def without_our_operators(once):
     return once("without_our_operators", run)
 
 
-def test_L2_no_logprob_differs_between_rollout_and_trainer(two_ranks):
+@pytest.mark.law("the log-prob of every token")
+def test_L2_no_logprob_differs_between_rollout_and_trainer(two_ranks, assert_it_learned):
     assert_it_learned(two_ranks[0], steps=24)
     steps = lines(two_ranks[0], "metrics.jsonl", "rl")
     assert all(m["logprob_mismatch_tokens"] == 0 and m["logprob_mismatch_max"] == 0 for m in steps)
 
 
+@pytest.mark.law("outside of the run too")
 def test_L2_the_logprobs_in_the_files_are_those_of_the_checkpoint_also_outside_of_the_run(two_ranks, mesh):
     """
     Step 16 was sampled with the weights of that checkpoint. From these our trainer's model computes the same bits; and
@@ -151,6 +164,7 @@ def test_L2_the_logprobs_in_the_files_are_those_of_the_checkpoint_also_outside_o
     assert (plain(wrong) - sampled).abs().max() > 1e-3
 
 
+@pytest.mark.control("batch_invariant=False")
 def test_L2_control_without_our_operators_the_check_stops_the_run(without_our_operators):
     folder, output = without_our_operators
     where = r"step 0, prompt \d+, sample \d, token \d+"
@@ -161,7 +175,8 @@ def test_L2_control_without_our_operators_the_check_stops_the_run(without_our_op
 # ---- L3: trainer ranks
 
 
-def test_L3_one_two_and_four_trainers_one_ledger(two_ranks, resumed, replayed):
+@pytest.mark.law("1, 2 and 4 trainers")
+def test_L3_one_two_and_four_trainers_one_ledger(two_ranks, resumed, replayed, assert_it_learned):
     """Four from the first step on; two from step 16 on, that of the checkpoint before the interruption."""
     assert_it_learned(two_ranks[0], steps=24)
     assert ledger(two_ranks[0]) == ledger(replayed[0]) == ledger(resumed[0])
@@ -173,6 +188,7 @@ def test_L3_one_two_and_four_trainers_one_ledger(two_ranks, resumed, replayed):
     assert leaves == {4, 8}  # one row of leaves in some steps, two in others
 
 
+@pytest.mark.control("gradients added as they come")
 def test_L3_control_sums_as_they_come_are_other_bits(two_ranks, tmp_path):
     """
     Leaf after leaf on one trainer. On two, whose reduce-scatter adds pairs first, it would still be the tree: so the
@@ -191,7 +207,8 @@ def test_L3_control_sums_as_they_come_are_other_bits(two_ranks, tmp_path):
 # ---- L4: engines
 
 
-def test_L4_one_engine_and_two_one_ledger_in_whatever_order_groups_come(one_engine, two_engines):
+@pytest.mark.law("1 and 2 engines, the free one claims")
+def test_L4_one_engine_and_two_one_ledger_in_whatever_order_groups_come(one_engine, two_engines, assert_it_learned):
     assert_it_learned(one_engine[0], steps=6)
     assert ledger(one_engine[0]) == ledger(two_engines[0])
     assert {meta["engine"] for _, meta in read_groups(two_engines[0])} == {0, 1}
@@ -199,8 +216,9 @@ def test_L4_one_engine_and_two_one_ledger_in_whatever_order_groups_come(one_engi
     assert paths != sorted(paths, key=lambda path: path.stat().st_mtime_ns)  # not one after the other
 
 
+@pytest.mark.control("seeds by engine rank")
 def test_L4_control_seeds_by_engine_are_other_samples(one_engine, tmp_path):
-    """One engine is enough: its rank is part of its seeds. tools/prove.py has two."""
+    """One engine is enough: its rank is part of its seeds."""
     status, output = launch_warm(tmp_path / "run", *DAPO, "--max_steps=1", broken=seeds_by_engine)
     assert status == 0, output[-4000:]
     assert lines(tmp_path / "run", "ledger.jsonl", "sft") == lines(one_engine[0], "ledger.jsonl", "sft")
@@ -211,7 +229,10 @@ def test_L4_control_seeds_by_engine_are_other_samples(one_engine, tmp_path):
 # ---- L5: what goes on inside an engine
 
 
-def test_L5_batches_caches_chunks_and_retractions_cannot_be_seen(two_ranks, one_process, one_engine, two_engines):
+@pytest.mark.law("batch size, radix cache, prefill chunks")
+def test_L5_batches_caches_chunks_and_retractions_cannot_be_seen(
+    two_ranks, one_process, one_engine, two_engines, assert_it_learned, record_property
+):
     """24 steps without a radix cache, 17 requests at a time, in chunks of 32 tokens; 6 with requests put back."""
     assert_it_learned(two_ranks[0], steps=24)
     config = (one_process[0] / "config.py").read_text()
@@ -219,9 +240,11 @@ def test_L5_batches_caches_chunks_and_retractions_cannot_be_seen(two_ranks, one_
     assert ledger(two_ranks[0]) == ledger(one_process[0])
     retractions = [m["engine_retractions"] for m in lines(two_engines[0], "metrics.jsonl", "rl")]
     assert sum(retractions) > 6 and len(retractions) == 6
+    record_property("varied", f"{sum(retractions)} retractions")
     assert ledger(one_engine[0]) == ledger(two_engines[0])
 
 
+@pytest.mark.control("the same without our operators")
 def test_L5_control_without_our_operators_the_batch_is_seen(without_our_operators, tmp_path):
     flags = ("--batch_invariant=False", "--max_steps=1", "--eval_size=0", *ENGINE_FLAGS)
     status, _ = launch_warm(tmp_path / "run", *flags)
@@ -234,7 +257,8 @@ def test_L5_control_without_our_operators_the_batch_is_seen(without_our_operator
 # ---- L6: kills and resumes
 
 
-def test_L6_a_resume_on_other_ranks_ends_in_the_ledger_of_the_undisturbed_run(two_ranks, resumed):
+@pytest.mark.law("a resume on other ranks")
+def test_L6_a_resume_on_other_ranks_ends_in_the_ledger_of_the_undisturbed_run(two_ranks, resumed, assert_it_learned):
     (base, output_of_base), (folder, output) = two_ranks, resumed
     assert_it_learned(base, steps=24)
     assert "resuming at step 16; 1 torn rollout files deleted" in output
@@ -249,11 +273,16 @@ def test_L6_a_resume_on_other_ranks_ends_in_the_ledger_of_the_undisturbed_run(tw
     assert ["resume" in command for command in commands] == [False, True]  # both are on record
 
 
-def test_L6_a_sigkill_at_a_random_moment_and_torchruns_restart_end_in_the_same_ledger(two_ranks, killed):
+@pytest.mark.law("restarts by torchrun")
+def test_L6_a_sigkill_at_a_random_moment_and_torchruns_restart_end_in_the_same_ledger(
+    two_ranks, killed, assert_it_learned, record_property
+):
     assert_it_learned(two_ranks[0], steps=24)
     assert ledger(killed[0]) == ledger(two_ranks[0]) and not processes_of(killed[0])
+    record_property("varied", killed[1].partition("\n")[0])
 
 
+@pytest.mark.control("a resume without the optimizer")
 def test_L6_control_a_resume_that_lost_the_optimizer_is_caught(two_ranks, tmp_path):
     forget_optimizer(interrupt(two_ranks[0], tmp_path / "run"))
     status, output = launch_warm(tmp_path / "run", "--init_from=resume", *replay_of(two_ranks[0]))  # needs no engine
@@ -263,12 +292,14 @@ def test_L6_control_a_resume_that_lost_the_optimizer_is_caught(two_ranks, tmp_pa
 # ---- L7: replay
 
 
-def test_L7_a_replay_without_an_engine_makes_the_same_ledger(two_ranks, replayed):
+@pytest.mark.law("a replay without an engine")
+def test_L7_a_replay_without_an_engine_makes_the_same_ledger(two_ranks, replayed, assert_it_learned):
     assert_it_learned(replayed[0], steps=24)
     assert ledger(replayed[0]) == ledger(two_ranks[0])
     assert "SGLang" not in replayed[1] and not list(replayed[0].glob("engine_*.log"))
 
 
+@pytest.mark.control("one changed token")
 def test_L7_control_one_changed_token_is_caught(two_ranks, tmp_path):
     shutil.copytree(two_ranks[0] / "queue", tmp_path / "queue")
     flip_token(tmp_path / "queue")
@@ -279,12 +310,14 @@ def test_L7_control_one_changed_token_is_caught(two_ranks, tmp_path):
 # ---- L8: the ways of the weights
 
 
-def test_L8_broadcast_by_one_or_two_trainers_and_ipc_one_ledger(two_ranks, one_process, resumed):
+@pytest.mark.law("weights by broadcast from one and two trainers, by ipc")
+def test_L8_broadcast_by_one_or_two_trainers_and_ipc_one_ledger(two_ranks, one_process, resumed, assert_it_learned):
     assert_it_learned(two_ranks[0], steps=24)
     for (folder, output), how in ((two_ranks, "broadcast"), (one_process, "ipc"), (resumed, "broadcast")):
         assert f"weights travel by {how}" in output and ledger(folder) == ledger(two_ranks[0])
 
 
+@pytest.mark.control("a bit flipped on the way")
 def test_L8_control_a_bit_flipped_on_the_way_is_caught_and_the_parameter_named(tmp_path):
     status, output = launch_warm(tmp_path / "run", "--max_steps=1", broken=a_flipped_bit)
     assert status == 1 and re.search("did not arrive as sent: .*up_proj.weight", error_line(output))
@@ -294,10 +327,12 @@ def test_L8_control_a_bit_flipped_on_the_way_is_caught_and_the_parameter_named(t
 # ---- L9: a lag
 
 
-def test_L9_side_by_side_or_in_turn_one_ledger(lagged, lagged_apart, two_ranks):
+@pytest.mark.law("lag=2: overlapped on 2 slow engines or alternating")
+def test_L9_side_by_side_or_in_turn_one_ledger(lagged, lagged_apart, two_ranks, assert_it_learned, record_property):
     """On one engine, and on two that are slow at random, one process of them killed and the run resumed."""
     assert_it_learned(lagged[0], steps=24)
     assert ledger(lagged[0]) == ledger(lagged_apart[0]) != ledger(two_ranks[0])
+    record_property("varied", lagged_apart[1].partition("\n")[0])
     steps = lines(lagged[0], "metrics.jsonl", "rl")
     assert [m["staleness"] for m in steps] == [0, 1, *[2] * 22]
     assert all(m["logprob_mismatch_tokens"] == 0 for m in steps)
@@ -319,6 +354,7 @@ def test_L9_training_and_sampling_overlap(lagged, lagged_apart):
         assert meta["stream"] == "eval" or tensors["weight_version"].unique().tolist() == [max(0, meta["step"] - 2)]
 
 
+@pytest.mark.control("weights as they come")
 def test_L9_control_weights_as_they_come_are_caught(tmp_path):
     flags = (*LAG, "--max_steps=6", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, broken=weights_as_they_come)
@@ -326,7 +362,8 @@ def test_L9_control_weights_as_they_come_are_caught(tmp_path):
     assert len(lines(tmp_path / "run", "ledger.jsonl", "rl")) == 4  # before it moved a weight
 
 
-def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, tmp_path):
+@pytest.mark.law("a replay")
+def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, tmp_path, assert_it_learned):
     flags = (*LAG, *replay_of(lagged[0]), "--checkpoint_every=0")
     finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
     assert_it_learned(tmp_path / "run", steps=24)
@@ -336,7 +373,8 @@ def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, tmp
 # ---- L10: agents
 
 
-def test_L10_agents_one_ledger_whatever_their_tools_and_engines_take(agents, agents_apart):
+@pytest.mark.law("an agent with a slow tool: 1 and 2 engines, a kill between call and result")
+def test_L10_agents_one_ledger_whatever_their_tools_and_engines_take(agents, agents_apart, assert_it_learned):
     """In one process; with two engines, one of them killed between a call and its result, and two trainers."""
     assert_it_learned(agents[0], steps=24)
     assert ledger(agents[0]) == ledger(agents_apart[0])
@@ -377,6 +415,7 @@ def test_L10_dialogues_are_what_their_template_makes_of_the_messages(agent, agen
     assert checked > 200
 
 
+@pytest.mark.law("a replay")
 def test_L10_a_replay_calls_nothing_and_has_the_same_ledger(agent, agents, tmp_path):
     env = {"NOTES": str(tmp_path / "notes")}
     finish(tmp_path / "run", *agent, *replay_of(agents[0]), "--checkpoint_every=0", launch=launch_warm, env=env)
@@ -384,6 +423,7 @@ def test_L10_a_replay_calls_nothing_and_has_the_same_ledger(agent, agents, tmp_p
     assert not (tmp_path / "notes").exists()
 
 
+@pytest.mark.control("seeds by arrival")
 def test_L10_control_seeds_by_arrival_are_other_samples(agent, agents, tmp_path):
     status, output = launch_warm(tmp_path / "run", *agent, "--max_steps=2", "--eval_size=0", broken=seeds_by_arrival)
     assert status == 0, output[-4000:]
@@ -391,6 +431,7 @@ def test_L10_control_seeds_by_arrival_are_other_samples(agent, agents, tmp_path)
     assert any(x["tokens"] != y["tokens"] for x, y in pairs)
 
 
+@pytest.mark.control("another result in a journal")
 def test_L10_control_a_journal_with_another_result_is_another_run(agent, agents, tmp_path):
     queue = interrupt(agents[0], tmp_path / "run") / "queue"
     tensors, meta = sync.read_group(queue / "rl_000017", 0, {})
@@ -401,6 +442,7 @@ def test_L10_control_a_journal_with_another_result_is_another_run(agent, agents,
     assert status == 1 and re.search("rl step 17 came out otherwise", error_line(output)), output[-2000:]
 
 
+@pytest.mark.control("a tool with a clock")
 def test_L10_control_a_tool_with_a_clock_is_named_after_the_first_step(agent, tmp_path):
     flags = (*agent, "--agent=tests/slow_agent.py:ask_the_clock", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags)
@@ -412,9 +454,13 @@ def test_L10_control_a_tool_with_a_clock_is_named_after_the_first_step(agent, tm
 # ---- L11: segments
 
 
-def test_L11_segments_one_ledger_on_any_engines_at_any_pace(segments, segments_apart):
+@pytest.mark.law("segments with lag=1: overlapped on 2 slow engines or alternating")
+def test_L11_segments_one_ledger_on_any_engines_at_any_pace(
+    segments, segments_apart, assert_it_learned, record_property
+):
     assert_it_learned(segments[0], steps=24)
     assert ledger(segments[0]) == ledger(segments_apart[0])
+    record_property("varied", segments_apart[1].partition("\n")[0])
     groups = read_groups(segments[0])
     assert max(len(t["weight_version"].unique()) for t, _ in groups) >= 4
     spread = [t["weight_version"].split(t["lengths"].tolist()) for t, meta in groups if meta["step"] > 4]
@@ -424,6 +470,7 @@ def test_L11_segments_one_ledger_on_any_engines_at_any_pace(segments, segments_a
     assert len({m["staleness"] for m in steps}) > 10 and max(m["staleness"] for m in steps) > 1
 
 
+@pytest.mark.law("cuts alone")
 def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, tmp_path):
     """Until the first update nothing but the cuts is different."""
     flags = ("--segment_tokens=2", "--groups_in_flight=8", "--max_steps=1")
@@ -436,6 +483,7 @@ def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, tmp_pa
     }
 
 
+@pytest.mark.control("segments cut by time")
 def test_L11_control_segments_cut_by_time_are_other_samples(segments, tmp_path):
     flags = (*SEGMENTS, "--max_steps=4", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, broken=segments_by_time)
@@ -483,6 +531,7 @@ def hashes(once):
 
 
 @on_a_cpu
+@pytest.mark.law("operators, formulas and algorithms on any CPU's instructions")
 def test_L12_operators_formulas_algorithms_and_data_have_one_hash_on_every_cpu(hashes):
     ours = {name: {k: x for k, x in pieces.items() if "torch's own" not in k} for name, pieces in hashes.items()}
     assert len(set(ours["this one"].values())) == len(ours["this one"]) >= 30
@@ -492,6 +541,7 @@ def test_L12_operators_formulas_algorithms_and_data_have_one_hash_on_every_cpu(h
 
 
 @on_a_cpu
+@pytest.mark.control("the libraries' own operators")
 def test_L12_control_torchs_own_operators_differ_between_cpus(hashes):
     own = {name: {k: x for k, x in pieces.items() if "torch's own" in k} for name, pieces in hashes.items()}
     differ = {k.split()[-1] for other in ("AVX2", "SSE2") for k, x in own["this one"].items() if own[other][k] != x}
@@ -499,7 +549,10 @@ def test_L12_control_torchs_own_operators_differ_between_cpus(hashes):
 
 
 @on_a_cpu
-def test_L12_the_small_run_has_one_digest_and_a_run_on_another_cpu_the_same(two_ranks, hashes, tmp_path):
+@pytest.mark.law("a run on this CPU's and on AVX2's")
+def test_L12_the_small_run_has_one_digest_and_a_run_on_another_cpu_the_same(
+    two_ranks, hashes, tmp_path, assert_it_learned
+):
     """The other run ends after three steps, and must be the same up to there."""
     assert digest(two_ranks[1]) == f"digest {SMALL_RUN}", ON_PURPOSE
     env = AVX2 | dict(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="2")  # `hashes` has compiled the loops for it
@@ -512,7 +565,8 @@ def test_L12_the_small_run_has_one_digest_and_a_run_on_another_cpu_the_same(two_
 # ---- L13: engines over several ranks
 
 
-def test_L13_an_engine_over_two_ranks_one_ledger(split, split_apart, two_ranks):
+@pytest.mark.law("an engine over 2 ranks, 2 of them")
+def test_L13_an_engine_over_two_ranks_one_ledger(split, split_apart, two_ranks, assert_it_learned):
     """Two such engines, one of whose schedulers is killed, and then one."""
     assert_it_learned(split[0], steps=24)
     assert ledger(split[0]) == ledger(split_apart[0]) != ledger(two_ranks[0])
@@ -528,6 +582,7 @@ def test_L13_one_rank_of_an_engine_that_is_lost_ends_the_run_in_one_line(split_a
     assert not processes_of(split_apart[0])
 
 
+@pytest.mark.control("a plain all-reduce")
 def test_L13_control_a_plain_all_reduce_is_caught(tmp_path):
     flags = ("--tp_split=4", "--rollout_tp=2", "--rollout_ranks=2", "--max_steps=1", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, ranks=3, broken=plain_all_reduce)

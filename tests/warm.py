@@ -87,5 +87,6 @@ for line in sys.stdin:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_size"], job["file_size"]))
     script, *sys.argv[1:] = job["command"]
     sys.argv[0] = script
+    sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
     break

@@ -1,12 +1,13 @@
 """
 All laws, proven with whole runs of the real engine: what was varied, whether all bits are equal, and whether the
-negative control, a run with one thing wrong, was caught.
+negative control, a run with one thing wrong, was caught. tests/test_laws.py makes the runs and compares them; this runs
+it with more kills and prints what it found as a table.
 
-    python tools/prove.py                  # some 50 runs of half a minute on two CPU cores; with GPUs, on them
-    python tools/prove.py L3 L6 --kills=20
+    python tools/prove.py                  # all laws: some 10 minutes on two CPU cores
+    python tools/prove.py L3 L6 --kills=20 -n 1
 
-Every run is compared by its ledger: a hash per step of prompts, tokens, log-probs, rewards, advantages, and of each
-parameter's gradient, value and optimizer state. Exit status 0: all laws hold and all controls were caught.
+Flags that it does not know are pytest's. Exit status 0: all laws hold and all controls were caught. It also has what no
+flag of a run offers: the ways to break a promise, and what happens to the runs of the tests.
 """
 
 import argparse
@@ -15,12 +16,12 @@ import itertools
 import json
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from runs import ROOT, lines
 from safetensors.torch import load_file, save_file
 
 import sync
+from configurator import commit
 
 # ---- what no flag offers: ways to break a promise, and trials that it must survive
 
@@ -309,216 +311,53 @@ def flip_token(queue):
     sync.write_group(folder, 0, tensors, meta)
 
 
-# ---- the laws
+# ---- the table
 
 
-class Proof:
-    """Runs, compared with the first one; each law returns rows (what was varied, steps, equal, control, caught)."""
+class Table:
+    """A plugin of pytest: gathers from the tests of each law what they vary, whether it holds, and their controls."""
 
-    def __init__(self, folder, kills):
-        self.folder, self.kills, self.count = folder, kills, 0
-        gpus = torch.cuda.device_count()
-        self.most = gpus if gpus else 8  # ranks at a time
-        self.ranks = 2 if self.most > 1 else 0
-        self.base = self.run("the first run")
+    def __init__(self):
+        self.laws = {}  # {law: {"law" or "control": whether all of its tests passed, or what they say of themselves}}
 
-    def say(self, text):
-        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+    def pytest_runtest_logreport(self, report):
+        law, control = re.search(r"::test_(L\d+)_(control)?", report.nodeid).groups()
+        found = self.laws.setdefault(law, dict(varied=[], steps=[], held=[], control=[], caught=[]))
+        if report.failed or report.passed and report.when == "call":
+            found["caught" if control else "held"].append(report.passed)
+        for key, x in report.user_properties if report.when == "call" else ():
+            found[key].append(x)
 
-    def run(self, what, *flags, folder=None, fails=False, **options):
-        """The folder of a finished run, or, if it fails, its error line (None where it should have failed)."""
-        self.count += 1
-        self.say(what)
-        folder = folder or self.folder / f"run{self.count}"
-        status, output = launch(folder, *flags, **({"ranks": self.ranks} | options))
-        errors = [x[x.index("error: ") :] for x in output.splitlines() if "error: " in x]  # maybe behind a bar
-        if fails:
-            return errors[0] if status and errors else None
-        if status:
-            sys.exit(f"{what}: status {status}\n{output[-3000:]}")
-        return folder
+    def print(self):
+        def verdict(passed):
+            return "yes" if passed and all(passed) else "NO" if passed else "not run"
 
-    def ledger(self, folder):
-        return (folder / "ledger.jsonl").read_text().splitlines()
-
-    def survive(self, folder, kills, rng, *flags, **options):
-        """Runs to the end through kills, or ends this proof; returns what was killed."""
-        status, output, victims = run_with_kills(folder, kills, rng, *flags, say=self.say, **options)
-        if status:
-            sys.exit(f"after {len(victims)} kills: status {status}\n{output[-3000:]}")
-        return victims
-
-    def row(self, varied, folders, control, caught, base=None):
-        first, equal = self.ledger(base or self.base), True
-        for folder in folders:
-            mine = self.ledger(folder)
-            equal &= mine == first[: len(mine)] and not steps_that_taught_nothing(folder)
-        steps = min(len(lines(folder, "ledger.jsonl", "rl")) for folder in folders)
-        return varied, steps, equal, control, bool(caught)
-
-    def differs(self, a, b):
-        return any(x != y for x, y in zip(self.ledger(a), self.ledger(b)))
-
-    def L1(self):
-        again, other = self.run("a second run"), self.run("another seed", "--seed=2", "--max_steps=2")
-        yield self.row("two runs", [again], "another seed", self.differs(self.base, other))
-
-    def L2(self):
-        steps = lines(self.base, "metrics.jsonl", "rl")
-        equal = not steps_that_taught_nothing(self.base) and not any(s["logprob_mismatch_tokens"] for s in steps)
-        caught = self.run("the libraries' own operators", "--batch_invariant=False", "--max_steps=3", fails=True)
-        caught = bool(caught and "log-probs differ" in caught)
-        yield "log-prob of every token", len(steps), equal, "batch_invariant=False", caught
-
-    def L3(self):
-        counts = [n for n in (1, 2, 4) if n <= self.most]
-        runs = [self.run(f"{n} trainers", *replay_of(self.base), ranks=n) for n in counts]
-        broken = dict(broken=sums_as_they_come)
-        flags = (*replay_of(self.base), "--strict=False", "--max_steps=4")
-        plain = [self.run(f"sums as they come, {n} trainers", *flags, ranks=n, **broken) for n in counts[:2]]
-        caught = self.differs(*plain) if len(plain) == 2 else None
-        yield self.row(f"{counts} trainers", runs, "gradients added as they come", caught)
-
-    def L4(self):
-        if self.most < 3:
-            return
-        flags = ("--rollout_ranks=2", "--max_steps=8")
-        two = self.run("two engines", *flags, ranks=3)
-        seeded = self.run("seeds by engine", *flags, ranks=3, broken=seeds_by_engine)
-        caught = self.differs(self.base, seeded)
-        yield self.row("2 engines, claims by who is free", [two], "seeds by engine rank", caught)
-
-    def L5(self):
-        free = "--radix_cache=False --engine_max_running=17 --engine_prefill_chunk=32 --gradient_checkpointing"
-        tight, every_third = ("--engine_kv_tokens=150", "--max_steps=8"), {"SGLANG_TEST_RETRACT": "1"}
-        runs = [
-            self.run("other engine settings", *free.split(), ranks=0),
-            self.run("a small cache, requests put back", *tight, env=every_third),
-        ]
-        retracted = sum(s["engine_retractions"] for s in lines(runs[1], "metrics.jsonl", "rl"))
-        theirs = ("--batch_invariant=False", "--strict=False", "--max_steps=4")
-        a = self.run("the libraries' own operators", *theirs)
-        b = self.run("the same, 17 requests at a time", *theirs, "--engine_max_running=17")
-        varied = f"batch size, radix cache, prefill chunks, {retracted} retractions, one process"
-        yield self.row(varied, runs, "the same without our operators", self.differs(a, b))
-
-    def L6(self):
-        moved = self.run(
-            "a resume on other ranks", "--init_from=resume", folder=interrupt(self.base, self.folder / "moved"),
-            ranks=3 if self.most > 2 else self.ranks,
-        )  # fmt: skip
-        lost = interrupt(self.base, self.folder / "lost")
-        forget_optimizer(lost)
-        caught = self.run("a resume without the optimizer", "--init_from=resume", folder=lost, fails=True)
-        caught = caught and "came out otherwise" in caught
-        runs, varied = [moved], "resume on other ranks"
-        if self.kills and self.ranks:
-            killed, rng = [], random.Random(time.time_ns())
-            options = dict(ranks=self.ranks)
-            while len(killed) < self.kills:  # a run may be done before it was killed often enough
-                runs.append(self.folder / f"killed{len(runs)}")
-                left = self.kills - len(killed)
-                killed += self.survive(runs[-1], left, rng, "--checkpoint_every=2", **options)
-            counts = " and ".join(f"{killed.count(v)} of a {v}" for v in sorted(set(killed)))
-            varied += f"; {len(killed)} SIGKILLs ({counts}) in {len(runs) - 1} runs"
-        yield self.row(varied, runs, "a resume without the optimizer", caught)
-
-    def L7(self):
-        replay = self.run("a replay", *replay_of(self.base), ranks=0)
-        shutil.copytree(self.base / "queue", self.folder / "queue")
-        flip_token(self.folder / "queue")
-        caught = self.run("a replay of a changed token", *replay_of(self.folder), ranks=0, fails=True)
-        yield self.row("replay without an engine", [replay], "one changed token", caught and "step 3," in caught)
-
-    def L8(self):
-        runs = [
-            self.run("weights from two trainers", "--max_steps=8", ranks=3),
-            self.run("weights by ipc", "--weight_sync=ipc", "--max_steps=8", ranks=0),
-        ]
-        caught = self.run("a bit flipped on the way", "--max_steps=1", fails=True, broken=a_flipped_bit)
-        caught = caught and "up_proj.weight" in caught
-        yield self.row("weights by broadcast from one and two trainers, ipc", runs, "a bit flipped on the way", caught)
-
-    def apart(self, flags):
-        """A run in turn, and the same run side by side with slow engines, killed, and from its rollout files."""
-        in_turn, runs, kills = self.run("samples ahead, in turn", *flags, ranks=0), [], -(-self.kills // 3)
-        for engines in (n for n in (1, 2) if n < self.most):
-            options = dict(ranks=1 + engines, broken=slow_engines)
-            more = (*flags, f"--rollout_ranks={engines}", "--checkpoint_every=2")
-            runs.append(self.run(f"side by side, {engines} slow engines", *more, **options))
-            folder = self.folder / f"killed_{self.count}"
-            self.survive(folder, kills, random.Random(time.time_ns()), *more, **options)
-            runs.append(folder)
-        return in_turn, [*runs, self.run("a replay", *flags, *replay_of(in_turn))]
-
-    def L9(self):
-        base, runs = self.apart(LAG)
-        late = self.run("weights as they come", *LAG, "--max_steps=6", ranks=0, fails=True, broken=weights_as_they_come)
-        varied = "lag=2: overlapped or in turn, 1 and 2 slow engines, kills, replay"
-        yield self.row(varied, runs, "weights as they come", late and "log-probs differ" in late, base)
-
-    def L10(self):
-        agent = taught_by(self.run("supervised steps on dialogues", *AGENT, *DIALOGUES, ranks=0))
-        base, runs = self.apart(agent)
-        arrival = self.run("seeds by arrival", *agent, "--max_steps=2", ranks=0, broken=seeds_by_arrival)
-        clock = (*agent, "--agent=tests/slow_agent.py:ask_the_clock")
-        named = self.run("a tool with a clock", *clock, ranks=0, fails=True)
-        caught = self.differs(base, arrival) and named and "add gave" in named
-        varied = "an agent with a slow tool: 1 and 2 engines, kills, replay"
-        yield self.row(varied, runs, "seeds by arrival; a tool with a clock", caught, base)
-
-    def L11(self):
-        base, runs = self.apart(SEGMENTS)
-        cut = self.run("segments cut by time", *SEGMENTS, "--max_steps=4", ranks=0, broken=segments_by_time)
-        varied = "segments with lag=1: overlapped or in turn, 1 and 2 slow engines, kills, replay"
-        yield self.row(varied, runs, "segments cut by time", self.differs(base, cut), base)
-
-    def L12(self):
-        if torch.cuda.is_available():
-            return
-        generic = dict(ATEN_CPU_CAPABILITY="default", NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
-        old = self.run("on any x86-64 CPU's instructions", env=generic)
-        theirs = ("--batch_invariant=False", "--strict=False", "--max_steps=2")
-        a, b = (self.run("the libraries' own operators", *theirs, env=env) for env in ({}, generic))
-        varied = "instructions of this CPU and of any x86-64"
-        yield self.row(varied, [old], "the libraries' own operators", self.differs(a, b))
-
-    def L13(self):
-        if self.most < 3:
-            return
-        base, over = self.run("sums of four parts", *SPLIT, ranks=0), (*SPLIT, "--rollout_tp=2", "--rollout_ranks=2")
-        runs = [self.run("an engine over two ranks", *over, ranks=3)]
-        if self.most > 4:
-            runs.append(self.run("two of them", *over, "--rollout_ranks=4", ranks=5))
-        usual = self.run("a plain all-reduce", *over, "--max_steps=2", ranks=3, fails=True, broken=plain_all_reduce)
-        caught = usual and "log-probs differ" in usual
-        yield self.row(f"an engine over 2 ranks, {len(runs)} of them", runs, "a plain all-reduce", caught, base)
+        rows = [("law", "varied", "steps", "bits equal", "negative control", "caught")]
+        for law, found in sorted(self.laws.items(), key=lambda pair: int(pair[0][1:])):
+            steps = str(min(found["steps"], default=""))
+            row = law, "; ".join(found["varied"]), steps, verdict(found["held"])
+            rows.append((*row, "; ".join(found["control"]), verdict(found["caught"])))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
+            print("| " + " | ".join(x.ljust(width) for x, width in zip(row, widths)) + " |")
 
 
 def main():
+    import pytest
+
+    tests = ROOT / "tests" / "test_laws.py"
+    known = sorted(set(re.findall(r"def test_(L\d+)_", tests.read_text())), key=lambda law: int(law[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    laws = [name for name in vars(Proof) if name[0] == "L"]
-    parser.add_argument("laws", nargs="*", choices=[[], *laws], default=[], metavar="L1 .. L13")
-    parser.add_argument("--kills", type=int, default=6)
-    args = parser.parse_args()
-    folder, started = Path(tempfile.mkdtemp(prefix="prove")), time.monotonic()
-    rows = []
-    try:
-        proof = Proof(folder, args.kills)
-        for law in args.laws or laws:
-            rows += [(law, *row) for row in getattr(proof, law)()]
-    finally:
-        shutil.rmtree(folder)
-    heads = ("law", "varied", "steps", "bits equal", "negative control", "caught")
-    text = [heads] + [tuple({True: "yes", False: "NO"}.get(x, str(x)) for x in row) for row in rows]
-    widths = [max(len(row[i]) for row in text) for i in range(len(heads))]
-    for i, row in enumerate(text):
-        print("| " + " | ".join(x.ljust(w) for x, w in zip(row, widths)) + " |")
-        if i == 0:
-            print("|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-    print(f"{device}, torch {torch.__version__}, {proof.count} runs, {time.monotonic() - started:.0f} s")
-    sys.exit(not all(equal and caught for _, _, _, equal, _, caught in rows))
+    parser.add_argument("laws", nargs="*", choices=[[], *known], default=[], metavar="L1 .. L13")
+    parser.add_argument("--kills", type=int, default=6, help="SIGKILLs of L6; of L9 and L11 a third of them each")
+    args, more = parser.parse_known_args()
+    table, started = Table(), time.monotonic()
+    chosen = " or ".join(f"test_{law}_" for law in args.laws or known)
+    status = pytest.main([str(tests), "-k", chosen, f"--kills={args.kills}", "-vv", *more], plugins=[table])
+    table.print()
+    machine = f"{os.cpu_count()} cores, torch {torch.__version__}, {time.monotonic() - started:.0f} s"
+    print(f"{machine}, {time.strftime('%Y-%m-%d')}, commit {commit()}")
+    sys.exit(status)
 
 
 if __name__ == "__main__":
