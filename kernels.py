@@ -2437,8 +2437,8 @@ class AdamW(torch.optim.AdamW):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# what formulas in plain torch need on a CPU, where torch's own follow the width of the machine's vectors: exp, log,
-# sum, mean and std. Sums are one chain in float64 over the elements of a row in order, rounded once.
+# what formulas in plain torch need: sum and mean, which torch cuts into parts for a GPU's SMs or a CPU's vectors; on a
+# CPU also exp, log and std, which follow the width of its vectors. Sums are `row_sums` in float64, rounded once.
 
 
 @loop
@@ -2523,10 +2523,10 @@ def enable_batch_invariant(cpu_threads=1):
     add, average = _reduction(row_sums, torch.sum), _reduction(_mean, torch.mean)
     both = dict(mm=mm, addmm=addmm, _log_softmax=log_softmax, _softmax=softmax)
     both["embedding_dense_backward"] = embedding_backward
+    both |= {"sum": add, "sum.dim_IntList": add, "mean": average, "mean.dim": average}
     on_cpu = {
-        "exp": _element_wise(cpu_exp, torch.exp), "log": _element_wise(cpu_log, torch.log), "sum": add,
-        "sum.dim_IntList": add, "mean": average, "mean.dim": average, "std.correction": _reduction(_std, torch.std),
-        "pow.Scalar": power,
+        "exp": _element_wise(cpu_exp, torch.exp), "log": _element_wise(cpu_log, torch.log),
+        "std.correction": _reduction(_std, torch.std), "pow.Scalar": power,
     }  # fmt: skip
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

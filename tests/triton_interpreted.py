@@ -229,6 +229,24 @@ def test_row_sums_are_right_and_a_row_is_alone():
         assert all(torch.equal(kernels.row_sums(x[i : i + 1]), out[i : i + 1]) for i in range(R))
 
 
+def test_sums_and_means_in_plain_torch_have_one_order_too_such_as_a_biass_gradient():
+    """Torch's own kernels cut them for the number of SMs, and by how many there are."""
+    x, w, bias, grad = (torch.randn(*shape).to(bf16) for shape in ((300, 40), (70, 40), (70,), (300, 70)))
+    many, one = torch.randn(3000, 40, dtype=torch.float64), torch.randn(1000)
+    theirs = many.sum(0)
+    kernels.enable_batch_invariant()
+    try:
+        _, (*_, d_bias) = run_in(F.linear, (x, w, bias), [grad])
+        _, (*_, d_cut) = run_in(lambda *args: kernels.SplitLinear.apply(*args, 2), (x, w, bias), [grad])
+        whole, mean = many.sum(0), one.mean()
+        assert all(torch.equal(many[:, i : i + n].sum(0), whole[i : i + n]) for i, n in ((0, 1), (7, 20)))
+    finally:
+        kernels.disable_batch_invariant()
+    assert torch.equal(d_bias, d_cut) and rounded_once(d_bias, grad.double().sum(0))
+    assert same(mean, (kernels.row_sums(one.double()[None]) / 1000).float()[0])
+    assert torch.equal(whole, kernels.row_sums(many.t())) and not torch.equal(whole, theirs)
+
+
 # ---- attention
 
 
