@@ -164,6 +164,11 @@ def card(x):
     return CARDS.get(torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0))
 
 
+def device_kind(device):
+    """'cpu', or a GPU with its compute capability, 'cuda 9.0': what has bits of its own."""
+    return device if device == "cpu" else "cuda {}.{}".format(*torch.cuda.get_device_capability())
+
+
 def use_triton(x):
     """Whether x takes the Triton path: the loops are for CPUs, and for no other device."""
     return not x.is_cpu or INTERPRET

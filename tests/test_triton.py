@@ -21,7 +21,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gpu_bits import MODELS, linears
+from gpu_bits import MODELS, WIDTHS, linears, product
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -405,6 +405,22 @@ SPLIT_K = (
     ("tl.store(c, acc.to", "tl.store(c, (acc + half).to"),
 )
 REVERSED_K = (("for k in range(0, K, BLOCK_K):", "for k in range(K - BLOCK_K, -1, -BLOCK_K):"),)
+
+
+def test_gpu_bits_has_both_forms_of_an_operand_and_every_width_of_the_instruction():
+    a, b, c = empty(64, 4096), empty(4096, 256), empty(64, 256, dtype=f32)
+    found = set()
+    for (N, warps), computed in itertools.product(WIDTHS, (False, True)):
+        args = a, b, c, 1.0, 4096, N, computed
+        (x,) = launches(lambda: product[(1,)](*args, num_warps=warps))
+        form = r"wgmma\.mma_async\S+\.m64n(\d+)k16\.\S+\s+\{[^}]*\},\s*(\{|%rd)"
+        found |= {(int(width), "registers" if of == "{" else "shared") for width, of in re.findall(form, x.ptx)}
+    assert found == set(itertools.product((8, 16, 32, 64, 128, 256), ("registers", "shared")))
+
+
+def test_a_kind_of_device_has_its_capability(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert (kernels.device_kind("cpu"), kernels.device_kind("cuda")) == ("cpu", "cuda 8.6")
 
 
 def test_split_k_is_caught(tmp_path):
