@@ -49,8 +49,8 @@ What the Triton kernels do about it:
                   swapping A and B do not enter, and may follow the number of rows.
     row sums      `tl.sum` adds in an order that depends on the layout, which Triton takes from block shape, warps and
                   the alignment of the pointers: all three are made functions of the row's length alone.
-    attention     key tiles of 64 and splits of 1024 keys at absolute positions, one inner loop, one merge; the softmax
-                  denominator is a product with ones, on the tensor core.
+    attention     key tiles of one size and splits of 1024 keys at absolute positions, one inner loop, one merge; the
+                  softmax denominator is a product with ones, on the tensor core.
     contraction   the compiler may fuse a * b + c in one kernel and not in its twin: switched off in every kernel that
                   computes on rows or elements (EXACT) but the sampler's, whose twin is compiled by torch; where a fused
                   step pays it is written as `tl.fma`.

@@ -3,7 +3,7 @@ What can be known of the Triton operators without a GPU: rules on the code compi
 interpreter.
 
     pytest tests/test_triton.py
-    python tests/test_triton.py                    # every kernel for every card: 4 minutes; pytest takes some of them
+    python tests/test_triton.py                    # every kernel for every card: 3 minutes; pytest takes some of them
 
 The rules look for what would make a row's bits depend on its batch or on timing; mutants show that they find it. What
 only a GPU can show is not here: that tensor cores add in one order for every tile, and that the code runs.

@@ -377,10 +377,10 @@ EDGES = (
     ("(first < (first_key + KEYS - 1) * GROUPS)", "(first < first_key * GROUPS)"),  # that of dk and dv ends too early
     (" | (first + ROWS > rows)", ""),  # and is not there at the end of a sequence
     ("range(first_key * GROUPS // ROWS * ROWS", "range((first_key * GROUPS // ROWS + 1) * ROWS"),  # no first tile
-    ("ragged(v, start, kv_len,", "ragged(v, start, kv_len + 1,"),  # forward reads a value past the sequence
-    ("ragged(v, start, kv_len,", "ragged(v, start, kv_len - 1,"),  # and does not read its last
-    ("ragged(k, start, length,", "ragged(k, start, length + 1,"),  # dq reads a key past it
-    ("ragged(k, start, length,", "ragged(k, start, length - 1,"),
+    ("_key_tile(v, start, kv_len,", "_key_tile(v, start, kv_len + 1,"),  # forward reads a value past the sequence
+    ("_key_tile(v, start, kv_len,", "_key_tile(v, start, kv_len - 1,"),  # and does not read its last
+    ("_key_tile(k, start, length,", "_key_tile(k, start, length + 1,"),  # dq reads a key past it
+    ("_key_tile(k, start, length,", "_key_tile(k, start, length - 1,"),
 )
 
 
