@@ -140,8 +140,8 @@ def take_gpu(config, world, gpu):
     count = torch.cuda.device_count()
     require(gpu < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
     chip = torch.cuda.get_device_capability(gpu)
-    cure = "kernels.py is for 9.0 (Hopper); use --device=cpu"
-    require(chip == (9, 0), f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
+    cure = f"kernels.py is for {kernels.CAPABILITIES}; use --device=cpu"
+    require(chip in kernels.CARDS, f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
     two_ends = config["weight_sync"] == "broadcast" and lends
     require(not two_ends, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc")
     check_compilers()

@@ -23,6 +23,7 @@ from conftest import wait_for
 from psutil import net_if_addrs
 
 import sync
+from kernels import CAPABILITIES
 from rollout_server import Job
 from sync import RunError
 from train_grpo import DEFAULTS
@@ -36,7 +37,8 @@ def bits(x):
     "gpus,chip,change,message",
     [
         (1, (9, 0), {}, "device='cuda': 1 CUDA devices for more ranks; lower --nproc_per_node"),
-        (2, (8, 0), {}, "device='cuda': compute capability 8.0; kernels.py is for 9.0 (Hopper); use --device=cpu"),
+        (2, (7, 5), {}, f"device='cuda': compute capability 7.5; kernels.py is for {CAPABILITIES}; use --device=cpu"),
+        (2, (8, 6), dict(colocate=True), "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc"),
         (2, (9, 0), dict(colocate=True), "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc"),
         (2, (9, 0), {}, None),
     ],
