@@ -707,6 +707,7 @@ class WeightSync:
             with torch.cuda.stream(torch.cuda.Stream(place)) if self.device == "cuda" and place else nullcontext():
                 while delivery := self.waiting.get():
                     self._deliver(*delivery)
+                    del delivery  # or a version that nobody needs would stay until the next one comes
         except BaseException as e:
             time.sleep(5 * (not isinstance(e, RunError)))  # where a rank has died, that one says why
             print(e if isinstance(e, RunError) else f"error: sending weights: {reason(e)}", file=sys.stderr, flush=True)
@@ -903,6 +904,15 @@ def check_shared(folder, rank):
         path.unlink()
     others = ", ".join(sorted({*hosts} - {""}))
     require(not others, f"out_dir={str(folder)!r}: not the same folder on {others}; {cure}")
+
+
+def one_device(device):
+    """`kernels.device_kind` of all ranks. Ends the run if they have several: their bits differ. Collective."""
+    kinds = [None] * dist.get_world_size()
+    dist.all_gather_object(kinds, kernels.device_kind(device))
+    several = ", ".join(sorted({*kinds}))
+    require(len({*kinds}) == 1, f"device={device!r}: ranks have {several}, whose bits differ; use cards of one kind")
+    return several
 
 
 def response_lengths(t):

@@ -1055,7 +1055,7 @@ if __name__ == "__main__":
     step = 0  # RL steps done (supervised ones with mode='sft' or 'rm')
     saved, flight = {}, Flight()  # what the latest checkpoint says of itself, and the groups that it has in flight
     run_id = sync.run_id(config)
-    origin = dict(run=run_id, versions=library_versions())
+    origin = dict(run=run_id, versions=library_versions(), device=sync.one_device(place))
     latest = (sync.checkpoints(folder / "ckpt") or [None])[-1] if resumed else None
     if latest:
         saved = sync.read_checkpoint(latest, ranks.rank, ranks.world, **origin)
@@ -1075,6 +1075,8 @@ if __name__ == "__main__":
 
     # ---- what this rank has: a trainer, an engine, or both. `save` is collective over the trainers and
     # `transport.publish` over all ranks: so the config and the step alone decide when they are called.
+    if record and place == "cuda" and not saved:  # all CPUs have one digest, cards of one capability have one
+        record.ledger.append(phase="device", step=0, device=origin["device"])
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
         done = latest, saved.get("optimizer_steps", 0), saved.get("earlier", ())
@@ -1212,6 +1214,7 @@ if __name__ == "__main__":
         record.close()  # before the engine, whose end ends all children of this process, wandb's among them
         if not turns_back:
             print(f"digest {record.ledger.digest}", flush=True)
+    sync.meet()
     if transport:
         transport.close()
     dist.destroy_process_group()
