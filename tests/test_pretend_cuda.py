@@ -22,7 +22,7 @@ FLAGS = """--device=cuda --prompts_per_step=1 --group_size=3 --max_new_tokens=4 
     --warmup_sft_steps=0 --checkpoint_every=1 --keep_checkpoints=9 --reward=tests/pretend/reward.py:score""".split()
 FLAGS += [f"--scratch_{name}={n}" for name, n in SHAPE.items()]
 LAG = "--lag=1 --max_steps=3 --eval_size=0 --cuda_graphs=False".split()  # two trainers, and an engine beside them
-LORA = (*LAG, "--lora_rank=4")
+LORA = (*LAG, "--lora_rank=4", "--max_steps=2")
 ENVIRONMENT = dict(
     TRITON_INTERPRET="1",
     TORCHDYNAMO_DISABLE="1",
@@ -163,7 +163,8 @@ def test_a_trainer_holds_what_the_account_says(overlapped, adapted):
         frozen = every[0] - learned
         expected = (frozen * 2 + learned * (bytes_each or 4 * 4)) / 2
         held = {x["version"]: x["held"] for x in noted(folder, "publish") if x["held"]}
-        assert max(held.values()) < 1.05 * expected, (held, expected)
+        # and the factors of the hashes, some KB: a version more would be 52 KB, adapters merged at once, too
+        assert expected <= max(held.values()) < expected + 16_000, (held, expected)
 
 
 def test_a_resume_on_another_architecture_is_refused(alone, tmp_path):

@@ -167,8 +167,10 @@ def pretend_mode():
             result = func(*args, **kwargs)
             results = [*tensors_in([result])]
             if asked or any(map(is_marked, given)):
-                for x in () if elsewhere else results:
-                    mark(x)
+                before = {id(storage_of(x)) for x in given}
+                for x in results:  # what was on the host and is written to stays there
+                    if not elsewhere and id(storage_of(x)) not in before:
+                        mark(x)
                 if IN_ORDER:
                     name = getattr(func, "__name__", "").partition(".")[0]
                     order.function(name, args, given, results, kwargs.get("non_blocking"))
