@@ -202,7 +202,9 @@ with lean_imports():
     import kernels
     import rewards
     import sync
-    from rollout_server import Batch, Flight, Job, RolloutEngine, Sampler, build_model, check_model, sample_step
+    from models import adapters, folders
+    from models.dense import build_model, check_card, check_model
+    from rollout_server import Batch, Flight, Job, RolloutEngine, Sampler, sample_step
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
@@ -648,7 +650,7 @@ class Trainer:
         self.rank, self.process_group, self.control = ranks.rank, ranks.mesh.get_group(), ranks.control
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
-        self.lora = sync.lora_settings(c) if c.lora_rank else None
+        self.lora = adapters.lora_settings(c) if c.lora_rank else None
         critic = c.advantage == "gae"
         self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic, self.lora, c.tp_split)
         if c.gradient_checkpointing:
@@ -662,11 +664,11 @@ class Trainer:
         for s in (s for s in self.shards if s.name in HEADS):
             s.data.zero_()
         known = [s for s in self.policy if optimizer_steps or s.name not in HEADS]
-        sync.load_weights(self.base or known, folder, hf.tie_word_embeddings)
+        folders.load_weights(self.base or known, folder, hf.tie_word_embeddings)
         if self.base:
             hashes = sync.tensor_hashes([s.data for s in self.base], self.base, self.process_group)
             self.base_hash = f"{str(self.base[0].data.dtype)[6:]} {sync.content_hash(hashes)}"
-            sync.load_adapters(self.policy, checkpoint if optimizer_steps else c.lora, c, self.base_hash)
+            adapters.load_adapters(self.policy, checkpoint if optimizer_steps else c.lora, c, self.base_hash)
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
@@ -680,7 +682,7 @@ class Trainer:
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
         self.versions, self.mismatches = {version: self.rounded() for version in versions}, []
         if optimizer_steps:
-            sync.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
+            folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
             both, some = (sum(math.prod(s.shape) for s in part) for part in (every, self.shards))
             line = f"model: {both:,} parameters" + f", of which {some:,} are trained" * bool(self.base)
@@ -695,14 +697,14 @@ class Trainer:
             self.frozen = self.model
             self.anchor = [s._replace(data=torch.zeros_like(s.data)) for s in self.policy]
             if c.reference:
-                sync.load_adapters(self.anchor, c.reference, c, self.base_hash)
+                adapters.load_adapters(self.anchor, c.reference, c, self.base_hash)
         elif name := c.teacher or c.kl_coef and (c.reference or c.init_from):
             key = "teacher" if c.teacher else "reference"
-            folder = sync.fetch_model(name, key)
+            folder = folders.fetch_model(name, key)
             frozen = check_model(folder, vars(c), key)
             require(frozen.vocab_size == hf.vocab_size, f"{key}={name!r}: needs the vocabulary of init_from's model")
             self.frozen = build_model(frozen, self.mesh, device, c.batch_invariant, tp_split=c.tp_split)
-            sync.load_weights(sync.shards(self.frozen, self.mesh), folder, frozen.tie_word_embeddings)
+            folders.load_weights(sync.shards(self.frozen, self.mesh), folder, frozen.tie_word_embeddings)
 
     def state_bytes(self):
         """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of the current row."""
@@ -726,7 +728,7 @@ class Trainer:
     def published(self, version):
         """This rank's shards of what engines get as `version`: of the copy if one is kept, else of the weights now."""
         policy = self.versions.get(version, self.policy)
-        return sync.merge_adapters(self.base, policy, self.mesh, self.lora.scale) if self.base else policy
+        return adapters.merge_adapters(self.base, policy, self.mesh, self.lora.scale) if self.base else policy
 
     def keep(self, version):
         """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
@@ -778,12 +780,12 @@ class Trainer:
             shutil.rmtree(unfinished, ignore_errors=True)
             for name in ("optimizer", "flight"):
                 (unfinished / name).mkdir(parents=True)
-            sync.save_tokenizer(unfinished, tokenizer, stop_tokens)
+            folders.save_tokenizer(unfinished, tokenizer, stop_tokens)
             if not self.base:
                 self.model.config.save_pretrained(unfinished)
         sync.meet(self.control)  # the folders are there
         if self.base:
-            sync.save_adapters(unfinished, self.policy, self.mesh, self.c, self.base_hash)
+            adapters.save_adapters(unfinished, self.policy, self.mesh, self.c, self.base_hash)
         else:
             sync.write_tensors(unfinished, "model", self.policy, self.mesh)
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(earlier), self.mesh)
@@ -1030,12 +1032,13 @@ if __name__ == "__main__":
         # Keep it: the lock lasts as long as this file is open.
         lock = sync.open_run(folder, config, resumed, restarted, chip)
         if init_from == "scratch":
-            sync.make_scratch_model(model, config)
-        sync.fetch_model(model)  # the others then find it on this disk
+            folders.make_scratch_model(model, config)
+        folders.fetch_model(model)  # the others then find it on this disk
     sync.check_shared(folder, ranks.rank)
-    model_path = sync.fetch_model(model)
+    model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
-    tokenizer, stop_tokens = sync.load_tokenizer(model_path)
+    check_card(hf, config, [judge.hf for judge in rewards.MODELS.values()])
+    tokenizer, stop_tokens = folders.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
     episodes = None  # what an agent's runs have in place of samples of one turn
     if agent:

@@ -23,6 +23,7 @@ from conftest import wait_for
 from psutil import net_if_addrs
 
 import sync
+from models import folders
 from rollout_server import Job
 from sync import RunError
 from train_grpo import DEFAULTS
@@ -286,7 +287,7 @@ def test_adamw_does_not_see_where_the_shards_are_cut():
 def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    sync.make_scratch_model(tmp_path, DEFAULTS)
+    folders.make_scratch_model(tmp_path, DEFAULTS)
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     text = "17+25=\n 42 ~!"
     tokens = tokenizer(text)["input_ids"]
@@ -302,7 +303,7 @@ def test_each_rank_reads_its_own_rows_of_a_model(tmp_path, ranks):
     for name, tensor in weights.items():
         shards = [s._replace(data=torch.zeros_like(s.data)) for s in cut(tensor, name, ranks)]
         for shard in shards:
-            sync.load_weights([shard], tmp_path, tied=False)
+            folders.load_weights([shard], tmp_path, tied=False)
         assert torch.equal(torch.cat([s.data for s in shards]), tensor)
 
 

@@ -13,6 +13,7 @@ from triton_interpreted import kernels
 
 import rollout_server
 import sync
+from models import dense, folders
 
 
 def interpreted_scheduler(*args, **kwargs):
@@ -23,13 +24,13 @@ def interpreted_scheduler(*args, **kwargs):
 def test_engine_and_trainer_compute_the_same_logprobs_on_triton(tmp_path, monkeypatch):
     small = dict(scratch_layers=1, scratch_hidden=64, scratch_heads=2, scratch_kv_heads=1, scratch_head_dim=64)
     config = CONFIG | small | dict(scratch_mlp=64, max_new_tokens=5, engine_prefill_chunk=48, engine_kv_tokens=0)
-    sync.make_scratch_model(tmp_path, config)
+    folders.make_scratch_model(tmp_path, config)
     monkeypatch.setattr(rollout_server, "run_scheduler", interpreted_scheduler)
     ranks = sync.start_process_groups(1, 1, "cpu")
     kernels.enable_batch_invariant()
-    hf = rollout_server.check_model(tmp_path, config)
-    model = rollout_server.build_model(hf, ranks.mesh, "cpu", True)
-    sync.load_weights(sync.shards(model, ranks.mesh), tmp_path, hf.tie_word_embeddings)
+    hf = dense.check_model(tmp_path, config)
+    model = dense.build_model(hf, ranks.mesh, "cpu", True)
+    folders.load_weights(sync.shards(model, ranks.mesh), tmp_path, hf.tie_word_embeddings)
     engine = rollout_server.RolloutEngine(0, tmp_path, hf, config, "cpu", torch.float32, tmp_path / "engine.log")
     try:
         groups = roll_out(engine, tmp_path / "queue", prompts(3, seed=1, shared=20), 1.0)
