@@ -729,7 +729,7 @@ class Flight(NamedTuple):
 
 class Batch(NamedTuple):
     groups: list  # (tensors, meta) of each of the P groups to train on
-    made: list  # of all that were sampled for the step
+    sampled: list  # of all that were sampled for the step
     flight: Flight  # what is in flight after it
 
 
@@ -742,7 +742,9 @@ def sample_step(queue, step, rows, c, version, flight):
     """
     if c.segment_tokens:
         return sample_segments(queue, step, rows, c, version, flight)
-    kept, dropped, rounds, P, stream = [], [], 1 + c.dynamic_sampling, c.prompts_per_step, f"rl{c.branch}"
+    kept, dropped = [], []
+    rounds = 1 + c.dynamic_sampling
+    P, stream = c.prompts_per_step, f"rl{c.branch}"
     for k in range(rounds):
         chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, stream)
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
@@ -752,8 +754,8 @@ def sample_step(queue, step, rows, c, version, flight):
             (dropped if equal else kept).append((t, meta))
         if len(kept) >= P:
             break
-    made = kept + dropped
-    return Batch(made[:P], made, flight)
+    sampled = kept + dropped
+    return Batch(sampled[:P], sampled, flight)
 
 
 def sample_segments(queue, step, rows, c, version, flight):
@@ -763,7 +765,8 @@ def sample_segments(queue, step, rows, c, version, flight):
     prompts fill the flight up. The step trains on the first P finished groups in the order in which they were begun;
     where fewer are finished, all go on under the same weights.
     """
-    P, places, made, stream = c.prompts_per_step, c.groups_in_flight, [], f"rl{c.branch}"
+    P, places, stream = c.prompts_per_step, c.groups_in_flight, f"rl{c.branch}"
+    sampled = []
     begun = flight.begun + places - len(flight.groups)
     born = [tuple(meta["born"]) for _, meta in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]
     prompts = [rows[rows_of_step(len(rows), P, s, c.seed, stream)[i]] for s, i in born]
@@ -774,12 +777,12 @@ def sample_segments(queue, step, rows, c, version, flight):
             stream, step, version, {n: prompts[i] for n, i in todo.items()}, c.group_size, c.temperature,
             c.segment_tokens, {n: (born[i], groups[i]) for n, i in todo.items()},
         )  # fmt: skip
-        drawn = queue.sample(job)
-        made += drawn
-        for i, group in zip(todo.values(), drawn):
+        grown = queue.sample(job)
+        sampled += grown
+        for i, group in zip(todo.values(), grown):
             groups[i] = group
         finished = [i for i, group in enumerate(groups) if group[1]["finished"]]
         if len(finished) >= P:
             break
     rest = tuple(group for i, group in enumerate(groups) if i not in finished[:P])
-    return Batch([groups[i] for i in finished[:P]], made, Flight(begun, rest))
+    return Batch([groups[i] for i in finished[:P]], sampled, Flight(begun, rest))

@@ -803,13 +803,13 @@ class Record:
             kind, what = "steps", f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
         tqdm.write(f"held out after {step} {kind}: {', '.join(rates)} ({what})")
 
-    def step(self, step, groups, made, metrics, hashes, times, sent):
+    def step(self, step, batch, metrics, hashes, times, sent):
         """
-        Records an RL step; returns its line of metrics.jsonl. groups: the P groups (tensors, meta) that it trained on;
-        made: all that were sampled for it. metrics, hashes: the trainer's, {} where nobody trains. times: when the step
-        began, had its samples, had learned, had published. sent: bytes of weights.
+        Records an RL step; returns its line of metrics.jsonl. metrics, hashes: the trainer's, {} where nobody trains.
+        times: when the step began, had its samples, had learned, had published. sent: bytes of weights.
         """
-        c, meta = self.c, [m for _, m in groups]
+        c, groups, sampled = self.c, batch.groups, batch.sampled
+        meta = [m for _, m in groups]
         named = ("tokens", "logprobs", "rewards") + ("weight_version",) * bool(c.lag or c.segment_tokens)
         named += ("loss_mask", "turn_rewards") * bool(self.agent)
         stages = {k: content_hash(*(t[k] for t, _ in groups)) for k in named}
@@ -820,21 +820,21 @@ class Record:
         rewards = torch.stack([t["rewards"] for t, _ in groups])
         lengths = torch.stack([response_lengths(t) for t, _ in groups])
         cut = torch.cat([t["truncated"] for t, _ in groups])
-        right = [t["rewards"] >= c.pass_reward for t, m in made if m["finished"]]
-        last = {m["engine"]: m for m in sorted((m for _, m in made), key=lambda m: m["elapsed"])}.values()  # of each
+        right = [t["rewards"] >= c.pass_reward for t, m in sampled if m["finished"]]
+        last = {m["engine"]: m for m in sorted((m for _, m in sampled), key=lambda m: m["elapsed"])}.values()  # of each
         wait, train, publish = (after - before for before, after in zip(times, times[1:]))
         seconds = time.monotonic() - times[0]
         line = dict(
             phase="rl", step=step, reward_mean=math.fsum(rewards.flatten().tolist()) / rewards.numel(),
             reward_std=float(rewards.double().std()), zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
-            groups=len(made), easy_groups=sum(x.all().item() for x in right),
+            groups=len(sampled), easy_groups=sum(x.all().item() for x in right),
             hard_groups=sum((~x).all().item() for x in right),
-            **metrics, **(self.agent.metrics(made) if self.agent else {}),
+            **metrics, **(self.agent.metrics(sampled) if self.agent else {}),
             response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
             truncated_fraction=float(cut.double().mean()), weight_version=meta[0]["version"],
-            engine_retractions=sum(m["retractions"] for _, m in made),
+            engine_retractions=sum(m["retractions"] for _, m in sampled),
             wait_seconds=wait, train_seconds=train,
-            rollout_seconds=max(m["began"] + m["seconds"] for _, m in made) - min(m["began"] for _, m in made),
+            rollout_seconds=max(m["began"] + m["seconds"] for _, m in sampled) - min(m["began"] for _, m in sampled),
             idle_seconds=math.fsum(m["idle"] for m in last) / len(last), sync_seconds=publish,
             step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
             sync_gb_per_second=sent and sent / 1e9 / publish,
@@ -857,7 +857,7 @@ class Record:
             shutil.rmtree(self.folder / "queue" / f"rl{c.branch}_{old:06d}", ignore_errors=True)
         return line
 
-    def turn_back(self, signal):
+    def turn_back(self, alarm):
         """
         Makes the run go on from its last healthy checkpoint when it starts again; returns a line that says so. The
         metrics so far are kept in metrics_0.jsonl, the healthy policy in healthy_1 (then _1 and _2, and so on), and the
@@ -865,7 +865,7 @@ class Record:
         """
         done, n, rollbacks = self.steps[-1]["step"] + 1, len(self.rollbacks), self.rollbacks
         step = max((done - HEALTHY) // self.c.checkpoint_every * self.c.checkpoint_every, *rollbacks, 0)
-        self.ledger.append(phase="rollback", step=done, signal=signal, to=step)
+        self.ledger.append(phase="rollback", step=done, signal=alarm, to=step)
         ckpt, healthy = self.folder / "ckpt", self.folder / f"healthy_{n + 1}"
         path, every = ckpt / f"step_{step:06d}", checkpoints(ckpt)
         delete_checkpoints(ckpt, [later for later in every if later.name > path.name])
@@ -875,16 +875,16 @@ class Record:
         shutil.copy(self.folder / LOGS[1], self.folder / f"metrics_{n}.jsonl")
         sizes = json.loads((path / "checkpoint.json").read_text())["bytes"] | {LOGS[0]: self.ledger.path.stat().st_size}
         reseal_checkpoint(path, path, rollbacks=[*rollbacks, step], digest=self.ledger.digest, bytes=sizes)
-        return f"watch: {signal} after step {done}; back to the checkpoint of step {step}"
+        return f"watch: {alarm} after step {done}; back to the checkpoint of step {step}"
 
-    def alarm(self, signal):
+    def alarm(self, alarm):
         """A line for a run that its watch ends: why, and how to go on from where it was healthy."""
         done, cure = self.steps[-1]["step"] + 1, "none is kept (--keep_checkpoints)"
         healthy = [path for path in checkpoints(self.folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY]
         if healthy:
             step = int(healthy[-1].name[5:])
             cure = f"{healthy[-1]}, from which tools/branch.py {self.folder} --step={step} goes on with other flags"
-        return f"watch: {signal} after step {done}; the last healthy checkpoint: {cure}"
+        return f"watch: {alarm} after step {done}; the last healthy checkpoint: {cure}"
 
 
 # ------------------------------------------------------------------------------------------------------------------

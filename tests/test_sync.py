@@ -24,7 +24,7 @@ from psutil import net_if_addrs
 
 import sync
 from models import folders
-from rollout_server import Job
+from rollout_server import Batch, Job
 from sync import RunError
 from train_grpo import DEFAULTS
 
@@ -519,7 +519,7 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
             idle=1.0 + i % 2,
         )
         made.append((tensors, meta))
-    line = record.step(0, made[:3], made, dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0], 10**9)
+    line = record.step(0, Batch(made[:3], made, None), dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0], 10**9)
     whole = torch.cat([t["rewards"] for t, _ in made[:3]]).double()
     assert line["reward_mean"] == float(whole.mean()) and line["reward_std"] == float(whole.std())
     assert (line["groups"], line["zero_std_groups"], line["easy_groups"], line["hard_groups"]) == (4, 1, 1, 2)
