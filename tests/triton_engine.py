@@ -18,6 +18,7 @@ from triton_interpreted import kernels
 
 import rollout_server
 import sync
+from models import dense, folders
 
 bf16, f32 = torch.bfloat16, torch.float32
 plain = kernels.rms_norm, kernels.norm_rope, kernels.swiglu
@@ -104,19 +105,19 @@ def test_engine_and_trainer_round_to_bfloat16_in_the_same_places(tmp_path, monke
     small = dict(scratch_layers=1, scratch_hidden=64, scratch_heads=2, scratch_kv_heads=1, scratch_head_dim=64)
     config = CONFIG | small | dict(scratch_mlp=64, max_new_tokens=5, engine_prefill_chunk=48, engine_kv_tokens=0)
     monkeypatch.setattr(test_engine, "CONFIG", config)  # roll_out's
-    sync.make_scratch_model(tmp_path, config)
+    folders.make_scratch_model(tmp_path, config)
     (path,) = tmp_path.glob("*.safetensors")
     weights = {name: w + 0.3 * torch.randn(w.shape) * (w.dim() == 1) for name, w in load_file(path).items()}
     save_file(weights, path, dict(format="pt"))  # norms away from 1, where to multiply by them rounds nothing
     monkeypatch.setattr(rollout_server, "run_scheduler", watched_scheduler)
     ranks = sync.start_process_groups(1, 1, "cpu")
     kernels.enable_batch_invariant()
-    hf = rollout_server.check_model(tmp_path, config)
+    hf = dense.check_model(tmp_path, config)
     policy = fsdp.MixedPrecisionPolicy
     with monkeypatch.context() as patch:  # as on CUDA
         patch.setattr(fsdp, "MixedPrecisionPolicy", lambda **options: policy(**options | dict(param_dtype=bf16)))
-        model = rollout_server.build_model(hf, ranks.mesh, "cpu", True)
-    sync.load_weights(sync.shards(model, ranks.mesh), tmp_path, hf.tie_word_embeddings)
+        model = dense.build_model(hf, ranks.mesh, "cpu", True)
+    folders.load_weights(sync.shards(model, ranks.mesh), tmp_path, hf.tie_word_embeddings)
     engine = rollout_server.RolloutEngine(0, tmp_path, hf, config, "cpu", bf16, tmp_path / "engine.log")
     results = []
     try:

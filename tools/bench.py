@@ -327,8 +327,8 @@ def peer(args):
     if torch.cuda.is_available():
         refuse("it compares on a CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=")
     sys.path.insert(0, str(ROOT))
-    import sync
     from configurator import commit, library_versions
+    from models import folders
     from rewards import arithmetic
 
     threads = args.threads or os.cpu_count()
@@ -342,7 +342,7 @@ def peer(args):
         folder = Path(tempfile.mkdtemp(prefix="bench"))
         try:
             scratch = dict(seed=1, agent="") | {f"scratch_{key}": x for key, x in size.items()}
-            sync.make_scratch_model(folder / "model", scratch)
+            folders.make_scratch_model(folder / "model", scratch)
             task = dict(prompts=prompts, new_tokens=new_tokens, steps=args.steps, threads=threads)
             (folder / "task.json").write_text(json.dumps(task))
             ours, theirs = [], []  # per run the seconds of each step, by what they went into
