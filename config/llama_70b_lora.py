@@ -16,30 +16,19 @@ Memory of an engine's card: a quarter of the weights 35.3 GB; 85 % of what is fr
 Wall time and result: not measured yet.
 """
 
+from pathlib import Path
+
+exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+
 out_dir = "out/llama_70b_lora"
-device = "cuda"
 init_from = "meta-llama/Llama-3.3-70B-Instruct"
 lora_rank = 32
-dataset = "openai/gsm8k"
-dataset_config = "main"
-prompt_column = "question"
-prompt_template = "{question}\nPlease reason step by step, and put your final answer after ####."
-chat_template = True
-eval_split = "test"
-max_prompt_tokens = 256
-max_new_tokens = 1024
+chat_template_args = ""  # it does not think
 rollout_ranks = 4
 rollout_tp = 4
 tp_split = 4
 lag = 1
-prompts_per_step = 32
-group_size = 8
 leaf_tokens = 8192
 lanes = 4
-gradient_checkpointing = True
 learning_rate = 1e-5
-warmup_steps = 10
-max_steps = 200
-eval_every = 50
 engine_memory = 0.85
-keep_rollouts = 20

@@ -18,26 +18,13 @@ Memory of an engine: bfloat16 weights 16.4 GB; 85 % of what is free less these l
 Wall time and result: not measured yet.
 """
 
+from pathlib import Path
+
+exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+
 out_dir = "out/qwen3_8b"
-device = "cuda"
 init_from = "Qwen/Qwen3-8B"
-dataset = "openai/gsm8k"
-dataset_config = "main"
-prompt_column = "question"
-prompt_template = "{question}\nPlease reason step by step, and put your final answer after ####."
-chat_template = True
-chat_template_args = "enable_thinking=False"  # with it, samples want 4,096 tokens and more
-eval_split = "test"
-max_prompt_tokens = 256
-max_new_tokens = 1024
 rollout_ranks = 4
-prompts_per_step = 32
-group_size = 8
 lanes = 4
-gradient_checkpointing = True
 learning_rate = 1e-6
-warmup_steps = 10
-max_steps = 200
-eval_every = 50
 engine_memory = 0.85
-keep_rollouts = 20

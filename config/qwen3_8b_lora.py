@@ -18,26 +18,13 @@ Full training needs 8.2 G * 16 bytes = 131 GB for weights, moments and one gradi
 Wall time and result: not measured yet.
 """
 
+from pathlib import Path
+
+exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+
 out_dir = "out/qwen3_8b_lora"
-device = "cuda"
 init_from = "Qwen/Qwen3-8B"
 lora_rank = 32
 colocate = True  # on several cards, too
-dataset = "openai/gsm8k"
-dataset_config = "main"
-prompt_column = "question"
-prompt_template = "{question}\nPlease reason step by step, and put your final answer after ####."
-chat_template = True
-chat_template_args = "enable_thinking=False"  # with it, samples want 4,096 tokens and more
-eval_split = "test"
-max_prompt_tokens = 256
-max_new_tokens = 1024
-prompts_per_step = 32
-group_size = 8
-gradient_checkpointing = True
 learning_rate = 1e-5  # ten times that of config/qwen3_8b.py
-warmup_steps = 10
-max_steps = 200
-eval_every = 50
 engine_memory = 0.7
-keep_rollouts = 20

@@ -50,7 +50,10 @@ def diff(capsys):
     """(exit status, output) of tools/diff.py."""
 
     def run(a, b):
-        status = main(a, b)
+        try:
+            status = main(a, b)
+        except SystemExit as end:
+            status = end.code
         return status, "".join(capsys.readouterr())
 
     return run

@@ -8,9 +8,7 @@ import json
 import math
 import shutil
 import statistics
-import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,8 @@ import branch  # noqa: E402
 import compare  # noqa: E402
 import verify  # noqa: E402
 from compare import figure, intervals  # noqa: E402
-from diff import first_difference, read_ledger  # noqa: E402
+from diff import first_difference  # noqa: E402
+from runs import lines  # noqa: E402
 from verify import chosen, differing_weight  # noqa: E402
 
 
@@ -33,14 +32,12 @@ from verify import chosen, differing_weight  # noqa: E402
 def tool(tmp_path, monkeypatch, capsys):
     """tool(name, arguments): (exit status, output) of a tool in this process, whose runs are forks of a warm one."""
 
-    def run(command, **_):
-        script = next(i for i, part in enumerate(command) if part.endswith("train_grpo.py"))
-        status, output = run_warm(command[script:], tmp_path / "output")
-        return subprocess.CompletedProcess(command, status, output)
+    def launch(command):
+        return run_warm(command[1:], tmp_path / "output")
 
     def call(name, *args):
-        for module in (compare, verify):
-            monkeypatch.setattr(module, "subprocess", types.SimpleNamespace(run=run, PIPE=None, STDOUT=None))
+        for module in (compare.runs, verify):
+            monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
         capsys.readouterr()
         try:
@@ -56,10 +53,10 @@ def tool(tmp_path, monkeypatch, capsys):
 def forged(run, folder, step, field):
     """A copy of a run whose ledger claims something else of a step, with a chain that fits; its digest."""
     shutil.copytree(run, folder)
-    lines = read_ledger(run)
+    entries = lines(run, "ledger.jsonl")
     (folder / "ledger.jsonl").unlink()
     ledger = sync.Ledger(folder / "ledger.jsonl", "onecurve 1")
-    for line in lines:
+    for line in entries:
         del line["chain"]
         if (line["phase"], line["step"]) == ("rl", step):
             line[field] = "0" * 16
@@ -91,7 +88,7 @@ def test_an_edited_step_is_found_and_named(tool, two_ranks, tmp_path):
 def test_a_checkpoint_of_other_weights_is_found_before_anything_is_computed(two_ranks, tmp_path):
     run = shutil.copytree(two_ranks[0], tmp_path / "run")
     last = sorted((run / "ckpt").iterdir())[-2]
-    line = next(x for x in read_ledger(run) if (x["phase"], x["step"]) == ("rl", int(last.name[5:]) - 1))
+    line = next(x for x in lines(run, "ledger.jsonl") if (x["phase"], x["step"]) == ("rl", int(last.name[5:]) - 1))
     assert differing_weight(last, line) is None
     for file, name in ("model-00001-of-00001", "model.norm.weight"), ("optimizer/optimizer-00001-of-00001", None):
         path = last / f"{file}.safetensors"
@@ -139,7 +136,7 @@ def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_rank
     for change, same in ("--step=20 --learning_rate=1e-3", False), ("--step=16 --learning_rate=2e-4", True):
         status, said = tool("branch", run, f"--out_dir={tmp_path}/{same}", "--threads=1", *change.split())
         assert status == 0, said
-        a, b = read_ledger(run), read_ledger(tmp_path / str(same))
+        a, b = (lines(folder, "ledger.jsonl") for folder in (run, tmp_path / str(same)))
         if same:
             assert f"digest {b[-1]['chain']}" == digest(output)
         else:

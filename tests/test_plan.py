@@ -21,7 +21,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import plan  # noqa: E402
 
+from configurator import config_source, configure  # noqa: E402
 from models import folders  # noqa: E402
+from train_grpo import DEFAULTS  # noqa: E402
 
 SMALL = dict(
     vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -38,6 +40,20 @@ def account(preset, gpus, *flags):
 def said(text, pattern):
     """The number that a docstring has where `pattern` has a group."""
     return float(re.search(pattern, text)[1].replace(",", ""))
+
+
+# ---- presets
+
+
+def test_a_preset_is_the_same_alone_after_the_block_that_it_shares_and_as_it_was_saved(tmp_path):
+    presets = [path for path in (ROOT / "config").glob("*.py") if 'with_name("gsm8k.py")' in path.read_text()]
+    assert len(presets) > 6
+    for path in presets:
+        alone = configure(dict(DEFAULTS), [str(path)])
+        saved = tmp_path / path.name
+        saved.write_text(config_source(alone))
+        assert alone == configure(dict(DEFAULTS), [str(ROOT / "config/gsm8k.py"), str(path)])
+        assert alone == configure(dict(DEFAULTS), [str(saved)]) and alone["dataset"] == "openai/gsm8k"
 
 
 # ---- what is counted

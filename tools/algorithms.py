@@ -11,19 +11,17 @@ learned. Flags it does not know go to train_grpo.py.
 """
 
 import argparse
-import json
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import runs
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
 SFT = "--mode=sft --learning_rate=1e-3 --warmup_steps=20 --lr_decay_steps=0".split()
 START = 257  # supervised steps, as in the warm-up of config/tiny.py; the teacher has three times as many
 FLAGS = {
@@ -44,13 +42,9 @@ FLAGS = {
 }
 
 
-def run(folder, *flags, ranks=0):
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
-    command = [sys.executable, *(torchrun if ranks else []), "train_grpo.py", "config/tiny.py", f"--out_dir={folder}"]
-    done = subprocess.run([*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(f"{folder.name}: status {done.returncode}\n{done.stdout[-3000:]}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def run(folder, *flags, ranks=1):
+    """The metrics of a run of config/tiny.py with these flags."""
+    return runs.run(folder, "config/tiny.py", *flags, ranks=ranks)
 
 
 def ledger(folder):

@@ -12,24 +12,16 @@ Exit status 2: no such run or step, or flags that the run cannot have.
 """
 
 import json
-import runpy
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = str(ROOT), str(ROOT / "tools")
-from diff import read_ledger  # noqa: E402
-from verify import QUIET, copy_run, go_on, link, starts_of  # noqa: E402
+from runs import lines, saved_config
+from verify import QUIET, copy_run, go_on, link, starts_of
 
-import configurator  # noqa: E402
-import sync  # noqa: E402
-from configurator import require  # noqa: E402
-
-
-def saved_config(run):
-    """{key: value} of a run's config.py."""
-    return configurator.block(runpy.run_path(str(run / "config.py")))
+import configurator
+import sync
+from configurator import require
 
 
 def checkpoint_of(run, step, scratch):
@@ -54,7 +46,7 @@ def branch(run, checkpoint, folder, config):
         (folder / name).write_bytes((past / name).read_bytes()[: sizes[name]])
     sync.reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, link, run=sync.run_id(config))
     step = int(checkpoint.name[5:])
-    origin = f"# branched from {run}, digest {read_ledger(run)[-1]['chain']}, at step {step}\n"
+    origin = f"# branched from {run}, digest {lines(run, 'ledger.jsonl')[-1]['chain']}, at step {step}\n"
     (folder / "config.py").write_text(origin + configurator.config_source(config))
 
 
@@ -65,12 +57,10 @@ def main():
             "wants a run, a step and flags, as in: out/tiny --step=40 --out_dir=out/b --learning_rate=1e-3"
         )
     run = Path(argv[0])
-    for name in ("config.py", "ledger.jsonl"):
-        require((run / name).is_file(), f"{run}: no {name} in it: not the folder of a run")
     saved = saved_config(run)
     config = configurator.configure(saved | {"step": -1, "__file__": ""}, argv[1:])
     step, folder = config.pop("step"), Path(config["out_dir"])
-    steps = sum(line["phase"] == "rl" for line in read_ledger(run))
+    steps = len(lines(run, "ledger.jsonl", "rl"))
     require(0 <= step < steps, f"--step={step}: the run has steps 0 to {steps - 1}")
     require(folder != run and not folder.exists(), f"--out_dir={folder}: choose a folder that is not there yet")
     changed = [f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in saved if config[key] != saved[key]]
@@ -81,8 +71,7 @@ def main():
     require(not problem, f"{folder}: {problem}")
     for name in "reward_mean", "pass@1":
         for future in run, folder:
-            lines = map(json.loads, (future / "metrics.jsonl").read_text().splitlines())
-            figures = [f"{x['step']}: {x[name]:.4f}" for x in lines if name in x and x["step"] >= step]
+            figures = [f"{x['step']}: {x[name]:.4f}" for x in lines(future) if name in x and x["step"] >= step]
             print(f"{name} of {future} from step {', '.join(figures[:: -(-len(figures) // 8)])}")
 
 

@@ -14,22 +14,19 @@ last quarter). Runs are kept in --out and made once, so that several comparisons
 """
 
 import argparse
-import json
 import math
 import re
 import shlex
 import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
+import runs
 from scipy import stats  # SGLang's own dependency
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from configurator import commit  # noqa: E402
-from sync import content_hash  # noqa: E402
+from configurator import commit
+from sync import content_hash
 
 
 def run(folder, flags):
@@ -38,13 +35,9 @@ def run(folder, flags):
     if not finished.exists() or finished.read_text() != commit():
         shutil.rmtree(folder, ignore_errors=True)
         print(f"{folder}: {shlex.join(flags)}", file=sys.stderr, flush=True)
-        command = [sys.executable, "train_grpo.py", *flags, f"--out_dir={folder.resolve()}"]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            lines = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
-            sys.exit((lines or done.stdout.splitlines())[-1])
+        runs.run(folder, *flags)
         finished.write_text(commit())
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return runs.lines(folder)
 
 
 def figure(lines, metric):
@@ -92,7 +85,7 @@ def main():
             name = re.sub(r"[^\w.=-]", "_", " ".join(flags))[-80:]
             folder = args.out / f"{name}_{content_hash(flags)[:8]}" / f"seed_{seed}"
             side.append(figure(run(folder, [*flags, f"--seed={seed}"]), args.metric))
-            ledgers.append([*map(json.loads, (folder / "ledger.jsonl").read_text().splitlines())])
+            ledgers.append(runs.lines(folder, "ledger.jsonl"))
         firsts.append([next(x["tokens"] for x in lines if x["phase"] == lines[-1]["phase"]) for lines in ledgers])
         print(f"seed {seed}: {sides[0][-1]:.4f} | {sides[1][-1]:.4f}", flush=True)
     found = intervals(*sides)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from runs import lines, saved_config
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -32,17 +33,6 @@ STAGES = (
     "weights",
     "optimizer",
 )
-
-
-def read_ledger(folder):
-    return [json.loads(line) for line in (Path(folder) / "ledger.jsonl").read_text().splitlines()]
-
-
-def read_config(folder):
-    """{key: source of its value} of a run's config.py."""
-    path = Path(folder) / "config.py"
-    pairs = (line.split("#")[0].partition(" = ") for line in path.read_text().splitlines() if " = " in line)
-    return {key: value.strip() for key, _, value in pairs}
 
 
 def first_difference(a, b):
@@ -121,11 +111,7 @@ def describe_parameter(folder_a, folder_b, stage, name):
 
 def main(folder_a, folder_b):
     """Prints where the runs part; the exit status."""
-    for folder in (folder_a, folder_b):
-        if not (Path(folder) / "ledger.jsonl").is_file():
-            print(f"error: {folder}: no ledger.jsonl in it: not the folder of a run", file=sys.stderr)
-            return 2
-    a, b = read_ledger(folder_a), read_ledger(folder_b)
+    a, b = (lines(folder, "ledger.jsonl") for folder in (folder_a, folder_b))
     difference = first_difference(a, b)
     if difference is None and len(a) == len(b):
         print(f"identical: {sum(x['phase'] == 'rl' for x in a)} steps, digest {a[-1]['chain'] if a else 'none'}")
@@ -150,9 +136,9 @@ def main(folder_a, folder_b):
                     break
             else:
                 print("  (the rollout files are not kept)")
-    x, y = read_config(folder_a), read_config(folder_b)
+    x, y = (saved_config(folder) for folder in (folder_a, folder_b))
     for key in sorted(k for k in x.keys() | y.keys() if x.get(k) != y.get(k)):
-        print(f"  config: {key} = {x.get(key)} | {y.get(key)}")
+        print(f"  config: {key} = {x.get(key)!r} | {y.get(key)!r}")
     return 1
 
 

@@ -25,27 +25,24 @@ To go beyond the limits that are printed at the end, this would have to change:
 - more nodes: one copy of the weights over the network for all engines of a node, not one for each of their cards.
 """
 
-import json
 import math
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import types
 from pathlib import Path
 from typing import NamedTuple
 
+from runs import ROOT, run
 from scipy.optimize import nnls  # SGLang's own dependency
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import train_grpo  # noqa: E402
-from configurator import check_config, configure, require, roles  # noqa: E402
-from kernels import CHUNK  # noqa: E402
-from rewards import arithmetic  # noqa: E402
-from sync import least_memory  # noqa: E402
+import train_grpo
+from configurator import check_config, configure, require, roles
+from kernels import CHUNK
+from rewards import arithmetic
+from sync import least_memory
 
 KEYS = dict(gpus=8, gpus_per_node=8, card="H100", prompt_tokens=0.0, response_tokens=0.0)
 GB = 1e9
@@ -521,12 +518,8 @@ def measured(ranks, flags, steps=12):
         # rewards that differ, so that there are gradients
         source = "def reward(prompt, response, answer):\n    return len(set(response)) / 9\n"
         Path(folder, "variety.py").write_text(source)
-        launcher = f"-m torch.distributed.run --nproc_per_node={ranks} --standalone".split() * (ranks > 1)
-        own = f"--out_dir={folder}/run --reward={folder}/variety.py:reward --max_steps={steps}".split()
-        command = [sys.executable, *launcher, "train_grpo.py", *flags, *own]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        require(not done.returncode, f"{' '.join(flags)}: {(done.stdout.splitlines() or ['no output'])[-1]}")
-        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()][2:]
+        own = f"--reward={folder}/variety.py:reward --max_steps={steps}".split()
+        lines = run(Path(folder, "run"), *flags, *own, ranks=ranks)[2:]
     found = [statistics.median(x[f"{key}_seconds"] for x in lines) for key in ("rollout", "train", "step")]
     print(f"{' '.join(flags)}: {', '.join(f'{x:.3f}' for x in found)} s", file=sys.stderr, flush=True)
     return *read([*flags, f"--gpus={ranks}", f"--prompt_tokens={prompt}"])[:2], found

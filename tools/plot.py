@@ -12,19 +12,17 @@ if that follows from the group's rewards alone, its advantage. Exit status 2: no
 """
 
 import argparse
-import ast
 import html
 import itertools
-import json
 import math
 import re
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from configurator import FREE_KEYS, fail  # noqa: E402
+from runs import lines, saved_config
+
+from configurator import FREE_KEYS, fail
 
 try:
     import matplotlib
@@ -67,24 +65,11 @@ class Run(NamedTuple):
 # ---- reading
 
 
-def read_lines(path):
-    """The whole lines of a JSON log; a run that is still going may have written half of the last."""
-    if not path.is_file():
-        fail(f"{path.parent}: no {path.name} in it: not the folder of a run")
-    text = path.read_text()
-    try:
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    except ValueError as e:
-        fail(f"{path}: not lines of JSON: {e}")
-
-
 def read_run(folder, name):
     if not folder.is_dir():
         fail(f"{folder}: no such run")
-    lines, ledger = read_lines(folder / "metrics.jsonl"), read_lines(folder / "ledger.jsonl")
-    source = (folder / "config.py").read_text() if (folder / "config.py").is_file() else ""
-    config = {x.targets[0].id: ast.literal_eval(x.value) for x in ast.parse(source).body if isinstance(x, ast.Assign)}
-    return Run(folder, name, lines, ledger, config)
+    config = saved_config(folder) if (folder / "config.py").is_file() else {}
+    return Run(folder, name, lines(folder), lines(folder, "ledger.jsonl"), config)
 
 
 def steps_of(run):

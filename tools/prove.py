@@ -24,12 +24,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import runs
 import torch
+from runs import ROOT, lines
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import sync  # noqa: E402
+import sync
 
 # ---- what no flag offers: ways to break a promise, and trials that it must survive
 
@@ -167,22 +167,14 @@ def command_of(folder, *flags, ranks=0, broken=None, restarts=0):
     The command of a run of config/small.py with out_dir=folder, under torchrun if ranks. broken: one of the functions
     above; then the command runs this file, which calls the function and then train_grpo.py.
     """
-    torchrun = f"-m torch.distributed.run --nproc_per_node={ranks} --max-restarts={restarts} --standalone".split()
     script = ["tools/prove.py", "--broken", broken.__name__] if broken else ["train_grpo.py"]
-    return [sys.executable, *(torchrun if ranks else []), *script, "config/small.py", f"--out_dir={folder}", *flags]
+    args = "config/small.py", f"--out_dir={folder}", *flags
+    return runs.command(*args, ranks=ranks, restarts=restarts, script=script)
 
 
 def launch(folder, *flags, timeout=600, env=None, **options):
     """Runs the command of `command_of` to its end: (status, output)."""
-    both = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {}))
-    finished = subprocess.run(command_of(folder, *flags, **options), cwd=ROOT, timeout=timeout, **both)
-    return finished.returncode, finished.stdout
-
-
-def lines(folder, file, phase=None):
-    """The lines of a run's ledger.jsonl or metrics.jsonl, of one phase or of all."""
-    every = [json.loads(line) for line in (folder / file).read_text().splitlines()]
-    return [line for line in every if phase in (None, line["phase"])]
+    return runs.launch(command_of(folder, *flags, **options), env, ROOT, timeout)
 
 
 # Samples made ahead of the updates: whole ones, and token by token, with the weights of each step

@@ -20,20 +20,17 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from diff import first_difference
+from runs import command, launch, lines, problem
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = str(ROOT), str(ROOT / "tools")
-from diff import first_difference, read_ledger  # noqa: E402
-
-import sync  # noqa: E402
-from configurator import fail, library_versions, require  # noqa: E402
-from models.adapters import PEFT  # noqa: E402
+import sync
+from configurator import fail, library_versions, require
+from models.adapters import PEFT
 
 # Repeated steps are not to be stopped by a watch, nor shown by a tracker.
 QUIET = ("--eval_samples=1", "--watch=", "--track=")
@@ -98,17 +95,13 @@ def copy_run(run, folder, start, without=()):
 
 def go_on(folder, flags, nproc=1):
     """Runs train_grpo.py from the latest checkpoint in the folder; returns its error line, '' if it does not fail."""
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}"] * (nproc > 1)
-    command = [sys.executable, *torchrun, str(ROOT / "train_grpo.py"), "--init_from=resume", f"--out_dir={folder}"]
-    done = subprocess.run([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = done.stdout.splitlines()
-    lines = [line for line in said if line.startswith(("error: ", "watch: "))] or said
-    return lines[0].removeprefix("error: ") if done.returncode else ""
+    status, output = launch(command("--init_from=resume", f"--out_dir={folder}", *flags, ranks=nproc))
+    return problem(output) if status else ""
 
 
 def parted(run, folder, start, steps, flags, nproc):
     """Repeats the steps of `run` from a checkpoint: where they part from its ledger, in words; '' if nowhere."""
-    ledger = read_ledger(run)
+    ledger = lines(run, "ledger.jsonl")
     phase, first = ledger[-1]["phase"], int(start.name[5:]) if start else 0
     if start:
         before = [line for line in ledger if line["phase"] != phase or line["step"] < first]
@@ -116,15 +109,15 @@ def parted(run, folder, start, steps, flags, nproc):
             return f"{start}: {name} is not that of {before[-1]['phase']} step {before[-1]['step']} in the ledger"
     copy_run(run, folder, start, steps)
     quiet = ["--checkpoint_every=0", "--sample_every=0", "--strict=False", *QUIET]
-    problem = go_on(folder, [f"--max_steps={steps[-1] + 1}", *quiet, *flags], nproc)
-    again = read_ledger(folder)
+    failure = go_on(folder, [f"--max_steps={steps[-1] + 1}", *quiet, *flags], nproc)
+    again = lines(folder, "ledger.jsonl")
     if difference := first_difference(ledger, again):
         line, stage, item = difference
         return f"{ledger[line]['phase']} step {ledger[line]['step']}, {stage}{f' of {item}' * bool(item)}"
-    if problem:
-        return problem
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        if line["phase"] == "rl" and line["step"] >= first and line.get("logprob_mismatch_tokens"):
+    if failure:
+        return failure
+    for line in lines(folder, phase="rl"):
+        if line["step"] >= first and line.get("logprob_mismatch_tokens"):
             return f"rl step {line['step']}, {line['logprob_mismatch_tokens']} log-probs of engine and trainer differ"
     return ""
 
@@ -151,7 +144,7 @@ def main():
             where = str(error).removeprefix("error: ").replace(str(whole), str(run / "ledger.jsonl"))
             print(f"parted: {where}")
             return 1
-        ledger = read_ledger(run)
+        ledger = lines(run, "ledger.jsonl")
         require(ledger, f"{run}: its ledger is empty, and so nothing to verify")
         everything = [line["step"] for line in ledger if line["phase"] == ledger[-1]["phase"]]
         steps = chosen(digest, everything, len(everything) if args.steps == "all" else int(args.steps))
@@ -160,8 +153,8 @@ def main():
             legs.setdefault(max((s for s in starts if s <= step), default=None), []).append(step)
         for start, some in legs.items():
             folder = (args.keep or Path(scratch)) / f"from_{start}"
-            if problem := parted(run, folder, starts.get(start), some, flags, args.nproc):
-                print(f"parted: {problem}")
+            if where := parted(run, folder, starts.get(start), some, flags, args.nproc):
+                print(f"parted: {where}")
                 return 1
     print(f"verified: steps {', '.join(map(str, steps))} of {len(everything)}, digest {digest}")
     return 0

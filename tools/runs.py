@@ -1,0 +1,59 @@
+"""
+How the tools start train_grpo.py, and how they read what a run has left in its folder. No tool by itself.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # whoever imports this can import the files there
+from configurator import require  # noqa: E402
+
+
+def command(*args, ranks=1, restarts=0, script=(ROOT / "train_grpo.py",)):
+    """The command line of a run; several ranks, and restarts, are torchrun's."""
+    torchrun = f"-m torch.distributed.run --nproc_per_node={ranks} --max-restarts={restarts} --standalone".split()
+    return [sys.executable, *(torchrun if ranks > 1 or restarts else []), *map(str, script), *map(str, args)]
+
+
+def launch(command, env=None, cwd=None, timeout=None):
+    """Runs a command to its end: (exit status, everything it printed)."""
+    options = dict(cwd=cwd, env=os.environ | (env or {}), timeout=timeout)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    return done.returncode, done.stdout
+
+
+def problem(output):
+    """The line in which a run said why it ended; else the last one of its output."""
+    said = output.splitlines() or ["no output"]
+    return next((line for line in said if line.startswith(("error: ", "watch: "))), said[-1]).removeprefix("error: ")
+
+
+def lines(folder, file="metrics.jsonl", phase=None):
+    """The lines of a run's metrics.jsonl or ledger.jsonl, of one phase or of all; but not a half one at the end."""
+    path = Path(folder) / file
+    require(path.is_file(), f"{folder}: no {file} in it: not the folder of a run")
+    text = path.read_text()
+    try:
+        every = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    except ValueError as e:
+        require(False, f"{path}: not lines of JSON: {e}")
+    return [line for line in every if phase in (None, line["phase"])]
+
+
+def run(folder, *flags, ranks=1):
+    """Makes a run in this folder: its metrics.jsonl, line by line. Ends this process with one line if the run fails."""
+    status, output = launch(command(*flags, f"--out_dir={folder}", ranks=ranks))
+    require(not status, f"{folder}: {problem(output)}")
+    return lines(folder)
+
+
+def saved_config(folder):
+    """{key: value} of a run's config.py, which is read and not executed."""
+    path = Path(folder) / "config.py"
+    require(path.is_file(), f"{folder}: no config.py in it: not the folder of a run")
+    return {x.targets[0].id: ast.literal_eval(x.value) for x in ast.parse(path.read_text()).body}
