@@ -27,8 +27,8 @@ every operator here keeps it:
 
 Each operator is one public function, which checks its operands and picks by device: `cpu_*` and `Cpu*`, loops in
 float32 that Numba compiles and that are to be read as the reference, or `triton_*` and `Triton*` on an NVIDIA GPU of
-compute capability 9.0 (bfloat16, or float32 without TF32). A section is always in this order: the equation, why its
-order is fixed, the CPU's path, the Triton kernels, the autograd Function that launches them, the public function.
+one of CARDS (bfloat16, or float32 without TF32). A section is always in this order: the equation, why its order is
+fixed, the CPU's path, the Triton kernels, the autograd Function that launches them, the public function.
 
 What torch 2.11 does on a CPU by itself, and what our loops do about it:
 
@@ -49,8 +49,8 @@ What the Triton kernels do about it:
                   swapping A and B do not enter, and may follow the number of rows.
     row sums      `tl.sum` adds in an order that depends on the layout, which Triton takes from block shape, warps and
                   the alignment of the pointers: all three are made functions of the row's length alone.
-    attention     key tiles of 64 and splits of 1024 keys at absolute positions, one inner loop, one merge; the softmax
-                  denominator is a product with ones, on the tensor core.
+    attention     key tiles of one size and splits of 1024 keys at absolute positions, one inner loop, one merge; the
+                  softmax denominator is a product with ones, on the tensor core.
     contraction   the compiler may fuse a * b + c in one kernel and not in its twin: switched off in every kernel that
                   computes on rows or elements (EXACT) but the sampler's, whose twin is compiled by torch; where a fused
                   step pays it is written as `tl.fma`.
@@ -71,6 +71,7 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from typing import NamedTuple
 
 import llvmlite.binding
 import numba
@@ -100,7 +101,8 @@ CHUNK = 1024  # rows of logits held at a time: the head's weight gradient is add
 VECTOR = 16  # a row's sum is this number of sums side by side, whatever the width of the machine's vectors
 
 # On Triton, where block and warps are the layout in which `tl.sum` adds a row:
-KEYS, KEYS_FLOAT32 = 64, 16  # keys per softmax tile, counted from position 0 of the sequence
+KEYS, KEYS_FLOAT32 = 64, 16  # keys per softmax tile, counted from position 0 of the sequence ..
+KEYS_OF_WARPS = 32  # .. and on cards without TMA, where each warp multiplies for itself and has fewer registers free
 SPLIT = 1024  # keys whose softmax is taken apart from the others', counted from position 0: decode's unit of work
 SUM_ROWS = 64  # rows a weight gradient adds before the next level of sums
 MIN_BLOCK = 16  # a row's block is the power of two that holds it, and at least this
@@ -109,9 +111,23 @@ NORM_WARPS, LONG_NORM_WARPS = 4, 8  # of a norm's program; long is a row beyond 
 LANES, LANE_WARPS = 4096, 8  # partial sums of a long row (log-probs, `row_sums`), and the warps that hold them
 DELTA_ROWS, DELTA_WARPS = 16, 4  # rows and warps of a program of rowsum(do * o), in attention's backward
 
+
+class Card(NamedTuple):
+    """What the tiles of a compute capability follow."""
+
+    shared: int  # KB of shared memory that a program may have
+    sms: int  # of the usual card; speed only
+    tma: bool  # products by groups of warps, from shared memory that the copy engine fills; else by each warp
+
+
+CARDS = {
+    (8, 0): Card(163, 108, False), (8, 6): Card(99, 84, False), (8, 9): Card(99, 128, False),
+    (9, 0): Card(227, 132, True), (10, 0): Card(227, 148, True), (12, 0): Card(99, 170, False),
+}  # fmt: skip
+CAPABILITIES = ", ".join(f"{major}.{minor}" for major, minor in CARDS)
+
 # Speed only, never seen in the bits. The figures are guesses until measured on a card, as are the warps and stages of
 # attention.
-SMS = 132  # of an H100 or H200
 TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an SM has room for 8 warps of them
     (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (64, 64, 128, 4, 3),
     (64, 32, 128, 4, 4), (64, 16, 128, 4, 4), (32, 64, 128, 4, 4), (16, 64, 128, 4, 4),
@@ -121,6 +137,7 @@ DECODE_ROWS = 64  # query rows of a decode tile: 16 would be enough, but mma.syn
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
 PREFILL_ROWS, BACKWARD_ROWS = 128, 64  # query rows of a tile of a prefill, a packed batch or dQ, and of dK and dV
 PAGED_STAGES = 5  # the index of a page has its own: with 4, as with 3, no keys are on their way during the products
+ROWS_OF_WARPS = 64  # query rows of a tile, and keys of one of dK and dV, on cards without TMA
 BACKWARD_KEYS = 128  # keys of a program of dK and dV: 64 for each of two groups of warps, or both compute the same
 HASHED = 1 << 24  # elements of `bit_sum` that are multiplied at a time
 COLUMNS = 256  # columns that a program of `triton_column_sums` adds, each for itself
@@ -142,6 +159,16 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # tests: CPU tensors take
 # which path
 
 
+def card(x):
+    """The Card that x lies on, None if CARDS has none; of a tensor that is on no GPU, as in tests, a Hopper."""
+    return CARDS.get(torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0))
+
+
+def device_kind(device):
+    """'cpu', or a GPU with its compute capability, 'cuda 9.0': what has bits of its own."""
+    return device if device == "cpu" else "cuda {}.{}".format(*torch.cuda.get_device_capability())
+
+
 def use_triton(x):
     """Whether x takes the Triton path: the loops are for CPUs, and for no other device."""
     return not x.is_cpu or INTERPRET
@@ -150,8 +177,8 @@ def use_triton(x):
 def check_operands(x, *others):
     """Raises ValueError unless x's path can compute with x, and `others` have its device and dtype."""
     on_a_gpu = use_triton(x) and not INTERPRET
-    if on_a_gpu and (x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != (9, 0)):
-        raise ValueError(f"device={x.device}: the Triton operators are written for compute capability 9.0")
+    if on_a_gpu and (x.device.type != "cuda" or card(x) is None):
+        raise ValueError(f"device={x.device}: the Triton operators are for compute capabilities {CAPABILITIES}")
     for y in others:
         if (y.dtype, y.device) != (x.dtype, x.device):
             raise ValueError(f"{y.dtype} on {y.device} beside {x.dtype} on {x.device}: operands must agree")
@@ -683,28 +710,31 @@ def _tiles(M, N, block_m, block_n):
     return -(-M // block_m) * -(-N // block_n)
 
 
-def _tile_time(M, N, block_m, block_n):
+def _tile_time(M, N, block_m, block_n, sms):
     """
     An estimate, in numbers loaded per k: of the SM that has most of the tiles, and of a tile what it loads (not what
     lies beyond the matrix) and what it multiplies.
     """
     work = min(block_m, M) + min(block_n, N) + block_m * block_n / PRODUCTS
-    return -(-_tiles(M, N, block_m, block_n) // SMS) * work
+    return -(-_tiles(M, N, block_m, block_n) // sms) * work
 
 
 @functools.cache
-def _matmul_config(M, N, dtype, tma, aligned):
+def _matmul_config(M, N, dtype, wide, aligned, card):
     """
     (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages): follows the shape for speed, and is never seen in the bits. Registers
-    suffice for the largest tiles where TMA loads, and for the very largest where the result's rows are aligned too.
+    suffice for the largest tiles where loads are wide (as TMA's), and for the very largest where the result's rows are
+    aligned too.
     """
     if dtype == torch.float32:
         return 64, 64, 16, 4, 2
-    if not tma and min(M, N) > 64:
+    if not wide and min(M, N) > 64:
         return 128, 64, 32, 8, 3
-    table = TILES[not aligned :] if tma else TILES[3:]
-    block_m, block_n, block_k, warps, stages = min(table, key=lambda tile: _tile_time(M, N, *tile[:2]))
-    alone = _tiles(M, N, block_m, block_n) <= SMS  # on its SM, whose shared memory is then for one program's stages
+    table = TILES[not (aligned and card.tma) :] if wide else TILES[3:]
+    block_m, block_n, block_k, warps, stages = min(table, key=lambda tile: _tile_time(M, N, *tile[:2], card.sms))
+    while 16 * stages * (block_m + block_n) * block_k // warps > 1024 * card.shared:  # of the programs of an SM
+        block_k //= 2
+    alone = _tiles(M, N, block_m, block_n) <= card.sms  # on its SM, whose shared memory is then for its stages
     return block_m, block_n, block_k, warps, stages * 8 // warps if alone else stages
 
 
@@ -742,14 +772,14 @@ def matmul(a, b, out_dtype=None, out=None):
     if 0 in c.shape:
         return result
     x, y = (_for_tma(a), _for_tma(b.t())) if K else (None, None)
-    tma, aligned = bool(x and y), c.stride(0) % 16 == 0
-    block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, tma, aligned)
+    wide, aligned, on = bool(x and y), c.stride(0) % 16 == 0, card(a)
+    block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, wide, aligned, on)
     if block_m < 64:  # which wgmma needs, so the columns become the rows: c^T = b^T a^T
         a, b, c, x, y, M, N, block_m, block_n = b.t(), a.t(), c.t(), y, x, N, M, block_n, block_m
     tiles = _tiles(M, N, block_m, block_n)
     config = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
-    if tma:
-        programs = min(tiles, SMS * 8 // warps)  # all that are under way at once, which take tile after tile
+    if wide and on.tma:
+        programs = min(tiles, on.sms * 8 // warps)  # all that are under way at once, which take tile after tile
         blocks = ([block, block_k] if k else [block_k, block] for block, k in ((block_m, x[1]), (block_n, y[1])))
         descriptors = [TensorDescriptor.from_tensor(t, block) for (t, _), block in zip((x, y), blocks)]
         args = (c, *descriptors, M, N, K, *c.stride(), programs, x[1], y[1], add)
@@ -1551,8 +1581,8 @@ class CpuAttention(torch.autograd.Function):
 # lse and rowsum(do * o) lie as (HK, N, G), so that those of a tile of rows are side by side, and then come some numbers
 # that are read with a last tile and thrown away.
 #
-# The copy engine (TMA) brings a packed batch's k and v to forward and dq. Past a tensor's end it fills in zeros; with
-# Triton's ragged descriptors, whose addresses wrap round at 2^64, it does so past a sequence's.
+# The copy engine (TMA), where there is one, brings a packed batch's k and v to forward and dq. Past a tensor's end it
+# fills in zeros; with Triton's ragged descriptors, whose addresses wrap round at 2^64, it does so past a sequence's.
 
 
 @triton.jit
@@ -1597,12 +1627,23 @@ def _row_tile(tile, q_ends, tile_ends, b, GROUPS: tl.constexpr, ROWS: tl.constex
     return start, length, query, row % GROUPS, (start + query).to(tl.int64), query < length
 
 
+@triton.jit
+def _key_tile(x, start, length, first, head, x_s, x_h, KEYS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
+    """(KEYS, D) of a packed sequence's keys or values from `first` on; zeros past its end."""
+    if TMA:
+        return load_ragged(x, start, length, [first, head, 0]).reshape(KEYS, D)
+    else:
+        at = first + tl.arange(0, KEYS)
+        row = x + head.to(tl.int64) * x_h + (start + at).to(tl.int64) * x_s
+        return tl.load(row[:, None] + tl.arange(0, D)[None, :], mask=(at < length)[:, None], other=0.0)
+
+
 @triton.jit(do_not_specialize=["N", "B", "splits", "LANES"])
 def triton_attention(
     q, k, v, out, lse, part_m, part_l, q_ends, tile_ends, kv_lens, pages, requests, pages_r, c, N, B, splits, LANES,
     q_n, q_h, k_s, k_h, v_s, v_h,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, PAGED: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, PAGED: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows, (query, head of the group) pairs. PARTS: out takes each split's sums for `triton_merge_parts`."""
     # the last tiles see the most keys: first come the long ones
@@ -1636,8 +1677,8 @@ def triton_attention(
                 kt = tl.load(k + key[:, None] * k_s + d, mask=here[:, None], other=0.0)
                 vt = tl.load(v + key[:, None] * v_s + d, mask=here[:, None], other=0.0)
             else:
-                kt = load_ragged(k, start, kv_len, [first, head, 0]).reshape(KEYS, D)
-                vt = load_ragged(v, start, kv_len, [first, head, 0]).reshape(KEYS, D)
+                kt = _key_tile(k, start, kv_len, first, head, k_s, k_h, KEYS, D, TMA)
+                vt = _key_tile(v, start, kv_len, first, head, v_s, v_h, KEYS, D, TMA)
             s = tl.dot(x, kt.T, input_precision="ieee")
             if first + KEYS > seen:
                 s = tl.where(first + tl.arange(0, KEYS)[None, :] <= position[:, None], s, float("-inf"))
@@ -1698,8 +1739,9 @@ def triton_attention_delta(
 
 @triton.jit(do_not_specialize=["N", "B"])
 def triton_attention_dq(
-    q, k, v, grad, lse, delta, dq, q_ends, tile_ends, c, scale, N, B, q_n, q_h,
+    q, k, v, grad, lse, delta, dq, q_ends, tile_ends, c, scale, N, B, q_n, q_h, k_s, k_h, v_s, v_h,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dq = sum over the key tiles in order of ds k."""
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -1718,8 +1760,8 @@ def triton_attention_dq(
     seen = tl.min(query, 0) + 1  # keys that every row sees; a row that is not valid has g = 0, and so ds = 0
     acc = tl.zeros([ROWS, D], tl.float32)
     for first in range(0, tl.max(tl.where(valid, query, -1), 0) + 1, KEYS):
-        kt = load_ragged(k, start, length, [first, head, 0]).reshape(KEYS, D)
-        vt = load_ragged(v, start, length, [first, head, 0]).reshape(KEYS, D)
+        kt = _key_tile(k, start, length, first, head, k_s, k_h, KEYS, D, TMA)
+        vt = _key_tile(v, start, length, first, head, v_s, v_h, KEYS, D, TMA)
         s = tl.dot(x, kt.T, input_precision="ieee")
         p = tl.exp2(tl.fma(s, c, -top))
         if first + KEYS > seen:
@@ -1782,10 +1824,17 @@ def triton_attention_dkv(
 LOG2_E = 1.4426950408889634
 
 
-def _attention_config(dtype, rows, warps, stages, keys=None):
-    """Keys and rows per tile, warps and stages. float32 has no tensor core here: small tiles, or registers spill."""
-    config = keys or KEYS, rows, warps, stages
-    keys, rows, warps, stages = (KEYS_FLOAT32, 16, 8, 1) if dtype == torch.float32 else config
+def _attention_config(x, rows, warps, stages, keys=None):
+    """
+    Keys and rows per tile, warps and stages, for queries x. float32 has no tensor core here: small tiles, or registers
+    spill. keys: of dK and dV, where keys take the place of rows.
+    """
+    if x.dtype == torch.float32:
+        keys, rows, warps, stages = KEYS_FLOAT32, 16, 8, 1
+    elif not card(x).tma:
+        keys, rows = (ROWS_OF_WARPS, KEYS_OF_WARPS) if keys else (KEYS_OF_WARPS, ROWS_OF_WARPS)
+        warps, stages = 8, 3
+    keys = keys or KEYS
     return dict(KEYS=keys, ROWS=rows, num_warps=warps, num_stages=stages, **EXACT)
 
 
@@ -1808,15 +1857,16 @@ class TritonAttention(torch.autograd.Function):
         splits = triton.cdiv(pages.shape[1], SPLIT) if decode else 1
         parts, lanes = splits > 1, min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
         rows, stages = DECODE_ROWS if decode else PREFILL_ROWS, PAGED_STAGES if paged else 3
-        config = _attention_config(q.dtype, rows, 4 if parts else 8, stages)
+        config = _attention_config(q, rows, 4 if parts else 8, stages)
         # without tokens no tile: TMA takes no empty tensor
         ends, tiles = plan.ends(groups, config["ROWS"]), N * groups // config["ROWS"] + min(N, plan.B)
         part_o = q.new_empty(N, H, splits, D, dtype=torch.float32) if parts else out
         part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32) if parts else (lse, lse)
-        key_tiles = (k, v) if paged else _by_copy_engine(k, v, config["KEYS"])
+        tma = not paged and card(q).tma
+        key_tiles = _by_copy_engine(k, v, config["KEYS"]) if tma else (k, v)
         args = q, *key_tiles, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
         args += pages.stride(0), c, N, plan.B, splits, lanes, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        flags = dict(HEADS=heads, GROUPS=groups, D=D, SPLIT=SPLIT, PAGED=paged, PARTS=parts)
+        flags = dict(HEADS=heads, GROUPS=groups, D=D, SPLIT=SPLIT, PAGED=paged, PARTS=parts, TMA=tma)
         _launch(triton_attention, (tiles, heads, lanes), *args, **flags, **config)
         if parts:
             args = part_o, part_m, part_l, out, plan.q_ends, plan.kv_lens, c, plan.B, splits
@@ -1836,15 +1886,18 @@ class TritonAttention(torch.autograd.Function):
         args, grid = (grad, out, delta, N * H), (triton.cdiv(N * H, DELTA_ROWS),)
         _launch(triton_attention_delta, grid, *args, **flags, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
         dq, dk, dv = (_contiguous_like(x) for x in (q, k, v))
-        dq_config = _attention_config(q.dtype, PREFILL_ROWS, 8, 3)
+        dq_config = _attention_config(q, PREFILL_ROWS, 8, 3)
         # an odd group's lse are copied one by one, which takes registers: half the rows, or they spill
         rows, stages = (BACKWARD_ROWS // 2, 4) if groups % 2 else (BACKWARD_ROWS, 3)
-        dkv_config = _attention_config(q.dtype, rows, 8, stages, BACKWARD_KEYS)
+        dkv_config = _attention_config(q, rows, 8, stages, BACKWARD_KEYS)
         rows, keys, sequences = dq_config["ROWS"], dkv_config["KEYS"], min(N, plan.B)
-        rest, tail = (grad, lse, delta), (scale * LOG2_E, scale, N, plan.B, *q.stride()[:2])
-        args = q, *_by_copy_engine(k, v, dq_config["KEYS"]), *rest, dq, plan.q_ends, plan.ends(groups, rows), *tail
-        _launch(triton_attention_dq, (N * groups // rows + sequences, heads), *args, **flags, **dq_config)
-        args = q, k, v, *rest, dk, dv, plan.q_ends, plan.ends(1, keys), *tail, *k.stride()[:2], *v.stride()[:2]
+        rest, tail = (grad, lse, delta), (scale * LOG2_E, scale, N, plan.B)
+        tail += *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+        tma = card(q).tma
+        key_tiles = _by_copy_engine(k, v, dq_config["KEYS"]) if tma else (k, v)
+        args = q, *key_tiles, *rest, dq, plan.q_ends, plan.ends(groups, rows), *tail
+        _launch(triton_attention_dq, (N * groups // rows + sequences, heads), *args, **flags, TMA=tma, **dq_config)
+        args = q, k, v, *rest, dk, dv, plan.q_ends, plan.ends(1, keys), *tail
         _launch(triton_attention_dkv, (N // keys + sequences, heads), *args, **flags, **dkv_config)
         return dq, dk, dv, None, None
 
@@ -2389,8 +2442,8 @@ class AdamW(torch.optim.AdamW):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# what formulas in plain torch need on a CPU, where torch's own follow the width of the machine's vectors: exp, log,
-# sum, mean and std. Sums are one chain in float64 over the elements of a row in order, rounded once.
+# what formulas in plain torch need: sum and mean, which torch cuts into parts for a GPU's SMs or a CPU's vectors; on a
+# CPU also exp, log and std, which follow the width of its vectors. Sums are `row_sums` in float64, rounded once.
 
 
 @loop
@@ -2475,10 +2528,10 @@ def enable_batch_invariant(cpu_threads=1):
     add, average = _reduction(row_sums, torch.sum), _reduction(_mean, torch.mean)
     both = dict(mm=mm, addmm=addmm, _log_softmax=log_softmax, _softmax=softmax)
     both["embedding_dense_backward"] = embedding_backward
+    both |= {"sum": add, "sum.dim_IntList": add, "mean": average, "mean.dim": average}
     on_cpu = {
-        "exp": _element_wise(cpu_exp, torch.exp), "log": _element_wise(cpu_log, torch.log), "sum": add,
-        "sum.dim_IntList": add, "mean": average, "mean.dim": average, "std.correction": _reduction(_std, torch.std),
-        "pow.Scalar": power,
+        "exp": _element_wise(cpu_exp, torch.exp), "log": _element_wise(cpu_log, torch.log),
+        "std.correction": _reduction(_std, torch.std), "pow.Scalar": power,
     }  # fmt: skip
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

@@ -3,8 +3,6 @@ How things travel, and the proof that they arrived the same.
 
     ranks        who trains, who hosts an engine, and the process groups between them
     gradients    added over micro-batches ("leaves") in one fixed order, whatever the number of ranks
-    models       made from scratch, fetched, checked, read
-    adapters     LoRA's, in PEFT's format, and what an engine gets of them
     weights      from the trainers to the engines, by broadcast into SGLang's own weight-update group
     rollouts     from the engines to the trainers, through a folder of safetensors files
     run folder   opened by one process, with the logs that grow line by line
@@ -48,7 +46,7 @@ from torch.distributed.tensor import Shard as ByRows
 from tqdm import tqdm
 
 import kernels
-from configurator import HEALTHY, close_bars, config_source, fail, free_keys, lean_imports, provenance, require, roles
+from configurator import HEALTHY, close_bars, config_source, fail, free_keys, provenance, require, roles
 from kernels import tree_sum
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
@@ -140,8 +138,8 @@ def take_gpu(config, world, gpu):
     count = torch.cuda.device_count()
     require(gpu < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
     chip = torch.cuda.get_device_capability(gpu)
-    cure = "kernels.py is for 9.0 (Hopper); use --device=cpu"
-    require(chip == (9, 0), f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
+    cure = f"kernels.py is for {kernels.CAPABILITIES}; use --device=cpu"
+    require(chip in kernels.CARDS, f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
     two_ends = config["weight_sync"] == "broadcast" and lends
     require(not two_ends, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc")
     check_compilers()
@@ -366,217 +364,6 @@ def grad_norm(grads, shards, group):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# models: a folder in Hugging Face's format, from which every weight starts its way
-
-
-# A scratch model's dialogues, as short as can be; a call of a tool is [add(a=1, b=2)], SGLang's format 'pythonic'.
-CHAT_TEMPLATE = """
-{%- if tools %}<system>{% for t in tools %}{{ t.function.name }}({{ t.function.parameters.properties | join(',') }})
-{%- endfor %}<eos>{% endif %}
-{%- for m in messages %}<{{ m.role }}>{{ m.content }}
-{%- if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}(
-{%- for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})
-{{- ', ' if not loop.last }}{% endfor %}]{% endif %}<eos>
-{%- endfor %}
-{%- if add_generation_prompt %}<assistant>{% endif %}"""
-
-
-def make_scratch_model(folder, config):
-    """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
-    with lean_imports():
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-        from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    roles = ["<system>", "<user>", "<assistant>", "<tool>"] if config["agent"] else []
-    characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)] + roles
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    # pad and eos are two tokens: where they are one, masking the padding masks the end of every answer
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=roles,
-        chat_template=CHAT_TEMPLATE if roles else None,
-    ).save_pretrained(folder)  # fmt: skip
-    hf = AutoConfig.for_model(
-        "qwen3", vocab_size=len(characters), hidden_size=config["scratch_hidden"],
-        intermediate_size=config["scratch_mlp"], num_hidden_layers=config["scratch_layers"],
-        num_attention_heads=config["scratch_heads"], num_key_value_heads=config["scratch_kv_heads"],
-        head_dim=config["scratch_head_dim"], max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(hf)
-    # torch's normal numbers depend on the width of the CPU's vectors. A sum of twelve uniform numbers in -1/2 .. 1/2
-    # has their mean 0 and variance 1, and here it is a sum of whole numbers, which is exact.
-    generator = torch.Generator().manual_seed(config["seed"])
-    for p in (p.data for p in model.parameters() if p.dim() > 1):
-        whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)
-        p.copy_(whole * (hf.initializer_range / 2**25))
-    model.save_pretrained(folder)
-
-
-def fetch_model(name, key="init_from"):
-    """The local folder of a model folder or hub name. key: the config's key that has the name, for the error line."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
-    except Exception as e:
-        require(False, f"{key}={name!r}: neither a model folder nor a model that the hub gives: {reason(e)}")
-
-
-def weight_files(folder, key="init_from"):
-    """{parameter: the open safetensors file that has it} of a model folder. key: as in `fetch_model`."""
-    files = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            file = safe_open(path, "pt")
-        except (SafetensorError, OSError) as e:
-            require(False, f"{key}={str(folder)!r}: {path.name}: {e}")
-        files |= dict.fromkeys(file.keys(), file)
-    return files
-
-
-def load_weights(shards, folder, tied, key="init_from"):
-    """Each rank reads its own rows of each parameter from the folder's files. key: as in `fetch_model`."""
-    files = weight_files(folder, key)
-    for s in shards:
-        name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
-        require(name in files, f"{key}={str(folder)!r}: no {name} in its safetensors files; use a complete folder")
-        rows = files[name].get_slice(name)
-        shape = tuple(rows.get_shape())
-        require(shape == s.shape, f"{key}={str(folder)!r}: {name} is {shape}, config.json says {s.shape}")
-        s.data.copy_(rows[s.first : s.first + len(s.data)])
-
-
-def load_tokenizer(folder):
-    """(the tokenizer, its model's stop tokens) of a model folder."""
-    from transformers import AutoTokenizer, GenerationConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    try:
-        stop = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:  # a folder without generation_config.json
-        stop = tokenizer.eos_token_id
-    stop = stop if isinstance(stop, list) else [stop]
-    require(stop != [None], f"init_from={str(folder)!r}: neither generation config nor tokenizer has an EOS token")
-    return tokenizer, stop
-
-
-def save_tokenizer(folder, tokenizer, stop_tokens):
-    from transformers import GenerationConfig
-
-    tokenizer.save_pretrained(folder)
-    GenerationConfig(eos_token_id=stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]).save_pretrained(folder)
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# adapters: LoRA's matrices A (rank, in) and B (out, rank) beside a linear layer's weight, of which an engine gets the
-# sum. Names, files and meanings are PEFT's (github.com/huggingface/peft).
-
-PEFT = "base_model.model."  # before every name in its files
-OTHER_KINDS = "use_dora use_rslora modules_to_save rank_pattern alpha_pattern layers_to_transform fan_in_fan_out"
-
-
-class LoRA(NamedTuple):
-    """W + scale B A takes the place of W in the linear layers of these names; none: in all of attention and MLP."""
-
-    rank: int
-    scale: float
-    targets: tuple
-
-
-def lora_settings(c):
-    return LoRA(c.lora_rank, c.lora_alpha / c.lora_rank, tuple(c.lora_targets.replace(",", " ").split()))
-
-
-class Merged(NamedTuple):
-    """A Shard whose rows are W + scale B A, made when they are asked for: so never more of them than are in use."""
-
-    name: str
-    shape: tuple
-    first: int
-    base: torch.Tensor  # W's rows here
-    A: torch.Tensor  # (rank, in)
-    B: torch.Tensor  # its rows here
-    scale: float
-    column: int = 0
-
-    @property
-    def data(self):
-        return kernels.merge(self.base, self.A, self.B, self.scale)
-
-
-def merge_adapters(base, adapters, mesh, scale):
-    """The shards of `base`, with a Merged in place of each that is adapted. Collective over the trainers."""
-    data = {s.name: s for s in adapters}
-    merged = []
-    for s in base:
-        stem = s.name.removesuffix("weight") + "lora_"
-        if f"{stem}A.weight" in data:  # B's rows are where W's are
-            A = whole(data[f"{stem}A.weight"], mesh)
-            s = Merged(s.name, s.shape, s.first, s.data, A, data[f"{stem}B.weight"].data, scale)
-        merged.append(s)
-    return merged
-
-
-def adapter_config(c, adapters):
-    """adapter_config.json of these shards."""
-    targets = sorted({s.name.split(".")[-3] for s in adapters})
-    kind = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=c.init_from, inference_mode=True)
-    return kind | dict(r=c.lora_rank, lora_alpha=c.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none")
-
-
-def read_adapter_config(folder):
-    """The adapter_config.json of PEFT's folder, as a dict. Ends the run with one line if it is not plain LoRA."""
-    try:
-        found = json.loads(Path(folder, "adapter_config.json").read_text())
-        found["target_modules"] = sorted(found["target_modules"])
-        other = [f"{key}={found[key]!r}" for key in OTHER_KINDS.split() if found.get(key)]
-        require(found["r"] > 0 and not other, f"lora={str(folder)!r}: {', '.join(other)}; use plain LoRA")
-        return found | dict(lora_alpha=float(found["lora_alpha"]))
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        require(False, f"lora={str(folder)!r}: no usable adapter_config.json: {reason(e)}")
-
-
-def save_adapters(folder, adapters, mesh, c, base):
-    """Writes PEFT's folder. base: "dtype hash" of the weights that they are for. Collective over the trainers."""
-    named = [s._replace(name=PEFT + s.name) for s in adapters]
-    write_tensors(folder, "adapter_model", named, mesh, math.inf, base=base)
-    if mesh.get_local_rank() == 0:
-        (folder / "adapter_config.json").write_text(json.dumps(adapter_config(c, adapters), indent=1))
-
-
-def load_adapters(adapters, folder, c, base):
-    """
-    Fills the shards from PEFT's folder, or without one with new adapters: B is 0, so that the first step is the base's,
-    and A even within +-1 / sqrt(in). base: "dtype hash" of the weights that they are for. Ends the run with one line if
-    the folder's are of another kind.
-    """
-    if folder:
-        name, theirs, ours = f"lora={str(folder)!r}", read_adapter_config(folder), adapter_config(c, adapters)
-        for flag, key in dict(lora_rank="r", lora_alpha="lora_alpha", lora_targets="target_modules").items():
-            use = f"use {theirs[key]!r}".translate(dict.fromkeys(b"[' ]"))
-            require(theirs[key] == ours[key], f"{flag}={getattr(c, flag)!r}: the adapters of {name} have others; {use}")
-        load_weights([s._replace(name=PEFT + s.name) for s in adapters], folder, False, "lora")
-        known = (safe_open(Path(folder, "adapter_model.safetensors"), "pt").metadata() or {}).get("base", base)
-        comparable = known.split()[0] == base.split()[0]
-        require(known == base or not comparable, f"{name}: made for another base than init_from={c.init_from!r}")
-        return
-    generator = torch.Generator().manual_seed(c.seed)
-    for s in adapters:
-        s.data.zero_()
-        if s.name.endswith("lora_A.weight"):  # of whole numbers, as a scratch model's: the same on every CPU
-            whole_numbers = torch.randint(-(2**24), 2**24, s.shape, generator=generator)
-            s.data.copy_(whole_numbers[s.first : s.first + len(s.data)] * (2**-24 / math.sqrt(s.shape[1])))
-
-
-# ------------------------------------------------------------------------------------------------------------------
 # weights
 
 
@@ -707,6 +494,7 @@ class WeightSync:
             with torch.cuda.stream(torch.cuda.Stream(place)) if self.device == "cuda" and place else nullcontext():
                 while delivery := self.waiting.get():
                     self._deliver(*delivery)
+                    del delivery  # or a version that nobody needs would stay until the next one comes
         except BaseException as e:
             time.sleep(5 * (not isinstance(e, RunError)))  # where a rank has died, that one says why
             print(e if isinstance(e, RunError) else f"error: sending weights: {reason(e)}", file=sys.stderr, flush=True)
@@ -905,6 +693,15 @@ def check_shared(folder, rank):
     require(not others, f"out_dir={str(folder)!r}: not the same folder on {others}; {cure}")
 
 
+def one_device(device):
+    """`kernels.device_kind` of all ranks. Ends the run if they have several: their bits differ. Collective."""
+    kinds = [None] * dist.get_world_size()
+    dist.all_gather_object(kinds, kernels.device_kind(device))
+    several = ", ".join(sorted({*kinds}))
+    require(len({*kinds}) == 1, f"device={device!r}: ranks have {several}, whose bits differ; use cards of one kind")
+    return several
+
+
 def response_lengths(t):
     """(G,) tokens that the model wrote in each sample of a group."""
     if "sample" not in t:
@@ -1016,13 +813,13 @@ class Record:
             kind, what = "steps", f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
         tqdm.write(f"held out after {step} {kind}: {', '.join(rates)} ({what})")
 
-    def step(self, step, groups, made, metrics, hashes, times, sent):
+    def step(self, step, batch, metrics, hashes, times, sent):
         """
-        Records an RL step; returns its line of metrics.jsonl. groups: the P groups (tensors, meta) that it trained on;
-        made: all that were sampled for it. metrics, hashes: the trainer's, {} where nobody trains. times: when the step
-        began, had its samples, had learned, had published. sent: bytes of weights.
+        Records an RL step; returns its line of metrics.jsonl. metrics, hashes: the trainer's, {} where nobody trains.
+        times: when the step began, had its samples, had learned, had published. sent: bytes of weights.
         """
-        c, meta = self.c, [m for _, m in groups]
+        c, groups, sampled = self.c, batch.groups, batch.sampled
+        meta = [m for _, m in groups]
         named = ("tokens", "logprobs", "rewards") + ("weight_version",) * bool(c.lag or c.segment_tokens)
         named += ("loss_mask", "turn_rewards") * bool(self.agent)
         stages = {k: content_hash(*(t[k] for t, _ in groups)) for k in named}
@@ -1033,21 +830,21 @@ class Record:
         rewards = torch.stack([t["rewards"] for t, _ in groups])
         lengths = torch.stack([response_lengths(t) for t, _ in groups])
         cut = torch.cat([t["truncated"] for t, _ in groups])
-        right = [t["rewards"] >= c.pass_reward for t, m in made if m["finished"]]
-        last = {m["engine"]: m for m in sorted((m for _, m in made), key=lambda m: m["elapsed"])}.values()  # of each
+        right = [t["rewards"] >= c.pass_reward for t, m in sampled if m["finished"]]
+        last = {m["engine"]: m for m in sorted((m for _, m in sampled), key=lambda m: m["elapsed"])}.values()  # of each
         wait, train, publish = (after - before for before, after in zip(times, times[1:]))
         seconds = time.monotonic() - times[0]
         line = dict(
             phase="rl", step=step, reward_mean=math.fsum(rewards.flatten().tolist()) / rewards.numel(),
             reward_std=float(rewards.double().std()), zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
-            groups=len(made), easy_groups=sum(x.all().item() for x in right),
+            groups=len(sampled), easy_groups=sum(x.all().item() for x in right),
             hard_groups=sum((~x).all().item() for x in right),
-            **metrics, **(self.agent.metrics(made) if self.agent else {}),
+            **metrics, **(self.agent.metrics(sampled) if self.agent else {}),
             response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
             truncated_fraction=float(cut.double().mean()), weight_version=meta[0]["version"],
-            engine_retractions=sum(m["retractions"] for _, m in made),
+            engine_retractions=sum(m["retractions"] for _, m in sampled),
             wait_seconds=wait, train_seconds=train,
-            rollout_seconds=max(m["began"] + m["seconds"] for _, m in made) - min(m["began"] for _, m in made),
+            rollout_seconds=max(m["began"] + m["seconds"] for _, m in sampled) - min(m["began"] for _, m in sampled),
             idle_seconds=math.fsum(m["idle"] for m in last) / len(last), sync_seconds=publish,
             step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
             sync_gb_per_second=sent and sent / 1e9 / publish,
@@ -1070,7 +867,7 @@ class Record:
             shutil.rmtree(self.folder / "queue" / f"rl{c.branch}_{old:06d}", ignore_errors=True)
         return line
 
-    def turn_back(self, signal):
+    def turn_back(self, alarm):
         """
         Makes the run go on from its last healthy checkpoint when it starts again; returns a line that says so. The
         metrics so far are kept in metrics_0.jsonl, the healthy policy in healthy_1 (then _1 and _2, and so on), and the
@@ -1078,7 +875,7 @@ class Record:
         """
         done, n, rollbacks = self.steps[-1]["step"] + 1, len(self.rollbacks), self.rollbacks
         step = max((done - HEALTHY) // self.c.checkpoint_every * self.c.checkpoint_every, *rollbacks, 0)
-        self.ledger.append(phase="rollback", step=done, signal=signal, to=step)
+        self.ledger.append(phase="rollback", step=done, signal=alarm, to=step)
         ckpt, healthy = self.folder / "ckpt", self.folder / f"healthy_{n + 1}"
         path, every = ckpt / f"step_{step:06d}", checkpoints(ckpt)
         delete_checkpoints(ckpt, [later for later in every if later.name > path.name])
@@ -1088,16 +885,16 @@ class Record:
         shutil.copy(self.folder / LOGS[1], self.folder / f"metrics_{n}.jsonl")
         sizes = json.loads((path / "checkpoint.json").read_text())["bytes"] | {LOGS[0]: self.ledger.path.stat().st_size}
         reseal_checkpoint(path, path, rollbacks=[*rollbacks, step], digest=self.ledger.digest, bytes=sizes)
-        return f"watch: {signal} after step {done}; back to the checkpoint of step {step}"
+        return f"watch: {alarm} after step {done}; back to the checkpoint of step {step}"
 
-    def alarm(self, signal):
+    def alarm(self, alarm):
         """A line for a run that its watch ends: why, and how to go on from where it was healthy."""
         done, cure = self.steps[-1]["step"] + 1, "none is kept (--keep_checkpoints)"
         healthy = [path for path in checkpoints(self.folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY]
         if healthy:
             step = int(healthy[-1].name[5:])
             cure = f"{healthy[-1]}, from which tools/branch.py {self.folder} --step={step} goes on with other flags"
-        return f"watch: {signal} after step {done}; the last healthy checkpoint: {cure}"
+        return f"watch: {alarm} after step {done}; the last healthy checkpoint: {cure}"
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -202,7 +202,9 @@ with lean_imports():
     import kernels
     import rewards
     import sync
-    from rollout_server import Batch, Flight, Job, RolloutEngine, Sampler, build_model, check_model, sample_step
+    from models import adapters, folders
+    from models.dense import build_model, check_card, check_model
+    from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
@@ -648,7 +650,7 @@ class Trainer:
         self.rank, self.process_group, self.control = ranks.rank, ranks.mesh.get_group(), ranks.control
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
-        self.lora = sync.lora_settings(c) if c.lora_rank else None
+        self.lora = adapters.lora_settings(c) if c.lora_rank else None
         critic = c.advantage == "gae"
         self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic, self.lora, c.tp_split)
         if c.gradient_checkpointing:
@@ -662,11 +664,11 @@ class Trainer:
         for s in (s for s in self.shards if s.name in HEADS):
             s.data.zero_()
         known = [s for s in self.policy if optimizer_steps or s.name not in HEADS]
-        sync.load_weights(self.base or known, folder, hf.tie_word_embeddings)
+        folders.load_weights(self.base or known, folder, hf.tie_word_embeddings)
         if self.base:
             hashes = sync.tensor_hashes([s.data for s in self.base], self.base, self.process_group)
             self.base_hash = f"{str(self.base[0].data.dtype)[6:]} {sync.content_hash(hashes)}"
-            sync.load_adapters(self.policy, checkpoint if optimizer_steps else c.lora, c, self.base_hash)
+            adapters.load_adapters(self.policy, checkpoint if optimizer_steps else c.lora, c, self.base_hash)
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
@@ -680,7 +682,7 @@ class Trainer:
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
         self.versions, self.mismatches = {version: self.rounded() for version in versions}, []
         if optimizer_steps:
-            sync.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
+            folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
             both, some = (sum(math.prod(s.shape) for s in part) for part in (every, self.shards))
             line = f"model: {both:,} parameters" + f", of which {some:,} are trained" * bool(self.base)
@@ -695,14 +697,14 @@ class Trainer:
             self.frozen = self.model
             self.anchor = [s._replace(data=torch.zeros_like(s.data)) for s in self.policy]
             if c.reference:
-                sync.load_adapters(self.anchor, c.reference, c, self.base_hash)
+                adapters.load_adapters(self.anchor, c.reference, c, self.base_hash)
         elif name := c.teacher or c.kl_coef and (c.reference or c.init_from):
             key = "teacher" if c.teacher else "reference"
-            folder = sync.fetch_model(name, key)
+            folder = folders.fetch_model(name, key)
             frozen = check_model(folder, vars(c), key)
             require(frozen.vocab_size == hf.vocab_size, f"{key}={name!r}: needs the vocabulary of init_from's model")
             self.frozen = build_model(frozen, self.mesh, device, c.batch_invariant, tp_split=c.tp_split)
-            sync.load_weights(sync.shards(self.frozen, self.mesh), folder, frozen.tie_word_embeddings)
+            folders.load_weights(sync.shards(self.frozen, self.mesh), folder, frozen.tie_word_embeddings)
 
     def state_bytes(self):
         """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of the current row."""
@@ -726,7 +728,7 @@ class Trainer:
     def published(self, version):
         """This rank's shards of what engines get as `version`: of the copy if one is kept, else of the weights now."""
         policy = self.versions.get(version, self.policy)
-        return sync.merge_adapters(self.base, policy, self.mesh, self.lora.scale) if self.base else policy
+        return adapters.merge_adapters(self.base, policy, self.mesh, self.lora.scale) if self.base else policy
 
     def keep(self, version):
         """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
@@ -778,12 +780,12 @@ class Trainer:
             shutil.rmtree(unfinished, ignore_errors=True)
             for name in ("optimizer", "flight"):
                 (unfinished / name).mkdir(parents=True)
-            sync.save_tokenizer(unfinished, tokenizer, stop_tokens)
+            folders.save_tokenizer(unfinished, tokenizer, stop_tokens)
             if not self.base:
                 self.model.config.save_pretrained(unfinished)
         sync.meet(self.control)  # the folders are there
         if self.base:
-            sync.save_adapters(unfinished, self.policy, self.mesh, self.c, self.base_hash)
+            adapters.save_adapters(unfinished, self.policy, self.mesh, self.c, self.base_hash)
         else:
             sync.write_tensors(unfinished, "model", self.policy, self.mesh)
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(earlier), self.mesh)
@@ -947,7 +949,31 @@ class Trainer:
         return metrics | dict(grad_norm=norm, lr=lr), hashes
 
 
-# ---- beside the steps -----------------------------------------------------------------------------------------------
+# ---- a step, and what is not one ------------------------------------------------------------------------------------
+
+
+def learn(trainer, step, groups, c):
+    """
+    The algorithm: scored groups in, new weights in the trainer. Returns the metrics and hashes of `Trainer.update`.
+    groups: of the whole step, the same on all trainers; c: the config. Collective over the trainers.
+    """
+    began = time.monotonic()
+    samples = samples_of(groups, step, c.overlong_filter)
+    # Before any weight moves, the trainer's log-probs are compared with the engine's: those of older weights in passes
+    # of their own, the others in the first update.
+    trainer.check_older(samples, step)
+    metrics = dict(check_seconds=time.monotonic() - began)
+    samples = trainer.forward_only(samples)
+    scores = torch.stack([t["rewards"] for t, _ in groups])  # (P, G)
+    lengths = torch.stack([sync.response_lengths(t) for t, _ in groups])
+    penalty = overlong_penalty(lengths, c.max_new_tokens, c.overlong_cache)
+    samples = with_advantages(samples, scores + penalty, c)
+    rate = learning_rate_at(step, c.learning_rate, c.warmup_steps, c.lr_decay_steps, c.min_lr)
+    for i in range(c.updates_per_batch):
+        figures, hashes = trainer.update(samples, step, rate, check=i == 0)
+        metrics |= figures  # the last update's, except the mismatch, which is the first's
+    trainer.keep(step + 1)
+    return metrics, hashes
 
 
 def evaluate(queue, step, rows, c, version, record):
@@ -1000,8 +1026,9 @@ if __name__ == "__main__":
     supervised, only_eval, publishes = mode in ("sft", "rm"), mode == "eval", mode == "grpo"
     rl_steps = 0 if supervised or only_eval else max_steps
     sft_steps = max_steps if supervised else warmup_sft_steps
-    rl_schedule = (learning_rate, warmup_steps, lr_decay_steps, min_lr)  # peak, warm-up, decay, minimum
-    sft_schedule = rl_schedule if supervised else (sft_learning_rate, 20, 0, 0.0)
+    sft_schedule = sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
+    if supervised:
+        sft_schedule = learning_rate, warmup_steps, lr_decay_steps, min_lr
     if scored:  # else what a reward needs, a judge or a sandbox, may be missing
         reward_function = rewards.load_reward(reward + f" + 0*{truth_reward}" * bool(truth_reward), config)
 
@@ -1030,12 +1057,13 @@ if __name__ == "__main__":
         # Keep it: the lock lasts as long as this file is open.
         lock = sync.open_run(folder, config, resumed, restarted, chip)
         if init_from == "scratch":
-            sync.make_scratch_model(model, config)
-        sync.fetch_model(model)  # the others then find it on this disk
+            folders.make_scratch_model(model, config)
+        folders.fetch_model(model)  # the others then find it on this disk
     sync.check_shared(folder, ranks.rank)
-    model_path = sync.fetch_model(model)
+    model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
-    tokenizer, stop_tokens = sync.load_tokenizer(model_path)
+    check_card(hf, config, [judge.hf for judge in rewards.MODELS.values()])
+    tokenizer, stop_tokens = folders.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
     episodes = None  # what an agent's runs have in place of samples of one turn
     if agent:
@@ -1052,15 +1080,15 @@ if __name__ == "__main__":
 
     # ---- the state of the loop, and where an interrupted run goes on. All else that a step needs is a function of the
     # config and the step's number: that is why so little has to be saved.
-    step = 0  # RL steps done (supervised ones with mode='sft' or 'rm')
+    start = 0  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
     saved, flight = {}, Flight()  # what the latest checkpoint says of itself, and the groups that it has in flight
     run_id = sync.run_id(config)
-    origin = dict(run=run_id, versions=library_versions())
+    origin = dict(run=run_id, versions=library_versions(), device=sync.one_device(place))
     latest = (sync.checkpoints(folder / "ckpt") or [None])[-1] if resumed else None
     if latest:
         saved = sync.read_checkpoint(latest, ranks.rank, ranks.world, **origin)
         # An engine, too, starts from the checkpoint; with LoRA from the base, as adapters are no model.
-        model_path, step = model_path if lora_rank else latest, saved["step"]
+        model_path, start = model_path if lora_rank else latest, saved["step"]
         in_flight = (sync.read_group(latest / "flight", i, {}) for i in range(saved["in_flight"]))
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
@@ -1068,17 +1096,19 @@ if __name__ == "__main__":
         c.branch, c.kl_coef, c.reference = str(rollbacks), watch_kl_coef, str(folder / f"healthy_{rollbacks}")
     record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
-    torn = sync.clean_queue(queue_path, step) if record and mode != "replay" else 0
+    torn = sync.clean_queue(queue_path, start) if record and mode != "replay" else 0
     if record and resumed:
-        print(f"resuming at step {step}; {torn} torn rollout files deleted", flush=True)
+        print(f"resuming at step {start}; {torn} torn rollout files deleted", flush=True)
     sync.meet()
 
     # ---- what this rank has: a trainer, an engine, or both. `save` is collective over the trainers and
     # `transport.publish` over all ranks: so the config and the step alone decide when they are called.
+    if record and place == "cuda" and not saved:  # all CPUs have one digest, cards of one capability have one
+        record.ledger.append(phase="device", step=0, device=origin["device"])
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
-        done = latest, saved.get("optimizer_steps", 0), saved.get("earlier", ())
-        trainer = Trainer(c, ranks, hf, model_path, place, *done)
+        optimizer_steps, versions = saved.get("optimizer_steps", 0), saved.get("earlier", ())
+        trainer = Trainer(c, ranks, hf, model_path, place, latest, optimizer_steps, versions)
         if record and trainer.base and not saved:
             record.ledger.append(phase="base", step=0, weights=trainer.base_hash)
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
@@ -1091,10 +1121,10 @@ if __name__ == "__main__":
         answered, phase = train_rows if episodes else encode(train_rows), "rm" if mode == "rm" else "sft"
         pairs = supervised_samples(encode(eval_rows), c) if mode == "rm" else []
         if pairs and not saved:
-            evaluate_pairs(trainer, step, pairs, record)
+            evaluate_pairs(trainer, start, pairs, record)
         if saves and supervised and not saved:
-            save(step, flight)
-        for i in range(step, sft_steps):
+            save(start, flight)
+        for i in range(start, sft_steps):
             chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
             samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
             metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), phase)
@@ -1105,7 +1135,7 @@ if __name__ == "__main__":
             if saves and supervised and due(i + 1, checkpoint_every, sft_steps):
                 save(i + 1, flight)
     if trainer:
-        trainer.keep(step)
+        trainer.keep(start)
 
     # ---- the engines, and the first weights for them. An engine starts from the same folder as the trainer, and still
     # gets the trainer's weights before its first sample: so it never samples with weights that were not checked.
@@ -1119,7 +1149,7 @@ if __name__ == "__main__":
     signs = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
     queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15, signs, ranks.store)
 
-    def sampled_with(step):
+    def version_for(step):
         """The version of the weights with which the samples of a step are made."""
         return max(0, step - lag) if ranks.trainers else 0
 
@@ -1129,89 +1159,75 @@ if __name__ == "__main__":
     if publishes:
         mine = trainer and (trainer.base or trainer.policy)
         transport = sync.WeightSync(weight_sync, ranks, mine, engine, place, compute_dtype, overlaps)
-        publish(sampled_with(step))
+        publish(version_for(start))
     evaluates = bool(eval_rows) and (publishes or only_eval)
     if evaluates and (only_eval or not saved):
-        evaluate(queue, step, eval_rows, c, sampled_with(step), record)
+        evaluate(queue, start, eval_rows, c, version_for(start), record)
     if saves and not supervised and not saved:
-        save(step, flight)
-    # With a lag, the samples of the first steps, before any training. A resume makes them again with the same versions
-    # of the weights; groups whose files are there are only read.
-    ahead = lag if engine or (ranks.engines and not overlaps) else 0  # steps by which this rank's samples are ahead
-    batches = {step - 1: Batch([], [], flight)}  # {step: what was sampled for it, and what is in flight after it}
-
-    def sample(step):
-        batches[step] = sample_step(queue, step, train_rows, c, sampled_with(step), batches[step - 1].flight)
-
-    for s in range(step, min(step + lag, rl_steps)):
-        if ahead:
-            sample(s)
-        if transport and sampled_with(s + 1) != sampled_with(s):
-            publish(sampled_with(s + 1))
+        save(start, flight)
 
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
-    # that only sample wait in 3 for the weights; a rank that is both does one after the other.
-    signal, told = "", dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
-    bar = tqdm(total=rl_steps, initial=step, disable=not (record and rl_steps), unit="step", mininterval=0.5)
-    while step < rl_steps and not signal:
+    # that only sample wait in 3 for the weights; a rank that is both does one after the other. With a lag the samples
+    # are that many steps ahead. So the loop begins before `start`, with samples alone: a resume makes them again with
+    # the same versions of the weights, and those whose files are there are only read.
+    ahead = lag if engine or (ranks.engines and not overlaps) else 0  # a rank that waits for files reads them when due
+    batches = {}  # {step: what was sampled for it}
+    alarm = ""
+    alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
+    bar = tqdm(total=rl_steps, initial=start, disable=not (record and rl_steps), unit="step", mininterval=0.5)
+    for s in range(start - lag, rl_steps):
         times = [time.monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
         #    is to be sampled next depends on what came.
-        if step + ahead < rl_steps:
-            sample(step + ahead)
-        if engine and transport:
+        if start <= s + ahead < rl_steps:
+            version = version_for(s + ahead)
+            batches[s + ahead] = sample_step(queue, s + ahead, train_rows, c, version, flight)
+            flight = batches[s + ahead].flight
+        batch = batches.pop(s, None)  # none before `start`
+        if batch and engine and transport:
             engine.sleep()  # until the next weights come
-        batches.pop(step - 1)
-        groups, made, flight = batches[step]
         times.append(time.monotonic())
-        # 2. Learn. Before any weight moves, the trainer's log-probs are compared with the engine's: those of older
-        #    weights in passes of their own, the others in the first update.
+        # 2. Learn.
         metrics, hashes = {}, {}
-        if trainer:
-            samples = samples_of(groups, step, overlong_filter)
-            trainer.check_older(samples, step)
-            metrics["check_seconds"] = time.monotonic() - times[-1]
-            samples = trainer.forward_only(samples)
-            scores = torch.stack([t["rewards"] for t, _ in groups])
-            lengths = torch.stack([sync.response_lengths(t) for t, _ in groups])
-            penalty = overlong_penalty(lengths, max_new_tokens, overlong_cache)
-            samples = with_advantages(samples, scores + penalty, c)
-            rate = learning_rate_at(step, *rl_schedule)
-            for i in range(updates_per_batch):
-                figures, hashes = trainer.update(samples, step, rate, check=i == 0)
-                metrics |= figures  # the last update's, except the mismatch, which is the first's
-            trainer.keep(step + 1)
-        step += 1
+        if batch and trainer:
+            metrics, hashes = learn(trainer, s, batch.groups, c)
         times.append(time.monotonic())
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
-        if transport:
-            publish(step, hashes.get("weights"))
+        if transport and s >= 0:
+            publish(s + 1, hashes.get("weights"))
+        if not batch:
+            continue
         times.append(time.monotonic())
         # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
         if record:
-            metrics |= rewards.reward_metrics(made) | (rewards.text_metrics(made) if watch else {})
-            line = record.step(step - 1, groups, made, metrics, hashes, times, transport.bytes if transport else 0)
+            metrics |= rewards.reward_metrics(batch.sampled)
+            if watch:
+                metrics |= rewards.text_metrics(batch.sampled)
+            line = record.step(s, batch, metrics, hashes, times, transport.bytes if transport else 0)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
         if watch:
-            signal = sync.from_first_rank(record and rewards.hacking(record.steps, truth_reward), told)
+            alarm = sync.from_first_rank(record and rewards.hacking(record.steps, truth_reward), alarm_group)
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
-        if evaluates and due(step, eval_every, rl_steps):
-            evaluate(queue, step, eval_rows, c, step, record)
-        if saves and (signal or due(step, checkpoint_every, rl_steps)):
-            save(step, flight)
+        if evaluates and due(s + 1, eval_every, rl_steps):
+            evaluate(queue, s + 1, eval_rows, c, s + 1, record)
+        if saves and (alarm or due(s + 1, checkpoint_every, rl_steps)):
+            save(s + 1, batch.flight)
+        if alarm:
+            break
     bar.close()
     if transport:
         transport.finish()
-    turns_back = bool(signal) and watch == "rollback" and rollbacks < 3
-    if record and signal:
-        print(record.turn_back(signal) if turns_back else record.alarm(signal), file=sys.stderr, flush=True)
+    turns_back = bool(alarm) and watch == "rollback" and rollbacks < 3
+    if record and alarm:
+        print(record.turn_back(alarm) if turns_back else record.alarm(alarm), file=sys.stderr, flush=True)
     sync.meet()
     if record:  # what came out does not depend on how the libraries take their leave
         record.close()  # before the engine, whose end ends all children of this process, wandb's among them
         if not turns_back:
             print(f"digest {record.ledger.digest}", flush=True)
+    sync.meet()
     if transport:
         transport.close()
     dist.destroy_process_group()
@@ -1220,5 +1236,5 @@ if __name__ == "__main__":
     if turns_back:  # start again, as a resume: the checkpoint says all that it needs
         os.environ["TURNED_BACK"] = str(rollbacks + 1)
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    if signal:
+    if alarm:
         sys.exit(3)

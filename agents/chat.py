@@ -628,9 +628,10 @@ def run_again(job):
     one of them then says or returns anything else. job: dict(config, model folder, paths).
     """
     import sync
+    from models import folders
 
     config, (solve, _) = job["config"], load_agent(job["config"]["agent"])
-    template = Template(*sync.load_tokenizer(job["model"]), template_arguments(config["chat_template_args"]))
+    template = Template(*folders.load_tokenizer(job["model"]), template_arguments(config["chat_template_args"]))
 
     async def play(path):
         tensors, meta = sync.read_group(Path(path).parent, int(Path(path).stem[-4:]), {})

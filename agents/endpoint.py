@@ -692,13 +692,15 @@ def serve(config, device):
     import torch
 
     import kernels
-    import sync
     from agents.sampler import AgentSampler
-    from rollout_server import Job, RolloutEngine, check_model
+    from models import folders
+    from models.dense import check_card, check_model
+    from rollout_server import Job, RolloutEngine
 
-    model = sync.fetch_model(config["init_from"])
+    model = folders.fetch_model(config["init_from"])
     hf = check_model(model, config)
-    tokenizer, stop_tokens = sync.load_tokenizer(model)
+    check_card(hf, config)
+    tokenizer, stop_tokens = folders.load_tokenizer(model)
     sock, key = listen(config["host"], config["port"]), config["api_key"] or secrets.token_urlsafe()
     if config["batch_invariant"]:
         kernels.enable_batch_invariant(torch.get_num_threads())

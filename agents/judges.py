@@ -21,10 +21,10 @@ from queue import SimpleQueue
 
 import torch
 
-import sync
 from configurator import require
+from models import folders
+from models.dense import build_model, check_model
 from rewards import NUMBER, SETTINGS, answer_ids, exact_value, prompt_ids
-from rollout_server import build_model, check_model
 from sync import Shard, reason
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -197,12 +197,12 @@ class RewardModel:
     """
 
     def __init__(self, name, config):
-        self.folder, self.config = sync.fetch_model(name, "reward"), config
+        self.folder, self.config = folders.fetch_model(name, "reward"), config
         self.device = config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         self.hf = check_model(self.folder, config, "reward")
-        head = "score.weight" in sync.weight_files(self.folder, "reward")
+        head = "score.weight" in folders.weight_files(self.folder, "reward")
         require(head, f"reward={str(self.folder)!r}: no score.weight in its safetensors files; --mode=rm trains one")
-        self.tokenizer, stop_tokens = sync.load_tokenizer(self.folder)
+        self.tokenizer, stop_tokens = folders.load_tokenizer(self.folder)
         # A model whose EOS is its padding, too, was trained to be read before it, as Hugging Face's class does.
         self.stop_tokens = [] if self.hf.pad_token_id == stop_tokens[0] else stop_tokens
         self.model, self.waiting, self.thread = None, SimpleQueue(), ThreadPoolExecutor(1, "reward model")
@@ -241,7 +241,7 @@ class RewardModel:
         if self.model is None:
             self.model = build_model(self.hf, None, self.device, self.config["batch_invariant"])
             weights = [Shard(name, tuple(p.shape), 0, p.data) for name, p in self.model.named_parameters()]
-            sync.load_weights(weights, self.folder, False, "reward")
+            folders.load_weights(weights, self.folder, False, "reward")
 
     @torch.inference_mode()
     def _scores(self, texts):

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels
-from rollout_server import build_model
+from models.dense import build_model
 from train_grpo import make_sample, pack
 
 torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """
 The GPU's operators, bit for bit: whatever a row's neighbours, tiles, chunks, pages and repeats are, its bits must stay.
 
-    python tests/gpu_bits.py                                   # one GPU of compute capability 9.0
+    python tests/gpu_bits.py                                   # one GPU of kernels.CARDS
     python tests/gpu_bits.py --quick                           # every 23rd size, one model, a fifth of the repeats
     TRITON_INTERPRET=1 python tests/gpu_bits.py --quick        # a CPU: this script's own logic, tiny shapes, float32
 
@@ -12,6 +12,7 @@ element differs, a control was not caught or a part failed. pytest does not coll
 """
 
 import argparse
+import itertools
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
@@ -59,12 +61,16 @@ def sizes(quick):
         *kernels.TILES, (64, 128, 64, 4, 8), (16, 64, 128, 4, 8), (64, 64, 16, 4, 4), (64, 64, 32, 4, 1),
         (128, 64, 64, 4, 3), (64, 256, 64, 4, 3), (64, 64, 256, 4, 2), (128, 32, 64, 8, 4),
     )  # fmt: skip
+    if CUDA:
+        room = kernels.card(random(1)).shared * 1024
+        tiles = [(m, n, k, warps, stages) for m, n, k, warps, stages in tiles if 2 * stages * (m + n) * k <= room]
     pairs = dict(  # on a CPU, on a GPU
         models=(tiny, models), head=((98, 40), (VOCABULARY, 1024)), D=(64, 128), V=(98, VOCABULARY), tokens=(90, 1111),
         Ms=([1, 2, 17, 33, 65], [*range(1, 301, 23 if quick else 1), *edges]), R=(70, 4200), tiles=(few_tiles, tiles),
         few=([1, 17, 65], [1, 2, 16, 17, 33, 64, 65, 129, 300, 512, 1000, 2048]),
         rows=(24, 2100), head_rows=(30, 1100), widths=((48, 66), (1024, 4096)), sums=((5000,), (70, 4096, 1 << 20)),
         counts=((1, 17), (1, 2, 3, 8, 16, 17, 64, 129, 255, 256, 700)), repeats=(1, 10 if quick else 50),
+        K=(128, 4096), splits_of_sums=(300, 40_000),
         # splits of 128 keys on a CPU, so that short sequences have several
         splits=(dict(SPLIT=128, _attention_config=lambda _, rows, *__: dict(ROWS=rows // 4, KEYS=64)), dict(KEYS=64)),
         chunks=((19, 64), (33, 64, 500, 1000, 1024)), attention=(
@@ -96,7 +102,8 @@ def machine():
     if CUDA:
         query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1"
         driver = subprocess.run(query, shell=True, capture_output=True, text=True).stdout.strip()
-        card = f"{torch.cuda.get_device_name()}, driver {driver or 'unknown'}"
+        capability = "{}.{}".format(*torch.cuda.get_device_capability())
+        card = f"{torch.cuda.get_device_name()}, compute capability {capability}, driver {driver or 'unknown'}"
     versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}"
     return f"{card}, {versions}, {time.strftime('%Y-%m-%d')}, commit {commit()}"
 
@@ -221,6 +228,44 @@ def matmul(size):
         yield from (row, cut)
 
 
+@triton.jit
+def product(a, b, c, one, K, N: tl.constexpr, COMPUTED: tl.constexpr):
+    """c (64, N) = a (64, K) @ N columns of b (K, 256). COMPUTED: a comes from registers, not from shared memory."""
+    m, n, k = tl.arange(0, 64)[:, None], tl.arange(0, N)[None, :], tl.arange(0, 64)
+    acc = tl.zeros([64, N], tl.float32)
+    for first in range(0, K, 64):
+        x = tl.load(a + m * K + first + k[None, :])
+        if COMPUTED:
+            x = (x.to(tl.float32) * one).to(x.dtype)
+        y = tl.load(b + (first + k)[:, None] * 256 + n)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    tl.store(c + m * N + n, acc)
+
+
+# Columns of a program and its warps: on a Hopper an instruction has half of the first's, for two groups of warps, and
+# all of the others'. Fewer would be a warp's mma.sync, which is in no kernel there.
+WIDTHS = (16, 8), (16, 4), (32, 4), (64, 4), (128, 4), (256, 4)
+
+
+def operand_forms(size):
+    """What all tiles of a matmul and attention's products rely on: one instruction's sums, however wide, from where."""
+    row = Row("one chain of products", "8 to 256 columns of an instruction; a from registers and from shared memory")
+    a, b = random(64, size.K), random(size.K, 256)
+
+    def columns(a, b, N=256, warps=4, computed=False):
+        c = torch.empty(64, N, device=DEVICE)
+        kernels._launch(product, (1,), a, b, c, 1.0, size.K, N=N, COMPUTED=computed, num_warps=warps)
+        return c
+
+    whole = columns(a, b)
+    for (N, warps), computed in itertools.product(WIDTHS, (False, True)):
+        for first in range(0, 256, N):
+            row.check(columns(a, b[:, first:], N, warps, computed), whole[:, first : first + N])
+    row.again(lambda: [columns(a, b, computed=True)], [whole], size.repeats)
+    row.control("reversed K", columns(a.flip(1), b.flip(0)), whole)
+    yield row
+
+
 # ---- attention
 
 
@@ -294,6 +339,37 @@ def captured(step):
     with torch.cuda.graph(graph):
         out = step()
     return graph, out
+
+
+def graph_after_a_loan(size):
+    """A captured decode step whose cache was lent to a trainer in between, as by SGLang's resume_memory_occupation."""
+    from test_kernels import Sequences
+    from torch_memory_saver import torch_memory_saver as saver
+
+    saver.hook_mode = "torch"  # SGLang's process has it preloaded; here it is an allocator of this process
+    row = Row("a graph after a loan", "a captured decode step; its memory is given away, full of NaN, and taken again")
+    s = Sequences([3000, 1025, 64], 32, 8, 128, bf16, DEVICE)
+    ends = torch.tensor(s.lengths, device=DEVICE)
+    at = torch.tensor(s.start, device=DEVICE) + ends - 1
+    with saver.region(tag="kv_cache"):
+        keys, values = s.keys.clone(), s.values.clone()
+    plan = kernels.paged_plan(torch.ones_like(ends), ends, s.table, s.requests)
+    q = s.q[at].clone()
+    graph, out = captured(lambda: kernels.attention(q, keys, values, plan, s.scale))
+    for _ in range(size.repeats):
+        graph.replay()
+        row.check(out, s.out[at])
+        torch.cuda.synchronize()
+        saver.pause("kv_cache")
+        lent = torch.full((keys.numel() * 2,), torch.nan, dtype=bf16, device=DEVICE)
+        del lent
+        torch.cuda.empty_cache()
+        saver.resume("kv_cache")
+        keys.zero_(), values.zero_()
+        graph.replay()
+        row.control("without its keys", out, s.out[at])
+        keys.copy_(s.keys), values.copy_(s.values)
+    yield row
 
 
 def attention_graph(size):
@@ -410,6 +486,30 @@ def on_rows(size):
     yield from found.values()
 
 
+def sums(size):
+    """Of plain torch: a bias's gradient, means; with the switch thrown they are ours."""
+    row = Row("sum and mean of plain torch", "columns and rows of a matrix alone; again")
+    for dtype in (*DTYPES, torch.float64):
+        x = torch.randn(size.splits_of_sums, 70, dtype=torch.float64, device=DEVICE).to(dtype)
+        theirs, exact = (x.sum(0), x.mean(0)), (x.double().sum(0), x.double().mean(0))
+        kernels.enable_batch_invariant()
+        try:
+            whole = x.sum(0), x.mean(0)
+            for first, n in ((0, 1), (3, 7), (5, 64)):
+                part = x[:, first : first + n]
+                row.check((part.sum(0), part.mean(0)), [y[first : first + n] for y in whole])
+                row.check([part[:, 0].sum(), part[:, 0].mean()], [y[first] for y in whole])
+            row.again(lambda: (x.sum(0), x.mean(0)), whole, size.repeats)
+            if dtype == torch.float64:
+                row.control("reversed rows", x.flip(0).sum(0), whole[0])
+            else:  # rounded once: in float64 no order is seen after that
+                row.check(whole, [y.to(dtype) for y in exact])
+        finally:
+            kernels.disable_batch_invariant()
+        row.library += [(differing(a, b), a.numel()) for a, b in zip(theirs, whole)]
+    yield row
+
+
 def embedding(size):
     row, N = Row("embedding gradient", "the gradients of some tokens alone; again"), 4 * size.rows
     f = lambda grad, ids: kernels.embedding_backward(grad, ids, 23, -1, False)  # noqa: E731
@@ -464,7 +564,8 @@ def draw(size):
     yield row
 
 
-PARTS = [matmul, attention, on_rows, embedding, draw] + [attention_graph] * CUDA
+PARTS = [matmul, operand_forms, attention, on_rows, sums, embedding, draw]
+PARTS += [attention_graph, graph_after_a_loan] * CUDA
 
 
 def main():

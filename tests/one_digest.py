@@ -23,6 +23,7 @@ import kernels  # noqa: E402
 import rewards  # noqa: E402
 import sync  # noqa: E402
 import train_grpo as train  # noqa: E402
+from models import folders  # noqa: E402
 
 NUMBERS = np.random.default_rng(0)  # whole numbers alone, which no library computes in a way of its own
 CONFIG = train.DEFAULTS | dict(
@@ -99,7 +100,7 @@ def formulas():
 
 def updates(folder, ranks):
     """{algorithm: hash} of the weights, moments and figures after two updates on made-up samples."""
-    sync.make_scratch_model(folder, CONFIG)
+    folders.make_scratch_model(folder, CONFIG)
     yield "weights from scratch", (folder / "model.safetensors").read_bytes()
     rng, samples = random.Random(0), []
     for i in range(8):

@@ -21,6 +21,7 @@ from agents import chat, sandbox
 from agents.calculator import add
 from agents.sampler import Agent, counts_of, tensors_of
 from configurator import template_arguments
+from models import folders
 
 CONFIG = train.DEFAULTS | dict(agent="x", max_prompt_tokens=400, max_new_tokens=600, max_calls=4)
 
@@ -50,7 +51,7 @@ def tokenizer(tmp_path_factory):
     """The scratch model's, with its chat template."""
     folder = tmp_path_factory.mktemp("scratch")
     sizes = dict(scratch_layers=1, scratch_hidden=32, scratch_heads=1, scratch_kv_heads=1, scratch_mlp=32)
-    sync.make_scratch_model(folder, CONFIG | sizes)
+    folders.make_scratch_model(folder, CONFIG | sizes)
     return AutoTokenizer.from_pretrained(folder)
 
 

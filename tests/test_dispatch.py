@@ -15,7 +15,7 @@ from test_trainer import make_samples
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import train_grpo as train
-from rollout_server import MODEL_TYPES
+from models.dense import MODEL_TYPES
 from sync import Ranks
 
 # our operators, whose order of sums tests/test_kernels.py and tests/test_triton.py prove

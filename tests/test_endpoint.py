@@ -29,10 +29,10 @@ from test_train import DEFAULTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import sync
 from agents import chat, endpoint
 from agents import client as example
 from agents.sampler import AgentSampler
+from models import folders
 
 SIZES = "--tool_call_parser=pythonic --arithmetic_size=40 --arithmetic_min=20 --max_prompt_tokens=32".split()
 SIZES += "--max_new_tokens=40 --leaf_tokens=1024 --eval_size=0".split()
@@ -445,7 +445,7 @@ def test_a_thousand_sessions_are_open_at_once(address):
 
 @pytest.fixture(scope="module")
 def template(model):
-    return chat.Template(*sync.load_tokenizer(model), {})
+    return chat.Template(*folders.load_tokenizer(model), {})
 
 
 def episode_of(template, source, sample=0):

@@ -29,6 +29,7 @@ import sync
 import train_grpo as train
 from configurator import block
 from kernels import murmur_hash32
+from models import dense, folders
 from rewards import load_reward
 from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
 
@@ -142,10 +143,10 @@ def pair(request, tmp_path_factory):
     make_model(request.param, folder)
     ranks = sync.start_process_groups(1, 1, "cpu")
     kernels.enable_batch_invariant()
-    hf = rollout_server.check_model(folder, CONFIG)
-    model = rollout_server.build_model(hf, ranks.mesh, "cpu", True)
+    hf = dense.check_model(folder, CONFIG)
+    model = dense.build_model(hf, ranks.mesh, "cpu", True)
     shards = sync.shards(model, ranks.mesh)
-    train.sync.load_weights(shards, folder, hf.tie_word_embeddings)
+    folders.load_weights(shards, folder, hf.tie_word_embeddings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout_server, "run_scheduler", watched_scheduler)
         engine = RolloutEngine(0, folder, hf, CONFIG, "cpu", torch.float32, folder / "engine.log")
@@ -463,7 +464,7 @@ def test_a_model_that_the_operators_cannot_compute_is_refused_in_one_line(change
 
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):
-        rollout_server.rope_frequencies(Qwen3Config(**change), "cpu")
+        dense.rope_frequencies(Qwen3Config(**change), "cpu")
     line = capsys.readouterr().err
     assert message in line and line.startswith("error: init_from: ") and line.count("\n") == 1
 
@@ -480,7 +481,7 @@ def test_a_model_that_the_gpus_operators_are_not_for_is_refused_in_one_line(chan
 
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):
-        rollout_server.rope_frequencies(Qwen3Config(**dict(num_key_value_heads=8) | change), "cuda")
+        dense.rope_frequencies(Qwen3Config(**dict(num_key_value_heads=8) | change), "cuda")
     line = capsys.readouterr().err
     assert line.startswith(f"error: {message}") and line.count("\n") == 1
 
@@ -551,7 +552,7 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path):
 
     small = dict(scratch_layers=1, scratch_hidden=32, scratch_heads=1, scratch_kv_heads=1, scratch_mlp=32)
     model, reward = tmp_path / "model", tmp_path / "reward.py"
-    sync.make_scratch_model(model, DEFAULTS | small)
+    folders.make_scratch_model(model, DEFAULTS | small)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] |= {f"<{i}>": i for i in range(98, 151_936)}
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))

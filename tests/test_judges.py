@@ -27,9 +27,9 @@ from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
 
 import rewards
-import sync
 from agents import chat, judges
 from agents.judges import judge, score_of
+from models import folders
 from rewards import RewardError, load_reward, score
 from train_grpo import DEFAULTS
 
@@ -351,7 +351,7 @@ def test_what_a_judge_needs_is_asked_for_at_the_start(settings, capsys, tmp_path
 def test_an_agent_asks_a_judge_by_chat_do_and_a_resume_does_not_ask_again(settings, tmp_path):
     sizes = dict(scratch_layers=1, scratch_hidden=32, scratch_heads=1, scratch_kv_heads=1, scratch_mlp=32)
     config = DEFAULTS | sizes | dict(agent="x")
-    sync.make_scratch_model(tmp_path / "model", config)
+    folders.make_scratch_model(tmp_path / "model", config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     template = chat.Template(tokenizer, [tokenizer.eos_token_id], {})
 

@@ -61,6 +61,7 @@ from transformers import AutoTokenizer
 import kernels
 import sync
 import train_grpo as train
+from models import folders
 
 
 def ledger(folder):
@@ -141,7 +142,7 @@ def test_L2_the_logprobs_in_the_files_are_those_of_the_checkpoint_also_outside_o
     def ours(checkpoint):
         hf = train.check_model(checkpoint, train.DEFAULTS)
         model = train.build_model(hf, mesh, "cpu", True)
-        sync.load_weights(sync.shards(model, mesh), checkpoint, hf.tie_word_embeddings)
+        folders.load_weights(sync.shards(model, mesh), checkpoint, hf.tie_word_embeddings)
         kernels.enable_batch_invariant()
         try:
             with torch.no_grad():

@@ -23,7 +23,8 @@ import kernels
 import sync
 import train_grpo as train
 from configurator import check_config, configure
-from rollout_server import LINEAR
+from models import adapters
+from models.adapters import LINEAR
 
 
 def same(a, b):
@@ -124,7 +125,7 @@ def adapted(trainer):
 
 def save(trainer, folder):
     folder.mkdir()
-    sync.save_adapters(folder, trainer.policy, trainer.mesh, trainer.c, trainer.base_hash)
+    adapters.save_adapters(folder, trainer.policy, trainer.mesh, trainer.c, trainer.base_hash)
     return folder
 
 
@@ -140,7 +141,7 @@ def test_new_adapters_leave_the_base_as_it_is_bit_for_bit_and_do_not_see_the_num
             assert s.data.abs().max() <= bound and s.data.abs().mean() > 0.4 * bound
             assert len({float(x) for x in s.data.flatten()}) > 0.99 * s.data.numel()
         others[s.name] = part
-    sync.load_adapters(list(others.values()), "", ours.c, "")
+    adapters.load_adapters(list(others.values()), "", ours.c, "")
     for s in ours.shards:
         part = others[s.name]
         assert torch.equal(part.data, s.data[part.first : part.first + len(part.data)])
@@ -205,7 +206,7 @@ def test_the_preset_of_an_8b_model_trains_the_adapters_that_its_account_counts(m
         intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, tie_word_embeddings=False,
     )  # fmt: skip
     hf.save_pretrained(tmp_path)
-    lora = sync.lora_settings(types.SimpleNamespace(**config))
+    lora = adapters.lora_settings(types.SimpleNamespace(**config))
     model = train.build_model(train.check_model(tmp_path, config), mesh, "meta", True, lora=lora)
     counts = [sum(p.numel() for p in model.parameters() if p.requires_grad == learns) for learns in (True, False)]
     assert counts[0] == 87_293_952 and counts[1] == pytest.approx(8.19e9, rel=0.01)

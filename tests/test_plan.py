@@ -21,8 +21,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import plan  # noqa: E402
 
-import sync  # noqa: E402
 from configurator import config_source, configure  # noqa: E402
+from models import folders  # noqa: E402
 from train_grpo import DEFAULTS  # noqa: E402
 
 SMALL = dict(
@@ -76,7 +76,7 @@ def test_the_parameters_of_a_folder_are_those_of_its_model(tmp_path, monkeypatch
 @pytest.mark.parametrize("preset", ["small", "tiny", "calculator"])
 def test_a_scratch_model_has_as_many_parameters_as_the_one_that_is_made(tmp_path, preset):
     s, c, _ = plan.read([f"config/{preset}.py", "--gpus=1", "--init_from=scratch"])
-    sync.make_scratch_model(tmp_path, vars(c))
+    folders.make_scratch_model(tmp_path, vars(c))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert plan.parameters(s) == sum(p.numel() for p in model.parameters())
 

@@ -22,8 +22,10 @@ from safetensors.torch import load_file
 import rewards
 import train_grpo as train
 from agents.judges import RewardModel
+from models import folders
+from models.folders import make_scratch_model
 from rollout_server import RolloutEngine
-from sync import Ranks, RunError, make_scratch_model
+from sync import Ranks, RunError
 
 DEFAULTS = train.DEFAULTS | dict(scratch_layers=2, scratch_hidden=64, scratch_mlp=128, lanes=4, leaf_tokens=40)
 PAIRS = DEFAULTS | dict(mode="rm")
@@ -317,7 +319,7 @@ def test_pairs_that_are_none_are_refused(scratch, tmp_path, capsys, monkeypatch,
     config = PAIRS | dict(dataset=str(tmp_path / "pairs.jsonl"), eval_size=0) | change
     rows = [] if row is None else [dict(prompt="2+2=", chosen="4", rejected="5") | row]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
-    tokenizer, stop = train.sync.load_tokenizer(scratch)
+    tokenizer, stop = folders.load_tokenizer(scratch)
     run = lambda: rewards.encode_answers(rewards.load_rows(config)[0], tokenizer, stop, config)  # noqa: E731
     assert message in refusal(capsys, monkeypatch, run)
 

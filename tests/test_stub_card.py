@@ -19,7 +19,7 @@ import torch
 from pretend.driver import stub_driver
 from transformers import Qwen3Config
 
-import rollout_server
+from models import dense
 from rewards import MODELS
 from train_grpo import DEFAULTS
 
@@ -90,7 +90,7 @@ def test_each_hook_takes_the_place_of_what_sglang_calls(found):
 
 
 def test_attention_is_ours_and_overrides_what_sglang_calls(found):
-    assert found["attention"] == dict(ours="rollout_server", strange=["attend"])
+    assert found["attention"] == dict(ours="models.dense", strange=["attend"])
 
 
 def test_what_sglang_reads_from_the_environment_and_the_models_it_knows(found):
@@ -138,7 +138,7 @@ def test_a_card_that_cannot_hold_the_model_is_refused_before_any_weight_is_read(
 ):
     hf = Qwen3Config(**QWEN3_8B)
     hf.save_pretrained(tmp_path)
-    assert rollout_server.parameter_counts(hf) == (8_190_735_360, 8_190_735_360)
+    assert dense.parameter_counts(hf) == (8_190_735_360, 8_190_735_360)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     card = types.SimpleNamespace(total_memory=gb * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -147,7 +147,8 @@ def test_a_card_that_cannot_hold_the_model_is_refused_before_any_weight_is_read(
         judge = Qwen3Config(**QWEN3_8B | dict(architectures=["Qwen3ForSequenceClassification"], num_labels=1))
         monkeypatch.setitem(MODELS, "model", types.SimpleNamespace(hf=judge))
     with pytest.raises(SystemExit) as e:
-        rollout_server.check_model(tmp_path, DEFAULTS | change)
+        hf = dense.check_model(tmp_path, DEFAULTS | change)
+        dense.check_card(hf, DEFAULTS | change, [model.hf for model in MODELS.values()])
         sys.exit(0)
     err = capsys.readouterr().err
     assert e.value.code == (2 if line else 0) and line in err, err

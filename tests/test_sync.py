@@ -23,7 +23,9 @@ from conftest import wait_for
 from psutil import net_if_addrs
 
 import sync
-from rollout_server import Job
+from kernels import CAPABILITIES
+from models import folders
+from rollout_server import Batch, Job
 from sync import RunError
 from train_grpo import DEFAULTS
 
@@ -36,7 +38,8 @@ def bits(x):
     "gpus,chip,change,message",
     [
         (1, (9, 0), {}, "device='cuda': 1 CUDA devices for more ranks; lower --nproc_per_node"),
-        (2, (8, 0), {}, "device='cuda': compute capability 8.0; kernels.py is for 9.0 (Hopper); use --device=cpu"),
+        (2, (7, 5), {}, f"device='cuda': compute capability 7.5; kernels.py is for {CAPABILITIES}; use --device=cpu"),
+        (2, (8, 6), dict(colocate=True), "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc"),
         (2, (9, 0), dict(colocate=True), "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc"),
         (2, (9, 0), {}, None),
     ],
@@ -286,7 +289,7 @@ def test_adamw_does_not_see_where_the_shards_are_cut():
 def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    sync.make_scratch_model(tmp_path, DEFAULTS)
+    folders.make_scratch_model(tmp_path, DEFAULTS)
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     text = "17+25=\n 42 ~!"
     tokens = tokenizer(text)["input_ids"]
@@ -302,7 +305,7 @@ def test_each_rank_reads_its_own_rows_of_a_model(tmp_path, ranks):
     for name, tensor in weights.items():
         shards = [s._replace(data=torch.zeros_like(s.data)) for s in cut(tensor, name, ranks)]
         for shard in shards:
-            sync.load_weights([shard], tmp_path, tied=False)
+            folders.load_weights([shard], tmp_path, tied=False)
         assert torch.equal(torch.cat([s.data for s in shards]), tensor)
 
 
@@ -518,7 +521,7 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
             idle=1.0 + i % 2,
         )
         made.append((tensors, meta))
-    line = record.step(0, made[:3], made, dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0], 10**9)
+    line = record.step(0, Batch(made[:3], made, None), dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0], 10**9)
     whole = torch.cat([t["rewards"] for t, _ in made[:3]]).double()
     assert line["reward_mean"] == float(whole.mean()) and line["reward_std"] == float(whole.std())
     assert (line["groups"], line["zero_std_groups"], line["easy_groups"], line["hard_groups"]) == (4, 1, 1, 2)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import train_grpo as train
-from sync import LeafSum, Ranks, make_scratch_model, tree_sum
+from models.folders import make_scratch_model
+from sync import LeafSum, Ranks, tree_sum
 
 DEFAULTS = train.DEFAULTS | dict(scratch_layers=1, scratch_hidden=64, scratch_mlp=128, lanes=4, leaf_tokens=40)
 

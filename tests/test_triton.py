@@ -1,10 +1,12 @@
 """
-What can be known of the Triton operators without a GPU: rules on the code compiled for Hopper, and the interpreter.
+What can be known of the Triton operators without a GPU: rules on the code compiled for each of kernels.CARDS, and the
+interpreter.
 
     pytest tests/test_triton.py
+    python tests/test_triton.py                    # every kernel for every card: 3 minutes; pytest takes some of them
 
 The rules look for what would make a row's bits depend on its batch or on timing; mutants show that they find it. What
-only a GPU can show is not here: that wgmma adds in one order for every tile, and that the code runs.
+only a GPU can show is not here: that tensor cores add in one order for every tile, and that the code runs.
 """
 
 import importlib.util
@@ -19,15 +21,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gpu_bits import MODELS, linears
+from gpu_bits import MODELS, WIDTHS, linears, product
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernels
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024  # bytes a block of sm_90 may have
+HOPPER = 9, 0
+OTHERS = [capability for capability in kernels.CARDS if capability != HOPPER]
+A_WORD_OR_TWO = 16  # bytes that ptxas puts on the stack to reach a step of occupancy; not on Hopper
 CHAINS = (
     "triton_matmul",
     "triton_matmul_tma",
@@ -40,18 +43,21 @@ bf16, f32 = torch.bfloat16, torch.float32
 class Compiled:
     """A launch as it would reach the GPU: its name, constants and what the compiler made of it."""
 
-    def __init__(self, fn, args, grid, options):
-        backend = make_backend(HOPPER)
+    def __init__(self, fn, args, grid, options, capability):
+        self.capability, self.card = capability, kernels.CARDS[capability]
+        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+        backend = make_backend(self.target)
         bound, specialization, _ = create_function_from_signature(fn.signature, fn.params, backend)(*args, **options)
         parsed, signature, constants, attributes = fn._pack_args(backend, options, bound, specialization, None)
         self.name, self.grid, self.options = fn.__name__, grid, options
         self.half = any("bf16" in str(kind) for kind in signature.values())
+        self.tma = any("tensordesc" in str(kind) for kind in signature.values())
         self.key = (self.name, str(specialization), str(constants), str(options))
         self.args = fn, ASTSource(fn, signature, constants, attributes), parsed.__dict__
 
     def compile(self):
         _, source, options = self.args
-        code = triton.compile(source, target=HOPPER, options=options)
+        code = triton.compile(source, target=self.target, options=options)
         self.ptx, self.ir, self.shared = code.asm["ptx"], code.asm["ttgir"], code.metadata.shared
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         path = Path(os.environ.get("TMPDIR", "/tmp")) / f"onecurve-{os.getpid()}.cubin"
@@ -64,10 +70,11 @@ class Compiled:
     def programs_per_sm(self):
         """How many an SM holds: 65,536 registers, given out to threads by 8; 1 KB more of shared memory for each."""
         threads = 32 * self.options["num_warps"]
-        return min(65536 // (-(-self.registers // 8) * 8 * threads), (SHARED_MEMORY + 1024) // (self.shared + 1024))
+        shared = (self.card.shared + 1) * 1024 // (self.shared + 1024)
+        return min(65536 // (-(-self.registers // 8) * 8 * threads), shared)
 
     def __repr__(self):
-        return f"{self.name} {self.options}"
+        return f"{self.name} {self.capability} {self.options}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,18 +91,19 @@ def interpreter():
         run.wait()
 
 
-def launches(work, compiled=True):
-    """What `work` launches, each specialization once, in the place of running it."""
+def launches(work, compiled=True, capability=HOPPER, k=kernels):
+    """What `work` of module k launches on such a card, each specialization once, in the place of running it."""
     found = {}
 
     def run(self, *args, grid, warmup=False, **options):
-        launch = Compiled(self, args, grid, options)
+        launch = Compiled(self, args, grid, options, capability)
         launch = found.setdefault(launch.key, launch)
         launch.grid = max(launch.grid, grid)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
-        patch.setattr(kernels, "INTERPRET", True)  # CPU and meta tensors take the Triton path; nothing is interpreted
+        patch.setattr(k, "INTERPRET", True)  # CPU and meta tensors take the Triton path; nothing is interpreted
+        patch.setattr(k, "card", lambda _: k.CARDS[capability])
         work()
     return [x.compile() if compiled else x for x in found.values()]
 
@@ -117,10 +125,12 @@ def faults(x):
     fused = "triton_matmul", "triton_attention", "triton_lora", "triton_softmax_stats"
     if not x.name.startswith(fused) and re.search(r"\bfma\.\S*f32\b", x.ptx):
         found.append("contraction")
-    if x.stack:
+    if x.stack > (0 if x.capability == HOPPER else A_WORD_OR_TWO):
         found.append(f"spills: {x.stack} bytes of stack")
-    if x.shared > SHARED_MEMORY:
+    if x.shared > x.card.shared * 1024:
         found.append(f"{x.shared} bytes of shared memory")
+    if x.tma and not x.card.tma:  # Triton would read its descriptors number by number
+        found.append("TMA")
     return found
 
 
@@ -197,7 +207,7 @@ def waits(x):
         return False
     one_loop = r"^( +)\S+ = ttng\.warp_group_dot .*^\1ttng\.async_tma_copy.*^\1 +tt\.store"  # of the deeper block
     flattened, add = re.search(one_loop, x.ir, re.M | re.S), "tt.load" in x.ir
-    return x.grid[0] > x.programs_per_sm() * kernels.SMS or not (flattened or add)
+    return x.grid[0] > x.programs_per_sm() * x.card.sms or not (flattened or add)
 
 
 WORKS = matmuls, attentions, norms, elementwise, merges, heads
@@ -218,6 +228,38 @@ def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work
         assert {x.options.get("PARTS") for x in found if x.name == "triton_attention"} == {True, False}
         packed = [x for x in found if x.options.get("PAGED") is False or x.name == "triton_attention_dq"]
         assert packed and all(("cp.async.bulk.tensor" in x.ptx) == (x in packed) for x in found)
+
+
+def some(k=kernels):
+    """Of each kernel that follows the card: a shape for each of its tiles, or nearly so."""
+    for M, N in ((1, 4096), (64, 4096), (100, 4096), (512, 4096), (4096, 4096)):
+        k.matmul(empty(M, 4096), empty(N, 4096).t())
+    k.matmul(empty(4096, 12288).t(), empty(4096, 4096), out=empty(12288, 4096, dtype=f32))
+    k.matmul(empty(100, 129), empty(129, 70))
+    attentions(((bf16, 128, 4),))
+
+
+@pytest.mark.parametrize("capability", OTHERS, ids=str)
+def test_the_kernels_compile_for_the_other_cards_within_the_rules(capability):
+    found = launches(some, capability=capability)
+    assert {repr(x): faults(x) for x in found if faults(x)} == {}
+    tiles = {(x.options["BLOCK_M"], x.options["BLOCK_N"]) for x in found if x.name.startswith("triton_matmul")}
+    assert len(tiles) > 3 and len({x.name for x in found}) > 5
+    # one instruction for all uses, whatever the tile
+    instruction = r"\btcgen05\.mma\.\S+kind::f16\b" if capability == (10, 0) else r"\bmma\.sync\.aligned\.m16n8k16\b"
+    products = [x for x in found if "dot" in x.ir or "mma" in x.ir]
+    assert len(products) > 10 and all(re.search(instruction, x.ptx) for x in products)
+    assert {"wgmma" in x.ptx for x in found} == {False}
+    if not kernels.CARDS[capability].tma:  # 16 bytes at a time, while others are multiplied; not from odd addresses
+        assert sum("cp.async.cg.shared.global" not in x.ptx for x in products) == 1
+
+
+def test_a_tile_beyond_a_cards_shared_memory_and_tma_where_there_is_none_are_caught(tmp_path):
+    """What kernels.py would do if its table said that 8.6 has what a Hopper has."""
+    for wrong, fault in (("Card(227, 84, False)", "bytes of shared memory"), ("Card(99, 84, True)", "TMA")):
+        changed = mutant(tmp_path, ("Card(99, 84, False)", wrong))
+        found = launches(lambda: changed.matmul(empty(1, 4096), empty(4096, 4096).t()), capability=(8, 6), k=changed)
+        assert any(fault in each for x in found for each in faults(x)), wrong
 
 
 def test_a_pack_without_tokens_launches_nothing(tmp_path):
@@ -242,13 +284,14 @@ def slow_choices(k):
     rows, found = (1, 16, 64, 128, 512, 4096), []
     for model in MODELS:
         for (name, (N, K)), M in itertools.product(linears(model).items(), rows):
+            card = k.CARDS[HOPPER]
 
             def time(tile):
                 tiles = len(range(0, M, tile[0])) * len(range(0, N, tile[1]))
-                of_the_first_sm = len(range(0, tiles, k.SMS))  # they are dealt out one by one
+                of_the_first_sm = len(range(0, tiles, card.sms))  # they are dealt out one by one
                 return of_the_first_sm * (min(M, tile[0]) + min(N, tile[1]) + tile[0] * tile[1] / k.PRODUCTS)
 
-            if time(k._matmul_config(M, N, bf16, True, True)) > min(map(time, k.TILES)):
+            if time(k._matmul_config(M, N, bf16, True, True, card)) > min(map(time, k.TILES)):
                 found.append((model, name, M))
             (x,) = launches(lambda: k.matmul(empty(M, K), empty(N, K).t()), compiled=False)
             if model == "8B" and name in ("o", "down") and M <= 64 and x.grid[0] < 120:
@@ -259,7 +302,7 @@ def slow_choices(k):
 def test_a_matmul_takes_the_tile_with_the_least_estimated_time_and_starts_a_program_on_nearly_every_sm(tmp_path):
     assert slow_choices(kernels) == []
     for change in (
-        ("// SMS) * work", "/ SMS) * work"),  # parts of a wave, as if the last were full
+        ("// sms) * work", "/ sms) * work"),  # parts of a wave, as if the last were full
         ("= min(table, key", "= max(table, key"),
         ("(64, 32, 128, 4, 4), (64, 16, 128, 4, 4), ", ""),  # decode's weights 64 to a tile, as wgmma's rows
     ):
@@ -267,7 +310,7 @@ def test_a_matmul_takes_the_tile_with_the_least_estimated_time_and_starts_a_prog
 
 
 def test_programs_that_wait_for_others_or_for_a_store_are_caught(tmp_path):
-    for change in (("SMS * 8 // warps", "SMS * 16 // warps"), ("flatten=not ADD", "flatten=False")):
+    for change in (("on.sms * 8 // warps", "on.sms * 16 // warps"), ("flatten=not ADD", "flatten=False")):
         changed = mutant(tmp_path, change)
         (x,) = launches(lambda: changed.matmul(empty(4096, 4096), empty(4096, 4096)))
         assert faults(x) == [] and waits(x)
@@ -362,6 +405,22 @@ SPLIT_K = (
     ("tl.store(c, acc.to", "tl.store(c, (acc + half).to"),
 )
 REVERSED_K = (("for k in range(0, K, BLOCK_K):", "for k in range(K - BLOCK_K, -1, -BLOCK_K):"),)
+
+
+def test_gpu_bits_has_both_forms_of_an_operand_and_every_width_of_the_instruction():
+    a, b, c = empty(64, 4096), empty(4096, 256), empty(64, 256, dtype=f32)
+    found = set()
+    for (N, warps), computed in itertools.product(WIDTHS, (False, True)):
+        args = a, b, c, 1.0, 4096, N, computed
+        (x,) = launches(lambda: product[(1,)](*args, num_warps=warps))
+        form = r"wgmma\.mma_async\S+\.m64n(\d+)k16\.\S+\s+\{[^}]*\},\s*(\{|%rd)"
+        found |= {(int(width), "registers" if of == "{" else "shared") for width, of in re.findall(form, x.ptx)}
+    assert found == set(itertools.product((8, 16, 32, 64, 128, 256), ("registers", "shared")))
+
+
+def test_a_kind_of_device_has_its_capability(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert (kernels.device_kind("cpu"), kernels.device_kind("cuda")) == ("cpu", "cuda 8.6")
 
 
 def test_split_k_is_caught(tmp_path):
@@ -463,7 +522,8 @@ def test_the_switch_registers_the_gpus_operators_too_and_gives_them_back():
     def registered(name):
         return bool(re.search(r"^CUDA: .*kernels\.py", torch._C._dispatch_dump(f"aten::{name}"), re.M))
 
-    names = ("mm", "addmm", "_log_softmax", "_softmax", "embedding_dense_backward")
+    names = ["mm", "addmm", "_log_softmax", "_softmax", "embedding_dense_backward"]
+    names += ["sum", "sum.dim_IntList", "mean", "mean.dim"]
     assert not any(map(registered, names))
     kernels.enable_batch_invariant()
     try:
@@ -476,3 +536,14 @@ def test_the_switch_registers_the_gpus_operators_too_and_gives_them_back():
 def test_a_device_the_operators_do_not_know_is_refused():
     with pytest.raises(ValueError, match="device=meta"):
         kernels.rms_norm(empty(2, 64), empty(64), 1e-6)
+
+
+if __name__ == "__main__":
+    failed = False
+    for capability, work in itertools.product(kernels.CARDS, WORKS):
+        found = launches(work, capability=capability)
+        wrong = {repr(x): faults(x) for x in found if faults(x)}
+        failed |= bool(wrong)
+        most = f"{max(x.registers for x in found)} registers, {max(x.shared for x in found)} bytes of shared memory"
+        print(f"{capability} {work.__name__}: {len(found)} kernels, at most {most}: {wrong or 'all within the rules'}")
+    sys.exit(failed)

@@ -18,19 +18,20 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
-import sync  # noqa: E402
 from configurator import require  # noqa: E402
+from models.adapters import PEFT, read_adapter_config  # noqa: E402
+from models.folders import fetch_model, weight_files  # noqa: E402
 
 
 def main(base, adapters, out, dtype=""):
-    base, out, place = sync.fetch_model(base, "base"), Path(out), "cuda" if torch.cuda.is_available() else "cpu"
+    base, out, place = fetch_model(base, "base"), Path(out), "cuda" if torch.cuda.is_available() else "cpu"
     require(not out.exists(), f"{out}: is there already; name another folder")
     require(dtype in ("", "bfloat16", "float32"), f"{dtype}: not a type of weights; use bfloat16 or float32")
-    config, files = sync.read_adapter_config(adapters), sync.weight_files(adapters, "lora")
-    paths, known, wanted = sorted(base.glob("*.safetensors")), sync.weight_files(base, "base"), {}
+    config, files = read_adapter_config(adapters), weight_files(adapters, "lora")
+    paths, known, wanted = sorted(base.glob("*.safetensors")), weight_files(base, "base"), {}
     for name in (name for name in files if name.endswith("lora_A.weight")):
         A, B = (files[x].get_tensor(x).to(place) for x in (name, name.replace("lora_A", "lora_B")))
-        weight = name.removeprefix(sync.PEFT).replace("lora_A.", "")
+        weight = name.removeprefix(PEFT).replace("lora_A.", "")
         fits = weight in known and known[weight].get_slice(weight).get_shape() == [len(B), A.shape[1]]
         require(fits, f"{adapters}: {name} fits no weight of {base}; use the base of these adapters")
         wanted[weight] = A, B

@@ -153,7 +153,7 @@ def both_sides(args, python, size, task):
     """(our runs, TRL's runs, size of the vocabulary); of each run its steps' {phase: seconds}. task: TRL's."""
     from bench import measure
 
-    import sync
+    from models import folders
 
     folder = Path(tempfile.mkdtemp(prefix="peer"))
     command = [*python, str(Path(__file__).resolve()), f"--trl_side={folder}"]
@@ -162,7 +162,7 @@ def both_sides(args, python, size, task):
     theirs = []
     try:
         scratch = dict(seed=1, agent="") | {f"scratch_{key}": x for key, x in size.items()}
-        sync.make_scratch_model(folder / "model", scratch)
+        folders.make_scratch_model(folder / "model", scratch)
         (folder / "task.json").write_text(json.dumps(task))
         for _ in range(2):
             steps = measure(args, f"--init_from={folder / 'model'}")

@@ -165,7 +165,7 @@ def shape_of(c, key="init_from", name=None):
     if name in MODELS:
         return MODELS[name]
     if name == "scratch":
-        vocab = 98 + 4 * bool(c.agent)  # sync.make_scratch_model's characters
+        vocab = 98 + 4 * bool(c.agent)  # folders.make_scratch_model's characters
         sizes = c.scratch_heads, c.scratch_kv_heads, c.scratch_head_dim, c.scratch_mlp
         return Shape(c.scratch_layers, c.scratch_hidden, *sizes, vocab, True, "qwen3", 4096)
     file, known = Path(name, "config.json"), ", ".join(MODELS)

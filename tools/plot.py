@@ -33,6 +33,7 @@ except ImportError:
 from diff import STAGES, first_difference  # noqa: E402
 
 import sync  # noqa: E402
+from models.folders import load_tokenizer  # noqa: E402
 from train_grpo import advantages_of  # noqa: E402
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito: for all kinds of eyes
@@ -214,7 +215,7 @@ def find_decoder(run):
     places = [run.folder / "model", *sorted(run.folder.glob("ckpt/step_*")), Path(run.config.get("init_from", ""))]
     for place in places:
         if (place / "tokenizer_config.json").is_file():
-            tokenizer = sync.load_tokenizer(place)[0]
+            tokenizer = load_tokenizer(place)[0]
             return lambda token: tokenizer.decode([token])
     return lambda token: f"‹{token}›"
 

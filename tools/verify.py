@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 import sync
 from configurator import fail, library_versions, require
+from models.adapters import PEFT
 
 # Repeated steps are not to be stopped by a watch, nor shown by a tracker.
 QUIET = ("--eval_samples=1", "--watch=", "--track=")
@@ -56,7 +57,7 @@ def starts_of(run):
 def differing_weight(checkpoint, line):
     """The first parameter of a checkpoint whose value or moments are not those of the ledger's line; or None."""
     files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("optimizer/*.safetensors")]
-    tensors = {name.removeprefix(sync.PEFT): x for file in files for name, x in load_file(file).items()}
+    tensors = {name.removeprefix(PEFT): x for file in files for name, x in load_file(file).items()}
     shards = [sync.Shard(name, tuple(x.shape), 0, x) for name, x in tensors.items()]
     hashes = sync.tensor_hashes([s.data for s in shards], shards, None)
     for name in line["weights"]:

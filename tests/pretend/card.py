@@ -73,7 +73,7 @@ def starts(preset, ranks, folder, engine):
     AutoConfig.for_model(s.kind, **shape).save_pretrained(folder / preset)
     pretend(MEMORY.get(preset, 80 << 30))
     os.environ["WORLD_SIZE"] = str(ranks)
-    hf = rollout_server.check_model(folder / preset, config)
+    hf = check_model(folder / preset, config)
     trainers, _ = roles(config, ranks)
     log, lends = folder / f"{preset}.log", trainers == ranks
     try:
@@ -123,6 +123,7 @@ from transformers import AutoConfig  # noqa: E402
 
 import rollout_server  # noqa: E402
 from configurator import roles  # noqa: E402
+from models.dense import check_model  # noqa: E402
 
 scheduler.run_scheduler_process = functools.partial(main_loop, scheduler.run_scheduler_process)
 nothing = lambda *_, **__: None  # noqa: E731

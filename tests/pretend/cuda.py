@@ -22,8 +22,10 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 
+CAPABILITY = tuple(map(int, os.environ.get("PRETEND_CAPABILITY", "9.0").split(".")))
 MEMORY = int(os.environ.get("PRETEND_BYTES", 2 << 30))  # of the card
 HERE = threading.local()
+IN_ORDER = "PRETEND_ORDER" in os.environ  # whether accesses are looked at that nothing keeps in order
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -51,10 +53,18 @@ class Held:
 
     now = most = 0
 
-    @classmethod
-    def add(cls, n):
-        cls.now += n
-        cls.most = max(cls.most, cls.now)
+    class Bytes:
+        """Of one storage; FSDP2 frees a storage by making it small."""
+
+        size = 0
+
+        def __init__(self, size):
+            self.change(size)
+
+        def change(self, size):
+            Held.now += size - self.size
+            Held.most = max(Held.most, Held.now)
+            self.size = size
 
 
 def storage_of(x):
@@ -74,10 +84,8 @@ def mark(x):
     storage = storage_of(x)
     if storage is None or hasattr(storage, "on_card") or x.is_meta:
         return
-    storage.on_card = True
-    size = storage.nbytes()
-    Held.add(size)
-    weakref.finalize(storage, Held.add, -size)
+    storage.on_card = Held.Bytes(storage.nbytes())
+    weakref.finalize(storage, storage.on_card.change, 0)
     for region in getattr(HERE, "regions", ()):
         region.append(weakref.ref(storage))
 
@@ -144,9 +152,10 @@ def pretend_mode():
             if func is Tensor.cpu:
                 return moved_to(args[0], False)
             asked = any(map(on_card, args)) or any(map(on_card, kwargs.values()))
+            elsewhere = is_cpu(kwargs.get("device"))
             if func is Tensor.to and (asked or any(is_cpu(x) for x in (*args[1:], *kwargs.values()))):
                 rest = [None if on_card(x) or is_cpu(x) else x for x in args[1:]]
-                named = {k: x for k, x in kwargs.items() if k in ("dtype", "copy")}
+                named = {k: x for k, x in kwargs.items() if k in ("dtype", "copy", "non_blocking")}
                 named |= {"dtype": x for x in rest if isinstance(x, torch.dtype)}
                 return moved_to(args[0], asked, **named)
             args = tuple("cpu" if on_card(x) else x for x in args)
@@ -156,9 +165,18 @@ def pretend_mode():
                 return moved_to(args[0], is_marked(args[1]), dtype=args[1].dtype)
             self.look(func, given, args)
             result = func(*args, **kwargs)
+            results = [*tensors_in([result])]
             if asked or any(map(is_marked, given)):
-                for x in tensors_in([result]):
-                    mark(x)
+                before = {id(storage_of(x)) for x in given}
+                for x in results:  # what was on the host and is written to stays there
+                    if not elsewhere and id(storage_of(x)) not in before:
+                        mark(x)
+                if IN_ORDER:
+                    name = getattr(func, "__name__", "").partition(".")[0]
+                    order.function(name, args, given, results, kwargs.get("non_blocking"))
+            elif IN_ORDER:
+                for x in given:
+                    order.host_reads(getattr(func, "__name__", ""), x)
             return result
 
         def look(self, func, given, args):
@@ -174,12 +192,14 @@ def is_cpu(x):
     return isinstance(x, str) and x == "cpu" or isinstance(x, torch.device) and x.type == "cpu"
 
 
-def moved_to(x, card, dtype=None, copy=False):
+def moved_to(x, card, dtype=None, copy=False, non_blocking=False):
     """x on the card or off it: really another tensor where that changes."""
     moves = x.dim() and is_marked(x) != card or is_marked(x) != card
     result = x.to(dtype=dtype or x.dtype, copy=bool(copy or moves))
     if card:
         mark(result)
+    if IN_ORDER and (card or is_marked(x)):
+        order.function("to", (x,), [x], [result], non_blocking)
     return result
 
 
@@ -220,18 +240,20 @@ def entering(f, marking=lambda given: False):
 
 
 class Stream:
-    count = 0
+    count, every = 0, weakref.WeakSet()
 
     def __init__(self, *_, **__):
         Stream.count += 1
         self.cuda_stream = self.stream_id = Stream.count
         self.device = "cuda"
+        self.clock = {}
+        Stream.every.add(self)
 
     def wait_stream(self, other):
-        pass
+        order.learn(self.clock, other.clock)
 
     def wait_event(self, event):
-        pass
+        order.learn(self.clock, event.clock)
 
     def record_event(self, event=None):
         event = event or Event()
@@ -239,7 +261,7 @@ class Stream:
         return event
 
     def synchronize(self):
-        pass
+        order.host_waits(self)
 
     def query(self):
         return True
@@ -254,16 +276,16 @@ class Stream:
 
 class Event:
     def __init__(self, *_, **__):
-        pass
+        self.clock = {}
 
     def record(self, stream=None):
-        pass
+        self.clock = dict((stream or current_stream()).clock)
 
     def wait(self, stream=None):
-        pass
+        (stream or current_stream()).wait_event(self)
 
     def synchronize(self):
-        pass
+        order.host_waits(self)
 
     def query(self):
         return True
@@ -312,9 +334,9 @@ def mem_get_info(*_):
 
 def properties_of(*_):
     return types.SimpleNamespace(
-        name="Pretended", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132, warp_size=32,
-        shared_memory_per_block_optin=232448, L2_cache_size=50 << 20, regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048, gcnArchName="", uuid="pretended", is_integrated=False,
+        name="Pretended", major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=MEMORY, warp_size=32,
+        multi_processor_count=132, shared_memory_per_block_optin=232448, L2_cache_size=50 << 20, gcnArchName="",
+        regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, uuid="pretended", is_integrated=False,
     )  # fmt: skip
 
 
@@ -336,25 +358,31 @@ def patch_torch(module):
     global torch, Mode
     torch = module
     Mode = pretend_mode()
+    global order
+    from pretend import order
     from pretend.graph import CUDAGraph, graph
 
     cuda = torch.cuda
     names = dict(
-        Stream=Stream, Event=Event, stream=stream, current_stream=current_stream, device=device, device_of=device,
+        Stream=Stream, Event=Event, stream=stream, StreamContext=type("StreamContext", (stream,), {}),
+        current_stream=current_stream, device=device, device_of=device,
         mem_get_info=mem_get_info, get_device_properties=properties_of, set_device=chosen_gpu,
         current_device=lambda: chosen_gpu.index, default_stream=lambda *_: DEFAULT,
         set_stream=lambda s: setattr(HERE, "stream", s), memory_allocated=lambda *_: Held.now,
         max_memory_allocated=lambda *_: Held.most, memory_reserved=lambda *_: Held.now, CUDAGraph=CUDAGraph,
-        graph=graph, is_current_stream_capturing=lambda: bool(getattr(HERE, "recorder", None)),
+        graph=graph, synchronize=lambda *_: [order.host_waits(s) for s in Stream.every],
+        is_current_stream_capturing=lambda: bool(getattr(HERE, "recorder", None)),
     ) | answers(
-        is_available=True, device_count=8, get_device_name="Pretended", get_device_capability=(9, 0),
-        synchronize=None, empty_cache=None, is_initialized=True, init=None, _lazy_init=None, ipc_collect=None,
+        is_available=True, device_count=8, get_device_name="Pretended", get_device_capability=CAPABILITY,
+        empty_cache=None, is_initialized=True, init=None, _lazy_init=None, ipc_collect=None,
         reset_peak_memory_stats=None, manual_seed_all=None, manual_seed=None,
         is_bf16_supported=True, can_device_access_peer=False, memory_stats={}, get_arch_list=["sm_90"],
         graph_pool_handle=(0, 0), _is_in_bad_fork=False,
     )  # fmt: skip
     for name, stub in names.items():
         setattr(cuda, name, stub)
+    device_module = torch.get_device_module
+    torch.get_device_module = lambda x=None: cuda if x is None or on_card(x) else device_module(x)
     torch.Generator = generator_on_cpu(torch.Generator)
     run = threading.Thread.run
     threading.Thread.run = entering(run)
@@ -362,7 +390,7 @@ def patch_torch(module):
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         own = getattr(Tensor, name)
         setattr(Tensor, name, lambda self, hook, own=own: own(self, entering(hook, bool)))
-    Tensor.record_stream = lambda self, stream: None  # torch's own wants a stream of a card
+    Tensor.record_stream = order.record_stream  # torch's own wants a stream of a card
     function = torch.autograd.function.BackwardCFunction
     function.apply = entering(function.apply, bool)
     variable = torch.autograd.Variable
@@ -370,6 +398,14 @@ def patch_torch(module):
     impl = torch.library.Library.impl
     entered = partial(entering, marking=some_marked)
     torch.library.Library.impl = lambda self, name, f, *args, **kw: impl(self, name, entered(f), *args, **kw)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_count(storage, size):
+        if hasattr(storage, "on_card"):
+            storage.on_card.change(size)
+        return resize(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_and_count
     patch_groups()
     own_print = builtins.print
 
@@ -415,6 +451,7 @@ def patch_groups():
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
+    patch_work(dist)
     helper, destroy = c10d._new_process_group_helper, dist.destroy_process_group
 
     def make_group(size, rank, global_ranks, backend, store, group_name, *args, **kwargs):
@@ -462,12 +499,29 @@ def patch_groups():
                 note("collective", op=name, group=str(group_name), ranks=NCCL[group_name], shape=shape)
             HERE.in_collective = True
             try:
-                return own(*args, **kwargs)
+                work = own(*args, **kwargs)
             finally:
                 HERE.in_collective = False
+            if IN_ORDER and group_name in NCCL:
+                first, *others = [*tensors_in(args)] or [None]
+                sends = name == "broadcast" and group.rank() == kwargs.get("src")
+                reads, writes = (args[:1], []) if sends else (others, [first])
+                order.collective(group_name, reads, [x for x in writes if x is not None], work)
+            return work
 
         setattr(c10d, name, wraps(own)(noted))
         setattr(dist, name, getattr(c10d, name))
+
+
+def patch_work(dist):
+    own = dist.Work.wait
+
+    def wait(self, *args):
+        done = own(self, *args)
+        order.waited(self)
+        return done
+
+    dist.Work.wait = wait
 
 
 NCCL = {}  # {name: ranks} of the groups that were to be NCCL's
@@ -503,9 +557,33 @@ def patch_parallel_state(module):
         own(self, *args, **options | dict(use_pynccl=False, use_custom_allreduce=False))
 
     coordinator.__init__ = without_nccl
+    # past the custom operator, which CUDA's dispatch key alone has
+    coordinator.all_gather_into_tensor = coordinator._all_gather_into_tensor
+
+
+def patch_scheduler(module):
+    own = module.dispatch_event_loop
+
+    def dispatch(scheduler):
+        torch.cuda.synchronize()  # SGLang relies on the time between its start and its first request
+        own(scheduler)
+
+    module.dispatch_event_loop = dispatch
+
+
+def patch_sync(module):
+    own = module.WeightSync.publish
+
+    def publish(self, version, *args):
+        note("publish", version=version, held=Held.now, most=Held.most)
+        own(self, version, *args)
+
+    module.WeightSync.publish = publish
 
 
 PATCHES = {
+    "sync": patch_sync,
+    "sglang.srt.managers.scheduler": patch_scheduler,
     "torch": patch_torch,
     "triton.runtime.interpreter": patch_interpreter,
     "sglang.srt.mem_cache.memory_pool": patch_memory_pool,

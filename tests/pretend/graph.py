@@ -47,6 +47,15 @@ class Recorder(TorchDispatchMode):
         self.steps.append((name, step))
 
 
+def bits(x):
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def operands(args, kwargs):
+    """A launch's tensors, those behind descriptors, too."""
+    return [x for x in (getattr(x, "base", x) for x in (*args, *kwargs.values())) if isinstance(x, torch.Tensor)]
+
+
 def tensors_of(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
@@ -89,6 +98,7 @@ class graph:
         self.cuda_graph, self.stream = cuda_graph, cuda.stream(stream)
 
     def __enter__(self):
+        torch.cuda.synchronize()  # as torch's own does
         self.stream.__enter__()
         self.cuda_graph.capture_begin()
 
@@ -99,16 +109,26 @@ class graph:
 
 def patch_launches(interpreter):
     """Has a launch noted where a graph is captured, and where an operand is not on the card."""
-    own = interpreter.GridExecutor.__call__
+    plain = interpreter.GridExecutor.__call__
+
+    def ordered(executor, *args, **kwargs):
+        given = operands(args, kwargs)
+        if not (cuda.IN_ORDER and cuda.some_marked(given)):
+            return plain(executor, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            before = [x.clone() for x in given]
+            plain(executor, *args, **kwargs)
+            changed = [not torch.equal(bits(x), bits(y)) for x, y in zip(given, before)]
+        reads, writes = ([x for x, c in zip(given, changed) if c == kind] for kind in (False, True))
+        cuda.order.access(reads, writes)
 
     def launch(executor, *args, **kwargs):
-        given = [getattr(x, "base", x) for x in (*args, *kwargs.values())]
-        if any(isinstance(x, torch.Tensor) and x.dim() and not cuda.is_marked(x) for x in given):
+        if len({cuda.is_marked(x) for x in operands(args, kwargs) if x.dim()}) == 2:
             cuda.note("mixed", name=executor.fn.__name__, place=cuda.place_in_project())
         if recorder := getattr(cuda.HERE, "recorder", None):
-            recorder.note(executor.fn.__name__, lambda: own(executor, *args, **kwargs))
+            recorder.note(executor.fn.__name__, lambda: ordered(executor, *args, **kwargs))
             with _disable_current_modes():
-                return own(executor, *args, **kwargs)
-        return own(executor, *args, **kwargs)
+                return ordered(executor, *args, **kwargs)
+        return ordered(executor, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = launch

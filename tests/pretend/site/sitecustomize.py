@@ -10,7 +10,9 @@ from pathlib import Path
 
 PATCHED = (
     "torch",
+    "sync",
     "triton.runtime.interpreter",
+    "sglang.srt.managers.scheduler",
     "sglang.srt.mem_cache.memory_pool",
     "sglang.srt.distributed.parallel_state",
 )

@@ -1,0 +1,1 @@
+"""All that knows Hugging Face's and SGLang's model classes. A package, so that an installed one cannot hide it."""

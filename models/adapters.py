@@ -1,0 +1,140 @@
+"""
+LoRA: matrices A (rank, in) and B (out, rank) beside a linear layer's weight, of which an engine gets the sum. Names,
+files and meanings are PEFT's (github.com/huggingface/peft).
+"""
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+
+import kernels
+from configurator import require
+from models.folders import load_weights
+from sync import reason, whole, write_tensors
+
+LINEAR = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # a layer's, of attention and MLP
+PEFT = "base_model.model."  # before every name in its files
+OTHER_KINDS = "use_dora use_rslora modules_to_save rank_pattern alpha_pattern layers_to_transform fan_in_fan_out"
+
+
+class LoRA(NamedTuple):
+    """W + scale B A takes the place of W in the linear layers of these names; none: in all of attention and MLP."""
+
+    rank: int
+    scale: float
+    targets: tuple
+
+
+def lora_settings(c):
+    return LoRA(c.lora_rank, c.lora_alpha / c.lora_rank, tuple(c.lora_targets.replace(",", " ").split()))
+
+
+def add_adapters(model, rank, scale, targets):
+    """
+    Freezes the model and puts LoRA's A (rank, in) and B (out, rank) beside the weights of its linear layers of these
+    names, all of them if there are none. The names are PEFT's, and so are the meanings.
+    """
+    layers, names = [(name.rpartition(".")[2], m) for name, m in model.named_modules()], targets or LINEAR
+    known = f"the linear layers of attention and MLP are {', '.join(LINEAR)}"
+    for name in names:
+        require(name in LINEAR and name in dict(layers), f"lora_targets: no layer has {name!r} to adapt; {known}")
+    model.requires_grad_(False)
+    for name, m in layers:
+        if name in names:
+            most = min(m.weight.shape)
+            require(rank <= most, f"lora_rank={rank}: {name} has rank {most} itself; use less, or train it in full")
+            m.lora_A = torch.nn.Linear(m.in_features, rank, bias=False)
+            m.lora_B = torch.nn.Linear(rank, m.out_features, bias=False)
+            m.forward = functools.partial(adapted, m, scale)
+
+
+def adapted(m, scale, x, split=1):
+    """A linear layer with LoRA's matrices: x (.., in) -> (.., out)."""
+    y = kernels.LoRALinear.apply(x.flatten(0, -2), m.weight, m.bias, m.lora_A.weight, m.lora_B.weight, scale, split)
+    return y.view(*x.shape[:-1], -1)
+
+
+class Merged(NamedTuple):
+    """A Shard whose rows are W + scale B A, made when they are asked for: so never more of them than are in use."""
+
+    name: str
+    shape: tuple
+    first: int
+    base: torch.Tensor  # W's rows here
+    A: torch.Tensor  # (rank, in)
+    B: torch.Tensor  # its rows here
+    scale: float
+    column: int = 0
+
+    @property
+    def data(self):
+        return kernels.merge(self.base, self.A, self.B, self.scale)
+
+
+def merge_adapters(base, adapters, mesh, scale):
+    """The shards of `base`, with a Merged in place of each that is adapted. Collective over the trainers."""
+    data = {s.name: s for s in adapters}
+    merged = []
+    for s in base:
+        stem = s.name.removesuffix("weight") + "lora_"
+        if f"{stem}A.weight" in data:  # B's rows are where W's are
+            A = whole(data[f"{stem}A.weight"], mesh)
+            s = Merged(s.name, s.shape, s.first, s.data, A, data[f"{stem}B.weight"].data, scale)
+        merged.append(s)
+    return merged
+
+
+def adapter_config(c, adapters):
+    """adapter_config.json of these shards."""
+    targets = sorted({s.name.split(".")[-3] for s in adapters})
+    kind = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=c.init_from, inference_mode=True)
+    return kind | dict(r=c.lora_rank, lora_alpha=c.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none")
+
+
+def read_adapter_config(folder):
+    """The adapter_config.json of PEFT's folder, as a dict. Ends the run with one line if it is not plain LoRA."""
+    try:
+        found = json.loads(Path(folder, "adapter_config.json").read_text())
+        found["target_modules"] = sorted(found["target_modules"])
+        other = [f"{key}={found[key]!r}" for key in OTHER_KINDS.split() if found.get(key)]
+        require(found["r"] > 0 and not other, f"lora={str(folder)!r}: {', '.join(other)}; use plain LoRA")
+        return found | dict(lora_alpha=float(found["lora_alpha"]))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        require(False, f"lora={str(folder)!r}: no usable adapter_config.json: {reason(e)}")
+
+
+def save_adapters(folder, adapters, mesh, c, base):
+    """Writes PEFT's folder. base: "dtype hash" of the weights that they are for. Collective over the trainers."""
+    named = [s._replace(name=PEFT + s.name) for s in adapters]
+    write_tensors(folder, "adapter_model", named, mesh, math.inf, base=base)
+    if mesh.get_local_rank() == 0:
+        (folder / "adapter_config.json").write_text(json.dumps(adapter_config(c, adapters), indent=1))
+
+
+def load_adapters(adapters, folder, c, base):
+    """
+    Fills the shards from PEFT's folder, or without one with new adapters: B is 0, so that the first step is the base's,
+    and A even within +-1 / sqrt(in). base: "dtype hash" of the weights that they are for. Ends the run with one line if
+    the folder's are of another kind.
+    """
+    if folder:
+        name, theirs, ours = f"lora={str(folder)!r}", read_adapter_config(folder), adapter_config(c, adapters)
+        for flag, key in dict(lora_rank="r", lora_alpha="lora_alpha", lora_targets="target_modules").items():
+            use = f"use {theirs[key]!r}".translate(dict.fromkeys(b"[' ]"))
+            require(theirs[key] == ours[key], f"{flag}={getattr(c, flag)!r}: the adapters of {name} have others; {use}")
+        load_weights([s._replace(name=PEFT + s.name) for s in adapters], folder, False, "lora")
+        known = (safe_open(Path(folder, "adapter_model.safetensors"), "pt").metadata() or {}).get("base", base)
+        comparable = known.split()[0] == base.split()[0]
+        require(known == base or not comparable, f"{name}: made for another base than init_from={c.init_from!r}")
+        return
+    generator = torch.Generator().manual_seed(c.seed)
+    for s in adapters:
+        s.data.zero_()
+        if s.name.endswith("lora_A.weight"):  # of whole numbers, as a scratch model's: the same on every CPU
+            whole_numbers = torch.randint(-(2**24), 2**24, s.shape, generator=generator)
+            s.data.copy_(whole_numbers[s.first : s.first + len(s.data)] * (2**-24 / math.sqrt(s.shape[1])))

@@ -1,0 +1,116 @@
+"""
+A model as a folder in Hugging Face's format, from which every weight starts its way: made from scratch, fetched, read.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from configurator import lean_imports, require
+from sync import reason
+
+# A scratch model's dialogues, as short as can be; a call of a tool is [add(a=1, b=2)], SGLang's format 'pythonic'.
+CHAT_TEMPLATE = """
+{%- if tools %}<system>{% for t in tools %}{{ t.function.name }}({{ t.function.parameters.properties | join(',') }})
+{%- endfor %}<eos>{% endif %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}(
+{%- for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})
+{{- ', ' if not loop.last }}{% endfor %}]{% endif %}<eos>
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def make_scratch_model(folder, config):
+    """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
+    with lean_imports():
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+        from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    roles = ["<system>", "<user>", "<assistant>", "<tool>"] if config["agent"] else []
+    characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)] + roles
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    # pad and eos are two tokens: where they are one, masking the padding masks the end of every answer
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=roles,
+        chat_template=CHAT_TEMPLATE if roles else None,
+    ).save_pretrained(folder)  # fmt: skip
+    hf = AutoConfig.for_model(
+        "qwen3", vocab_size=len(characters), hidden_size=config["scratch_hidden"],
+        intermediate_size=config["scratch_mlp"], num_hidden_layers=config["scratch_layers"],
+        num_attention_heads=config["scratch_heads"], num_key_value_heads=config["scratch_kv_heads"],
+        head_dim=config["scratch_head_dim"], max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(hf)
+    # torch's normal numbers depend on the width of the CPU's vectors. A sum of twelve uniform numbers in -1/2 .. 1/2
+    # has their mean 0 and variance 1, and here it is a sum of whole numbers, which is exact.
+    generator = torch.Generator().manual_seed(config["seed"])
+    for p in (p.data for p in model.parameters() if p.dim() > 1):
+        whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)
+        p.copy_(whole * (hf.initializer_range / 2**25))
+    model.save_pretrained(folder)
+
+
+def fetch_model(name, key="init_from"):
+    """The local folder of a model folder or hub name. key: the config's key that has the name, for the error line."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except Exception as e:
+        require(False, f"{key}={name!r}: neither a model folder nor a model that the hub gives: {reason(e)}")
+
+
+def weight_files(folder, key="init_from"):
+    """{parameter: the open safetensors file that has it} of a model folder. key: as in `fetch_model`."""
+    files = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            file = safe_open(path, "pt")
+        except (SafetensorError, OSError) as e:
+            require(False, f"{key}={str(folder)!r}: {path.name}: {e}")
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def load_weights(shards, folder, tied, key="init_from"):
+    """Each rank reads its own rows of each parameter from the folder's files. key: as in `fetch_model`."""
+    files = weight_files(folder, key)
+    for s in shards:
+        name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
+        require(name in files, f"{key}={str(folder)!r}: no {name} in its safetensors files; use a complete folder")
+        rows = files[name].get_slice(name)
+        shape = tuple(rows.get_shape())
+        require(shape == s.shape, f"{key}={str(folder)!r}: {name} is {shape}, config.json says {s.shape}")
+        s.data.copy_(rows[s.first : s.first + len(s.data)])
+
+
+def load_tokenizer(folder):
+    """(the tokenizer, its model's stop tokens) of a model folder."""
+    from transformers import AutoTokenizer, GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        stop = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:  # a folder without generation_config.json
+        stop = tokenizer.eos_token_id
+    stop = stop if isinstance(stop, list) else [stop]
+    require(stop != [None], f"init_from={str(folder)!r}: neither generation config nor tokenizer has an EOS token")
+    return tokenizer, stop
+
+
+def save_tokenizer(folder, tokenizer, stop_tokens):
+    from transformers import GenerationConfig
+
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]).save_pretrained(folder)

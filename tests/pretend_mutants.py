@@ -1,0 +1,99 @@
+"""
+Wrong lines in what only CUDA executes, each of which the pretended runs must catch:
+
+    python tests/pretend_mutants.py [NAME ..]       # some two minutes each: not part of the tests
+
+A mutant is a copy of the project in which one text is another, and the test of test_pretend_cuda.py that has to fail.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LEARNS, PLACES = "test_it_learns_and", "test_no_function"
+ORDER, HOLDS, GROUPS, THREADS = "test_streams_wait", "test_a_trainer_holds", "test_every_group", "test_collectives"
+
+MUTANTS = dict(
+    engine_never_leaves=(
+        "sync.py",
+        "        if self.groups:\n            self._at_both_ends(",
+        "        if self.groups:\n            (lambda leave, _: leave())(",
+        f"{GROUPS} and overlapped",
+    ),
+    thread_gathers=(
+        "sync.py",
+        "        rows = [s.data for s in shards",
+        """        shards = [*shards]
+        [whole(s, self.ranks.mesh) for s in shards]
+        rows = [s.data for s in shards""",
+        THREADS,
+    ),
+    sends_on_without_waiting=(
+        "sync.py",
+        "            torch.cuda.current_stream().synchronize()",
+        "            pass",
+        f"{ORDER} and overlapped",
+    ),
+    delivery_kept=("sync.py", "                    del delivery", "                    pass", HOLDS),
+    older_versions_on_the_card=(
+        "train_grpo.py",
+        "        if shards[0].data.is_pinned():\n            return shards",
+        "        if shards:\n            return shards",
+        HOLDS,
+    ),
+    older_weights_sent=(
+        "train_grpo.py",
+        "self.versions.get(version, self.policy)",
+        "self.versions.get(max(0, version - 1), self.policy)",
+        f"{LEARNS} and overlapped",
+    ),
+    computed_in_float32=(
+        "models/dense.py",
+        "param_dtype=None if lora else computed_in",
+        "param_dtype=None",
+        f"{LEARNS} and alone",
+    ),
+    hash_factors_on_the_host=("sync.py", "len(t), t.device)", 'len(t), "cpu")', f"{PLACES} and alone"),
+    host_waits_in_the_graph=(
+        "models/dense.py",
+        "q_lens = torch.ones_like(batch.seq_lens)",
+        "q_lens = int(batch.seq_lens.max()) * 0 + torch.ones_like(batch.seq_lens)",
+        f"{LEARNS} and alone",
+    ),
+    plan_made_outside_of_the_graph=(
+        "models/dense.py",
+        "def init_forward_metadata_in_graph(self, batch):",
+        """def init_forward_metadata_in_graph(self, batch):
+            if not torch.cuda.is_current_stream_capturing():
+                self.plan_batch(batch)
+
+        def plan_batch(self, batch):""",
+        f"{LEARNS} and alone",
+    ),
+    capability_not_compared=("train_grpo.py", ", device=sync.one_device(place))", ")", "test_a_resume_on"),
+)
+
+
+def main():
+    missed = []
+    for name in sys.argv[1:] or MUTANTS:
+        file, text, other, test = MUTANTS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "copy")
+            ignored = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__")
+            shutil.copytree(ROOT, copy, ignore=ignored)
+            source = (copy / file).read_text()
+            assert source.count(text) >= 1, f"{name}: {file} has changed"
+            (copy / file).write_text(source.replace(text, other))
+            command = [sys.executable, "-m", "pytest", "-n0", "-x", "-k", test, "tests/test_pretend_cuda.py"]
+            status = subprocess.run(command, cwd=copy, capture_output=True, text=True).returncode
+        print(f"{name}: {'caught' if status == 1 else f'NOT CAUGHT (pytest ended with {status})'}", flush=True)
+        missed += [name] * (status != 1)
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
