@@ -53,15 +53,19 @@ def seeds_by_engine():
 
 def a_flipped_bit():
     """In one parameter, on its way to the engines."""
-    right = sync.whole
 
-    def wrong(shard, mesh):
-        sent = right(shard, mesh)
-        if shard.name == "model.layers.1.mlp.up_proj.weight":
-            sent.view(torch.uint8).view(-1)[1000] ^= 1
-        return sent
+    def flipped(shard):
+        if shard.name != "model.layers.1.mlp.up_proj.weight":
+            return shard
+        data = shard.data.clone()  # the trainer keeps the right one
+        data.view(torch.uint8).view(-1)[1000] ^= 1
+        return shard._replace(data=data)
 
-    sync.whole = wrong
+    def flip_in(send):
+        return lambda self, bucket, shards, *others: send(self, bucket, map(flipped, shards), *others)
+
+    sync.WeightSync._broadcast = flip_in(sync.WeightSync._broadcast)
+    sync.WeightSync._ipc = flip_in(sync.WeightSync._ipc)
 
 
 def weights_as_they_come():
