@@ -683,7 +683,7 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
     c = types.SimpleNamespace(**CONFIG | dict(advantage="dr_grpo"))
     shared = train.with_advantages(samples, rewards, c)
     assert [s.advantages.unique().tolist() for s in shared] == [[0.5]] * 3 + [[-0.5]] * 3 + [[0]] * 6
-    ours = train.gained(samples[0], 5.0, "sample"), train.gained(samples[0], 5.0, "turn")
+    ours = train.token_rewards(samples[0], 5.0, "sample"), train.token_rewards(samples[0], 5.0, "turn")
     assert [x.tolist() for x in ours] == [[0, 0, 0, 5], [0, 0.25, 0, 1]]
 
 

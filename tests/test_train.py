@@ -169,7 +169,7 @@ def test_a_critics_advantages_are_those_of_a_loop_over_samples_of_any_length():
         gains[-1] += r
         expected.append(loop_gae(gains, values[1:-1].tolist() + [end], 0.9, 0.8))
     whole = sum(expected, [])
-    gains = [train.gained(s, r, "sample") - torch.tensor(c) for s, r, c in zip(samples, rewards, costs)]
+    gains = [train.token_rewards(s, r, "sample") - torch.tensor(c) for s, r, c in zip(samples, rewards, costs)]
     done = train.critic_advantages(samples, gains, 0.9, 0.8)
     for s, before, raw in zip(done, samples, expected):
         normal = [0.0, *((a - mean(whole)) / (std(whole) + 1e-6) for a in raw), 0.0]
@@ -268,7 +268,7 @@ def test_the_loss_of_a_leaf_is_that_of_a_loop_over_its_terms(kl_in_reward):
     torch.manual_seed(0)
     leaf, expected = train.pack(random_samples(6), "cpu"), 0.0
     new, entropy, values = (torch.randn(len(leaf.targets), dtype=torch.float64) * 0.3 for _ in range(3))
-    loss, figures = train.leaf_loss((new, entropy, values, None), leaf, c, 9, 100)
+    loss, figures = train.policy_step_loss((new, entropy, values, None), leaf, c, 9, 100)
     kls, fields = [], (leaf.logprobs, leaf.old_logprobs, leaf.advantages, leaf.reference, leaf.values, leaf.returns)
     for n, h, v, engine, old, A, reference, old_v, target in zip(
         *(x.tolist() for x in (new, entropy, values, *fields))
@@ -412,7 +412,7 @@ def test_no_token_is_older_than_the_versions_that_are_kept_and_the_oldest_is_nee
     """For any lengths. The worst: the first P groups are short, the others in flight long, all later ones short."""
     sizes = dict(segment_tokens=segment, groups_in_flight=places, prompts_per_step=P, max_new_tokens=most, lag=2)
     c, longest = config_of(**sizes), -(-most // segment)
-    assert train.versions_kept(config_of(lag=3)) == 3 and train.versions_kept(config_of()) == 0
+    assert train.max_staleness(config_of(lag=3)) == 3 and train.max_staleness(config_of()) == 0
 
     def oldest(draws):
         queue, flight, ages = Segments(lambda n: draws[n], P), train.Flight(), []
@@ -421,10 +421,10 @@ def test_no_token_is_older_than_the_versions_that_are_kept_and_the_oldest_is_nee
             ages += [step - t["versions"][0] for t, _ in groups]
         return max(ages)
 
-    assert oldest([1] * P + [longest] * (places - P) + [1] * 40 * P) == train.versions_kept(c)
+    assert oldest([1] * P + [longest] * (places - P) + [1] * 40 * P) == train.max_staleness(c)
     for seed in range(50):
         rng = random.Random(seed)
-        assert oldest([rng.randrange(1, longest + 1) for _ in range(40 * P)]) <= train.versions_kept(c)
+        assert oldest([rng.randrange(1, longest + 1) for _ in range(40 * P)]) <= train.max_staleness(c)
 
 
 def test_a_sample_is_checked_version_by_version_up_to_its_last_token_of_that_version():
@@ -433,12 +433,11 @@ def test_a_sample_is_checked_version_by_version_up_to_its_last_token_of_that_ver
     assert train.samples_of([make_group(3, [0.0, 1.0])], step=6)[0].name == "prompt 3 of step 5, sample 0"
     assert sample.tokens.tolist() == [3, 32, 33, 34, 35, 36, 37, 38]
     assert sample.loss_mask.tolist() == [True, True, True, False, True, True, True]
-    cut = train.as_sampled(sample, 3)
+    cut = train.tokens_of_age(sample, 3)
     assert cut.tokens.tolist() == [3, 32, 33, 34] and cut.loss_mask.tolist() == [False, False, True]
     assert cut.logprobs.tolist() == [-32, -33, -34] and cut.prompt_tokens == 1 and len(cut.returns) == 3
-    assert (
-        train.as_sampled(sample, 1).loss_mask.tolist() == [False] * 6 + [True] and train.as_sampled(sample, 5) is None
-    )
+    assert train.tokens_of_age(sample, 1).loss_mask.tolist() == [False] * 6 + [True]
+    assert train.tokens_of_age(sample, 5) is None
 
 
 def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_against_the_last_version():
@@ -446,7 +445,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
     leaf = leaf._replace(staleness=torch.arange(len(leaf.targets)) % 3)
     new = leaf.old_logprobs + 0.3 * torch.randn(len(leaf.targets), dtype=torch.float64)
     c = config_of(loss="decoupled", loss_aggregation="token", clip_low=0.1, clip_high=0.2, lag=2)
-    loss, figures = train.leaf_loss((new, new * 0, None, None), leaf, c, 6, 50)
+    loss, figures = train.policy_step_loss((new, new * 0, None, None), leaf, c, 6, 50)
     expected, ratios = 0.0, []
     fields = (new, leaf.logprobs, leaf.old_logprobs, leaf.advantages)
     for n, engine, old, A in zip(*(x.tolist() for x in fields)):
@@ -455,13 +454,12 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
         ratios.append(math.exp(n - engine))
     assert float(loss) == pytest.approx(expected / 50)
     assert figures["ratio_mean"].tolist() == pytest.approx(ratios)
-    assert figures["ratio_variance"].tolist() == pytest.approx([r * r for r in ratios])  # less the mean's, once added
+    assert figures["ratio_square"].tolist() == pytest.approx([r * r for r in ratios])
     assert figures["kl_behaviour"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios])
     assert figures["staleness"] is leaf.staleness
     same = leaf._replace(old_logprobs=leaf.logprobs)
-    losses = [
-        train.leaf_loss((new, new * 0, None, None), same, config_of(loss=x), 6, 50)[0] for x in ("ppo", "decoupled")
-    ]
+    output = new, new * 0, None, None
+    losses = [train.policy_step_loss(output, same, config_of(loss=x), 6, 50)[0] for x in ("ppo", "decoupled")]
     assert torch.equal(*losses)  # without a lag it is PPO
 
 

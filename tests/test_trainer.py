@@ -270,13 +270,13 @@ def test_tokens_of_older_weights_are_checked_against_these_and_named_where_they_
         drawn = torch.where(versions == 0, first, torch.where(versions == 1, second, last))
         assert not torch.equal(first, second) and not torch.equal(second, last)
         mixed.append(s._replace(logprobs=drawn, staleness=2 - versions))
-    trainer.check_older(mixed, step=2)
+    trainer.check_past_versions(mixed, step=2)
     assert trainer.mismatches == [] and all(map(torch.equal, weights, trainer.weights))
     metrics, _ = trainer.update(mixed, step=2, lr=0.0, check=True)
     assert metrics["logprob_mismatch_tokens"] == 0 and metrics["ratio_variance"] > 1e-6 and metrics["staleness"] > 0
     # as weights that came too early: the tokens of the first version are said to be of the second
     early = [s._replace(staleness=s.staleness.clamp(max=1)) for s in mixed]
-    trainer.check_older(early, step=2)
+    trainer.check_past_versions(early, step=2)
     with pytest.raises(SystemExit):
         trainer.update(early, step=2, lr=0.1, check=True)
     at = int(mixed[0].loss_mask.nonzero()[0])
@@ -286,7 +286,7 @@ def test_tokens_of_older_weights_are_checked_against_these_and_named_where_they_
     )
     trainer.keep(3)
     with pytest.raises(SystemExit):
-        trainer.check_older([s._replace(staleness=s.staleness + 1) for s in mixed], step=3)
+        trainer.check_past_versions([s._replace(staleness=s.staleness + 1) for s in mixed], step=3)
     why = "sampled with weights 0; the oldest that are kept are 1"
     assert capsys.readouterr().err == f"error: step 3, prompt 0, sample 0, token {at}: {why}\n"
 
@@ -341,11 +341,11 @@ def test_the_reference_is_another_model_at_the_same_temperature(ranks, scratch, 
 def test_a_supervised_step_has_no_temperature_and_every_token_counts_alike(ranks, scratch):
     trainer = make_trainer(ranks, scratch, importance="mask", temperature=1.0)
     samples = trainer.forward_only(make_samples(8))
-    plain, metrics, _ = trainer.gradients(samples, "sft")
+    plain, metrics, _ = trainer.gradients(samples, train.ANSWERS)
     logprobs = torch.cat([s.old_logprobs[s.loss_mask] for s in samples]).double()
     assert metrics["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-6)
     trainer.c.temperature = 0.7
-    assert all(torch.equal(a, b) for a, b in zip(trainer.gradients(samples, "sft")[0], plain))
+    assert all(torch.equal(a, b) for a, b in zip(trainer.gradients(samples, train.ANSWERS)[0], plain))
 
 
 @pytest.mark.parametrize("grad_clip", [0.0, 0.5, 1e9])
