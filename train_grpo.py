@@ -368,20 +368,23 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
 class Sample(NamedTuple):
     name: str  # 'prompt 3, sample 5', for errors
     tokens: torch.Tensor  # (T,) prompt and response
-    prompt_tokens: int  # T - R
+    prompt_tokens: int  # how many of them are the prompt's
     truncated: bool  # cut off at max_new_tokens
     of: int  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
-    turn: torch.Tensor  # (R,) index of each token's turn; -1 for a token that the model was told
     turn_rewards: torch.Tensor  # (turns,)
-    bootstrap: float  # the critic's value after the last token; 0 unless cut off
-    loss_mask: torch.Tensor  # (R,) bool
-    staleness: torch.Tensor  # (R,) steps from the weights that sampled the token to those that its first update changes
-    logprobs: torch.Tensor  # (R,) the engine's
-    old_logprobs: torch.Tensor  # (R,) the ratio's denominator: the engine's, or the trainer's before the first update
-    advantages: torch.Tensor  # (R,)
-    reference: torch.Tensor  # (R,) log-probs of the reference or the teacher
-    values: torch.Tensor  # (R,) of the critic before the first update
-    returns: torch.Tensor  # (R,) what the critic learns
+    loss_at: torch.Tensor  # (M,) indices of the loss tokens in `tokens`; all below is known of these tokens alone
+    turn: torch.Tensor  # (M,) index of each token's turn
+    staleness: torch.Tensor  # (M,) steps from the weights that sampled the token to those that its first update changes
+    logprobs: torch.Tensor  # (M,) the engine's
+    old_logprobs: torch.Tensor  # (M,) the ratio's denominator: the engine's, or the trainer's before the first update
+    advantages: torch.Tensor  # (M,)
+    reference: torch.Tensor  # (M,) log-probs of the reference or the teacher
+    values: torch.Tensor  # (M,) of the critic before the first update
+    returns: torch.Tensor  # (M,) what the critic learns
+    bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
+
+
+COLUMNS = "staleness logprobs old_logprobs advantages reference values returns".split()  # of a Sample and of a Leaf
 
 
 class Leaf(NamedTuple):
@@ -402,18 +405,25 @@ class Leaf(NamedTuple):
 
 def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False, staleness=None, of=0, turns=None):
     """
-    A Sample of prompt (T - R,) and response (R,). Fields that are not known yet are 0, and old_logprobs the engine's.
-    turns: (turn of each token (R,), rewards of the turns (turns,)); None: the response is one turn.
+    A Sample of a prompt and a response (R,), of whose tokens those in loss_mask (R,) have a loss. logprobs, staleness
+    (R,); None: 0. turns: (turn of each token (R,), rewards of the turns (turns,)); None: the response is one turn.
+    Columns that are not known yet are 0, and old_logprobs the engine's.
     """
     zeros = torch.zeros(len(response)).long()
-    staleness, (turn, gained) = zeros if staleness is None else staleness, turns or (zeros, torch.zeros(1))
-    known = name, torch.cat([prompt, response]), len(prompt), truncated, of, turn, gained, 0.0, loss_mask, staleness
-    return Sample(*known, logprobs, logprobs, *[torch.zeros(len(response))] * 4)
+    turn, turn_rewards = turns or (zeros, torch.zeros(1))
+    at = loss_mask.nonzero()[:, 0]
+    unknown = torch.zeros(len(at))
+    return Sample(
+        name=name, tokens=torch.cat([prompt, response]), prompt_tokens=len(prompt), truncated=truncated, of=of,
+        turn_rewards=turn_rewards, loss_at=len(prompt) + at, turn=turn[at],
+        staleness=(zeros if staleness is None else staleness)[at], logprobs=logprobs[at], old_logprobs=logprobs[at],
+        advantages=unknown, reference=unknown, values=unknown, returns=unknown,
+    )  # fmt: skip
 
 
 def loss_tokens(samples):
     """How many tokens of the samples have a loss."""
-    return int(torch.cat([s.loss_mask for s in samples]).sum())
+    return sum(len(s.loss_at) for s in samples)
 
 
 # One token without loss, which stands in an empty leaf: its rank must take part in the other ranks' collectives.
@@ -445,12 +455,11 @@ def samples_of(groups, step=None, overlong_filter=False):
 
 def tokens_of_age(sample, age):
     """The sample, cut after its last loss token of this staleness, with no loss on other tokens; None without any."""
-    mask = sample.loss_mask & (sample.staleness == age)
-    if not mask.any():
+    chosen = sample.staleness == age
+    if not chosen.any():
         return None
-    end, per_token = int(mask.nonzero()[-1]) + 1, Sample._fields[Sample._fields.index("staleness") :]
-    cut = {name: getattr(sample, name)[:end] for name in per_token}
-    return sample._replace(tokens=sample.tokens[: sample.prompt_tokens + end], loss_mask=mask[:end], **cut)
+    columns = {name: getattr(sample, name)[chosen] for name in ("loss_at", "turn", *COLUMNS)}
+    return sample._replace(tokens=sample.tokens[: columns["loss_at"][-1] + 1], **columns)
 
 
 def max_staleness(c):
@@ -466,15 +475,14 @@ def max_staleness(c):
 def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
     samples = samples or [FILLER]
-    lengths, prompts = torch.tensor([[len(s.tokens) for s in samples], [s.prompt_tokens for s in samples]])
-    ids, mask = (torch.cat(field) for field in zip(*((s.tokens, s.loss_mask) for s in samples)))
-    of, starts = torch.arange(len(samples)).repeat_interleave(lengths), lengths.cumsum(0) - lengths
-    positions = torch.arange(len(ids)) - starts[of]
-    at = (positions >= prompts[of]).nonzero()[:, 0][mask]  # of the loss tokens
-    counts = torch.bincount(of[at], minlength=len(samples))
-    first = Sample._fields.index("staleness")
-    of_tokens = (torch.cat(field)[mask] for field in zip(*(s[first:] for s in samples)))
-    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *of_tokens)))
+    ids = torch.cat([s.tokens for s in samples])
+    positions = torch.cat([torch.arange(len(s.tokens)) for s in samples])
+    lengths = torch.tensor([len(s.tokens) for s in samples])
+    counts = torch.tensor([len(s.loss_at) for s in samples])
+    starts = lengths.cumsum(0) - lengths
+    at = torch.cat([s.loss_at for s in samples]) + starts.repeat_interleave(counts)
+    columns = [torch.cat([getattr(s, name) for s in samples]) for name in COLUMNS]
+    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *columns)))
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -498,22 +506,19 @@ def plan_leaves(lengths, leaf_tokens, lanes):
         rows += 1 + rows // 8
 
 
-def scatter(mask, x):
-    """(R,) zeros with x where the mask (R,) is set."""
-    return torch.zeros(len(mask)).masked_scatter(mask, x)
-
-
 # ---- from rewards to advantages -------------------------------------------------------------------------------------
 
 
 def token_rewards(sample, reward, credit):
-    """Rewards of a sample's loss tokens (loss tokens,): all at the last one, or each turn's at the turn's last one."""
-    turn = sample.turn[sample.loss_mask]
-    last, gains = torch.cat([turn[1:] != turn[:-1], torch.ones(1).bool()])[: len(turn)], torch.zeros(len(turn))
-    if credit == "turn":
-        gains[last] = sample.turn_rewards[turn[last]]
-    else:
+    """Rewards of a sample's loss tokens (M,): all at the last one, or each turn's at the turn's last one."""
+    turn = sample.turn
+    gains = torch.zeros(len(turn))
+    if credit != "turn":
         gains[-1:] = reward
+        return gains
+    last = torch.ones(len(turn)).bool()
+    last[:-1] = turn[1:] != turn[:-1]
+    gains[last] = sample.turn_rewards[turn[last]]
     return gains
 
 
@@ -528,7 +533,7 @@ def turn_advantages(samples, kind, group_size, gamma):
         returns.append(gae(s.turn_rewards, torch.zeros(len(s.turn_rewards) + 1), gamma, 1.0))
         for k in range(len(s.turn_rewards)):
             peers.setdefault((s.of // group_size, k), []).append((i, k))
-    advantages = [torch.zeros(len(r) + 1) for r in returns]  # the last is of what the model was told
+    advantages = [torch.zeros(len(r)) for r in returns]
     for places in peers.values():
         if len(places) > 1:
             among = advantages_of(torch.stack([returns[i][k] for i, k in places])[None], kind)[0]
@@ -540,17 +545,17 @@ def turn_advantages(samples, kind, group_size, gamma):
 def critic_advantages(samples, gains, gamma, lam):
     """
     The samples with the advantages of `gae`, normalised over the batch (Huang et al. 2022, detail 7), and returns.
-    gains: per sample (loss tokens,), what `token_rewards` returns minus each token's KL cost: a reward of 1 and costs
+    gains: per sample (M,), what `token_rewards` returns minus each token's KL cost: a reward of 1 and costs
     of .1 .1 .2 make -.1 -.1 .8.
     """
-    states = [torch.cat([s.values[s.loss_mask], torch.tensor([s.bootstrap])]) for s in samples]
+    states = [torch.cat([s.values, torch.tensor([s.bootstrap])]) for s in samples]
     # The recursion starts at the end, so samples are aligned there and it reaches the padding last.
     at_the_end = dict(batch_first=True, padding_side="left")
     padded = (torch.nn.utils.rnn.pad_sequence(x, **at_the_end) for x in (gains, states))
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
     mean, std = torch.cat(advantages).mean(), torch.cat(advantages).std()
-    each = [(s, (a - mean) / (std + 1e-6), a + v[:-1]) for s, a, v in zip(samples, advantages, states)]
-    return [s._replace(advantages=scatter(s.loss_mask, a), returns=scatter(s.loss_mask, r)) for s, a, r in each]
+    each = zip(samples, advantages, states)
+    return [s._replace(advantages=(a - mean) / (std + 1e-6), returns=a + v[:-1]) for s, a, v in each]
 
 
 def with_advantages(samples, rewards, c):
@@ -559,7 +564,7 @@ def with_advantages(samples, rewards, c):
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
     costs = []
     if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
-        costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator)[s.loss_mask] for s in samples]
+        costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator) for s in samples]
     if c.advantage == "gae":
         gains = [token_rewards(s, float(rewards.flatten()[s.of]), c.credit) for s in samples]
         gains = [g - cost for g, cost in zip(gains, costs)] if costs else gains
@@ -653,8 +658,8 @@ def check_logprobs(leaf, logprobs, age, chosen, samples):
         return []
     i = int(differ.nonzero()[0])
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
-    j, token = [(j, t) for j in chosen for t in samples[j].loss_mask.nonzero()[:, 0].tolist()][i]
-    line = f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}"
+    j, at = [(j, at) for j in chosen for at in samples[j].loss_at.tolist()][i]
+    line = f"{samples[j].name}, token {at - samples[j].prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
     return [(j, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
@@ -853,11 +858,11 @@ class Trainer:
         those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept.
         """
         self.mismatches = []
-        ages = torch.cat([s.staleness for s in samples])[torch.cat([s.loss_mask for s in samples])].unique()
+        ages = torch.cat([s.staleness for s in samples]).unique()
         for age in ages[ages > 0].tolist():
             cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
             where, parts = list(cut), list(cut.values())
-            token = f"{parts[0].name}, token {int(parts[0].loss_mask.nonzero()[0])}"
+            token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
             passes = self.passes(parts, self.c.temperature, weights=self.versions[step - age])
@@ -884,12 +889,12 @@ class Trainer:
         everyone, filled = [None] * self.mesh.size(), list(samples)
         dist.all_gather_object(everyone, mine, group=self.control)
         for i, (*per_token, bootstrap) in (pair for part in everyone for pair in part.items()):
-            s = samples[i]
-            ours, theirs, values = (scatter(s.loss_mask, x) for x in per_token)
-            ours = ours if needs_own else s.logprobs
+            ours, theirs, values = per_token
+            if not needs_own:
+                ours = samples[i].logprobs
             # After a sample that ended by itself nothing can be gained: the value of its last state is 0.
-            bootstrap = bootstrap if s.truncated else 0.0
-            filled[i] = s._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
+            bootstrap = bootstrap if samples[i].truncated else 0.0
+            filled[i] = samples[i]._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
         return filled
 
     def gradients(self, samples, objective=POLICY, check=False):

@@ -164,7 +164,7 @@ def test_a_critics_advantages_are_those_of_a_loop_over_samples_of_any_length():
         n = len(cost)
         mask, values = torch.tensor([False, *[True] * n, False]), torch.randn(n + 2)
         sample = train.make_sample(torch.zeros(3), torch.zeros(n + 2), mask, torch.zeros(n + 2), truncated=bool(end))
-        samples.append(sample._replace(values=values, bootstrap=end))
+        samples.append(sample._replace(values=values[1:-1], bootstrap=end))
         gains = [-c for c in cost]
         gains[-1] += r
         expected.append(loop_gae(gains, values[1:-1].tolist() + [end], 0.9, 0.8))
@@ -172,10 +172,10 @@ def test_a_critics_advantages_are_those_of_a_loop_over_samples_of_any_length():
     gains = [train.token_rewards(s, r, "sample") - torch.tensor(c) for s, r, c in zip(samples, rewards, costs)]
     done = train.critic_advantages(samples, gains, 0.9, 0.8)
     for s, before, raw in zip(done, samples, expected):
-        normal = [0.0, *((a - mean(whole)) / (std(whole) + 1e-6) for a in raw), 0.0]
+        normal = [(a - mean(whole)) / (std(whole) + 1e-6) for a in raw]
         assert s.advantages.tolist() == pytest.approx(normal, abs=1e-5)
-        returns = [a + v for a, v in zip(raw, before.values[1:-1].tolist())]
-        assert s.returns.tolist() == pytest.approx([0.0, *returns, 0.0], abs=1e-5)
+        returns = [a + v for a, v in zip(raw, before.values.tolist())]
+        assert s.returns.tolist() == pytest.approx(returns, abs=1e-5)
 
 
 def test_value_loss_overlong_penalty_and_importance_weights_are_those_of_loops():
@@ -249,7 +249,8 @@ def random_samples(n, seed=0):
     for i in range(n):
         R = rng.randrange(3, 9)
         s = train.make_sample(torch.zeros(2).long(), torch.arange(R), torch.arange(R) % 3 != 1, torch.zeros(R), f"{i}")
-        fields = {k: torch.tensor([rng.gauss(0, 0.4) for _ in range(R)], dtype=torch.float64) for k in FIELDS}
+        M = len(s.loss_at)
+        fields = {k: torch.tensor([rng.gauss(0, 0.4) for _ in range(M)], dtype=torch.float64) for k in FIELDS}
         out.append(s._replace(**fields))
     return out
 
@@ -288,13 +289,12 @@ def test_costs_are_taken_from_the_reward_of_a_sample_and_a_teacher_is_followed()
     c = config_of(advantage="dr_grpo", kl_coef=0.2, kl_in_reward=True, kl_estimator="k1")
     costs = []
     for s in samples:
-        engine, reference, mask = s.logprobs.tolist(), s.reference.tolist(), s.loss_mask.tolist()
-        costs.append(0.2 * sum(a - b for a, b, used in zip(engine, reference, mask) if used))
+        costs.append(0.2 * sum(a - b for a, b in zip(s.logprobs.tolist(), s.reference.tolist())))
     net = [r - cost for r, cost in zip(rewards.flatten().tolist(), costs)]
     expected = [r - mean(net[i // 3 * 3 :][:3]) for i, r in enumerate(net)]
     done = train.with_advantages(samples, rewards, c)
     assert [s.advantages.tolist() for s in done] == [
-        pytest.approx([a] * len(s.tokens[2:]), rel=1e-5) for s, a in zip(samples, expected)
+        pytest.approx([a] * len(s.loss_at), rel=1e-5) for s, a in zip(samples, expected)
     ]
     for s in train.with_advantages(samples, rewards, config_of(advantage="distill")):
         assert s.advantages.tolist() == [a - b for a, b in zip(s.reference.tolist(), s.logprobs.tolist())]
@@ -319,9 +319,10 @@ def test_only_samples_that_were_cut_off_are_filtered(overlong_filter):
     assert [s.name for s in samples] == [f"prompt {p}, sample {g}" for p in (3, 4) for g in (0, 1)]
     assert [s.tokens.tolist() for s in samples[:2]] == [[3, 30, 31], [3, 32, 33, 34]]
     assert [s.truncated for s in samples] == [False, True] * 2 and [s.prompt_tokens for s in samples] == [1] * 4
-    cut_off = [not overlong_filter] * 3
-    assert [s.loss_mask.tolist() for s in samples] == [[False, True], cut_off, [False, True], cut_off]
-    assert samples[1].logprobs.tolist() == samples[1].old_logprobs.tolist() == [-32.0, -33.0, -34.0]
+    cut_off = [] if overlong_filter else [1, 2, 3]
+    assert [s.loss_at.tolist() for s in samples] == [[2], cut_off, [2], cut_off]
+    known = [] if overlong_filter else [-32.0, -33.0, -34.0]
+    assert samples[1].logprobs.tolist() == samples[1].old_logprobs.tolist() == known
 
 
 class Rollouts:
@@ -429,14 +430,14 @@ def test_no_token_is_older_than_the_versions_that_are_kept_and_the_oldest_is_nee
 
 def test_a_sample_is_checked_version_by_version_up_to_its_last_token_of_that_version():
     sample = train.samples_of([make_group(3, [0.0, 1.0], lengths=(2, 7))], step=5)[1]
-    assert sample.name == "prompt 3, sample 1" and sample.staleness.tolist() == [4, 4, 3, 3, 2, 2, 1]
+    assert sample.name == "prompt 3, sample 1" and sample.staleness.tolist() == [4, 4, 3, 2, 2, 1]
     assert train.samples_of([make_group(3, [0.0, 1.0])], step=6)[0].name == "prompt 3 of step 5, sample 0"
     assert sample.tokens.tolist() == [3, 32, 33, 34, 35, 36, 37, 38]
-    assert sample.loss_mask.tolist() == [True, True, True, False, True, True, True]
+    assert sample.loss_at.tolist() == [1, 2, 3, 5, 6, 7]
     cut = train.tokens_of_age(sample, 3)
-    assert cut.tokens.tolist() == [3, 32, 33, 34] and cut.loss_mask.tolist() == [False, False, True]
-    assert cut.logprobs.tolist() == [-32, -33, -34] and cut.prompt_tokens == 1 and len(cut.returns) == 3
-    assert train.tokens_of_age(sample, 1).loss_mask.tolist() == [False] * 6 + [True]
+    assert cut.tokens.tolist() == [3, 32, 33, 34] and cut.loss_at.tolist() == [3]
+    assert cut.logprobs.tolist() == [-34] and cut.prompt_tokens == 1 and len(cut.returns) == len(cut.turn) == 1
+    assert train.tokens_of_age(sample, 1).loss_at.tolist() == [7]
     assert train.tokens_of_age(sample, 5) is None
 
 
@@ -470,7 +471,7 @@ def test_supervised_samples_learn_the_whole_answer_and_nothing_of_the_prompt():
     assert [int(s.tokens[0]) for s in samples] == chosen
     for s in samples:
         i = int(s.tokens[0])
-        assert s.tokens.tolist() == [i, i, 50, i, 1] and s.prompt_tokens == 2 and s.loss_mask.tolist() == [True] * 3
+        assert s.tokens.tolist() == [i, i, 50, i, 1] and s.prompt_tokens == 2 and s.loss_at.tolist() == [2, 3, 4]
 
 
 def test_what_comes_every_so_many_steps_comes_after_the_last_one_too():
