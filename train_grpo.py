@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -367,20 +368,23 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
 class Sample(NamedTuple):
     name: str  # 'prompt 3, sample 5', for errors
     tokens: torch.Tensor  # (T,) prompt and response
-    prompt_tokens: int  # T - R
+    prompt_tokens: int  # how many of them are the prompt's
     truncated: bool  # cut off at max_new_tokens
     of: int  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
-    turn: torch.Tensor  # (R,) index of each token's turn; -1 for a token that the model was told
     turn_rewards: torch.Tensor  # (turns,)
-    bootstrap: float  # the critic's value after the last token; 0 unless cut off
-    loss_mask: torch.Tensor  # (R,) bool
-    staleness: torch.Tensor  # (R,) steps from the weights that sampled the token to those that its first update changes
-    logprobs: torch.Tensor  # (R,) the engine's
-    old_logprobs: torch.Tensor  # (R,) the ratio's denominator: the engine's, or the trainer's before the first update
-    advantages: torch.Tensor  # (R,)
-    reference: torch.Tensor  # (R,) log-probs of the reference or the teacher
-    values: torch.Tensor  # (R,) of the critic before the first update
-    returns: torch.Tensor  # (R,) what the critic learns
+    loss_at: torch.Tensor  # (M,) indices of the loss tokens in `tokens`; all below is known of these tokens alone
+    turn: torch.Tensor  # (M,) index of each token's turn
+    staleness: torch.Tensor  # (M,) steps from the weights that sampled the token to those that its first update changes
+    logprobs: torch.Tensor  # (M,) the engine's
+    old_logprobs: torch.Tensor  # (M,) the ratio's denominator: the engine's, or the trainer's before the first update
+    advantages: torch.Tensor  # (M,)
+    reference: torch.Tensor  # (M,) log-probs of the reference or the teacher
+    values: torch.Tensor  # (M,) of the critic before the first update
+    returns: torch.Tensor  # (M,) what the critic learns
+    bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
+
+
+COLUMNS = "staleness logprobs old_logprobs advantages reference values returns".split()  # of a Sample and of a Leaf
 
 
 class Leaf(NamedTuple):
@@ -401,18 +405,25 @@ class Leaf(NamedTuple):
 
 def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False, staleness=None, of=0, turns=None):
     """
-    A Sample of prompt (T - R,) and response (R,). Fields that are not known yet are 0, and old_logprobs the engine's.
-    turns: (turn of each token (R,), rewards of the turns (turns,)); None: the response is one turn.
+    A Sample of a prompt and a response (R,), of whose tokens those in loss_mask (R,) have a loss. logprobs, staleness
+    (R,); None: 0. turns: (turn of each token (R,), rewards of the turns (turns,)); None: the response is one turn.
+    Columns that are not known yet are 0, and old_logprobs the engine's.
     """
     zeros = torch.zeros(len(response)).long()
-    staleness, (turn, gained) = zeros if staleness is None else staleness, turns or (zeros, torch.zeros(1))
-    known = name, torch.cat([prompt, response]), len(prompt), truncated, of, turn, gained, 0.0, loss_mask, staleness
-    return Sample(*known, logprobs, logprobs, *[torch.zeros(len(response))] * 4)
+    turn, turn_rewards = turns or (zeros, torch.zeros(1))
+    at = loss_mask.nonzero()[:, 0]
+    unknown = torch.zeros(len(at))
+    return Sample(
+        name=name, tokens=torch.cat([prompt, response]), prompt_tokens=len(prompt), truncated=truncated, of=of,
+        turn_rewards=turn_rewards, loss_at=len(prompt) + at, turn=turn[at],
+        staleness=(zeros if staleness is None else staleness)[at], logprobs=logprobs[at], old_logprobs=logprobs[at],
+        advantages=unknown, reference=unknown, values=unknown, returns=unknown,
+    )  # fmt: skip
 
 
 def loss_tokens(samples):
     """How many tokens of the samples have a loss."""
-    return int(torch.cat([s.loss_mask for s in samples]).sum())
+    return sum(len(s.loss_at) for s in samples)
 
 
 # One token without loss, which stands in an empty leaf: its rank must take part in the other ranks' collectives.
@@ -442,17 +453,16 @@ def samples_of(groups, step=None, overlong_filter=False):
     return samples
 
 
-def as_sampled(sample, age):
+def tokens_of_age(sample, age):
     """The sample, cut after its last loss token of this staleness, with no loss on other tokens; None without any."""
-    mask = sample.loss_mask & (sample.staleness == age)
-    if not mask.any():
+    chosen = sample.staleness == age
+    if not chosen.any():
         return None
-    end, per_token = int(mask.nonzero()[-1]) + 1, Sample._fields[Sample._fields.index("staleness") :]
-    cut = {name: getattr(sample, name)[:end] for name in per_token}
-    return sample._replace(tokens=sample.tokens[: sample.prompt_tokens + end], loss_mask=mask[:end], **cut)
+    columns = {name: getattr(sample, name)[chosen] for name in ("loss_at", "turn", *COLUMNS)}
+    return sample._replace(tokens=sample.tokens[: columns["loss_at"][-1] + 1], **columns)
 
 
-def versions_kept(c):
+def max_staleness(c):
     """The largest staleness of a token, in steps; it is also how many older versions of the weights must be kept."""
     if not c.segment_tokens:
         return c.lag
@@ -465,15 +475,14 @@ def versions_kept(c):
 def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
     samples = samples or [FILLER]
-    lengths, prompts = torch.tensor([[len(s.tokens) for s in samples], [s.prompt_tokens for s in samples]])
-    ids, mask = (torch.cat(field) for field in zip(*((s.tokens, s.loss_mask) for s in samples)))
-    of, starts = torch.arange(len(samples)).repeat_interleave(lengths), lengths.cumsum(0) - lengths
-    positions = torch.arange(len(ids)) - starts[of]
-    at = (positions >= prompts[of]).nonzero()[:, 0][mask]  # of the loss tokens
-    counts = torch.bincount(of[at], minlength=len(samples))
-    first = Sample._fields.index("staleness")
-    of_tokens = (torch.cat(field)[mask] for field in zip(*(s[first:] for s in samples)))
-    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *of_tokens)))
+    ids = torch.cat([s.tokens for s in samples])
+    positions = torch.cat([torch.arange(len(s.tokens)) for s in samples])
+    lengths = torch.tensor([len(s.tokens) for s in samples])
+    counts = torch.tensor([len(s.loss_at) for s in samples])
+    starts = lengths.cumsum(0) - lengths
+    at = torch.cat([s.loss_at for s in samples]) + starts.repeat_interleave(counts)
+    columns = [torch.cat([getattr(s, name) for s in samples]) for name in COLUMNS]
+    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *columns)))
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -497,22 +506,19 @@ def plan_leaves(lengths, leaf_tokens, lanes):
         rows += 1 + rows // 8
 
 
-def scatter(mask, x):
-    """(R,) zeros with x where the mask (R,) is set."""
-    return torch.zeros(len(mask)).masked_scatter(mask, x)
-
-
 # ---- from rewards to advantages -------------------------------------------------------------------------------------
 
 
-def gained(sample, reward, credit):
-    """Rewards of a sample's loss tokens (loss tokens,): all at the last one, or each turn's at the turn's last one."""
-    turn = sample.turn[sample.loss_mask]
-    last, gains = torch.cat([turn[1:] != turn[:-1], torch.ones(1).bool()])[: len(turn)], torch.zeros(len(turn))
-    if credit == "turn":
-        gains[last] = sample.turn_rewards[turn[last]]
-    else:
+def token_rewards(sample, reward, credit):
+    """Rewards of a sample's loss tokens (M,): all at the last one, or each turn's at the turn's last one."""
+    turn = sample.turn
+    gains = torch.zeros(len(turn))
+    if credit != "turn":
         gains[-1:] = reward
+        return gains
+    last = torch.ones(len(turn)).bool()
+    last[:-1] = turn[1:] != turn[:-1]
+    gains[last] = sample.turn_rewards[turn[last]]
     return gains
 
 
@@ -527,7 +533,7 @@ def turn_advantages(samples, kind, group_size, gamma):
         returns.append(gae(s.turn_rewards, torch.zeros(len(s.turn_rewards) + 1), gamma, 1.0))
         for k in range(len(s.turn_rewards)):
             peers.setdefault((s.of // group_size, k), []).append((i, k))
-    advantages = [torch.zeros(len(r) + 1) for r in returns]  # the last is of what the model was told
+    advantages = [torch.zeros(len(r)) for r in returns]
     for places in peers.values():
         if len(places) > 1:
             among = advantages_of(torch.stack([returns[i][k] for i, k in places])[None], kind)[0]
@@ -539,17 +545,17 @@ def turn_advantages(samples, kind, group_size, gamma):
 def critic_advantages(samples, gains, gamma, lam):
     """
     The samples with the advantages of `gae`, normalised over the batch (Huang et al. 2022, detail 7), and returns.
-    gains: per sample (loss tokens,), what `gained` returns minus each token's KL cost: a reward of 1 and costs of
-    .1 .1 .2 make -.1 -.1 .8.
+    gains: per sample (M,), what `token_rewards` returns minus each token's KL cost: a reward of 1 and costs
+    of .1 .1 .2 make -.1 -.1 .8.
     """
-    states = [torch.cat([s.values[s.loss_mask], torch.tensor([s.bootstrap])]) for s in samples]
+    states = [torch.cat([s.values, torch.tensor([s.bootstrap])]) for s in samples]
     # The recursion starts at the end, so samples are aligned there and it reaches the padding last.
     at_the_end = dict(batch_first=True, padding_side="left")
     padded = (torch.nn.utils.rnn.pad_sequence(x, **at_the_end) for x in (gains, states))
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
     mean, std = torch.cat(advantages).mean(), torch.cat(advantages).std()
-    each = [(s, (a - mean) / (std + 1e-6), a + v[:-1]) for s, a, v in zip(samples, advantages, states)]
-    return [s._replace(advantages=scatter(s.loss_mask, a), returns=scatter(s.loss_mask, r)) for s, a, r in each]
+    each = zip(samples, advantages, states)
+    return [s._replace(advantages=(a - mean) / (std + 1e-6), returns=a + v[:-1]) for s, a, v in each]
 
 
 def with_advantages(samples, rewards, c):
@@ -558,9 +564,9 @@ def with_advantages(samples, rewards, c):
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
     costs = []
     if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
-        costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator)[s.loss_mask] for s in samples]
+        costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator) for s in samples]
     if c.advantage == "gae":
-        gains = [gained(s, float(rewards.flatten()[s.of]), c.credit) for s in samples]
+        gains = [token_rewards(s, float(rewards.flatten()[s.of]), c.credit) for s in samples]
         gains = [g - cost for g, cost in zip(gains, costs)] if costs else gains
         return critic_advantages(samples, gains, c.gamma, c.gae_lambda)
     if c.credit == "turn":
@@ -576,28 +582,25 @@ def with_advantages(samples, rewards, c):
 # ---- a leaf's loss, and the check -----------------------------------------------------------------------------------
 
 
-def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
-    """
-    A leaf's part of a step's loss (see `aggregate` for `samples` and `tokens`), and the figures of its tokens,
-    {metric: (M,)}. output: what the model's `token_logprobs` returned; phase: 'rl', 'sft' for the negative
-    log-likelihood, or 'rm', where pairs stand for tokens. Pure: a forward pass goes in, numbers come out.
-    """
-    logprobs, entropy, values, scores = output
-    if phase == "rm":
-        losses, margin = preference_loss(scores)
-        return losses.sum() / tokens, dict(accuracy=margin > 0, margin=margin)
-    counts, figures = leaf.counts.tolist(), {"entropy": entropy}
-    if phase == "sft":
-        return aggregate(-logprobs, counts, "token", samples, tokens, 0), figures
-    ends, old = (c.clip_low, c.clip_high, c.dual_clip), leaf.old_logprobs
-    losses, figures["clip_fraction"] = policy_loss(c.loss, logprobs, old, leaf.advantages, counts, *ends)
+# Each takes what the model's `token_logprobs` returned for a leaf, and returns the leaf's part of a step's loss (see
+# `aggregate` for `samples` and `tokens`) and the figures of its tokens, {metric: (M,)}. A forward pass goes in, numbers
+# come out.
+
+
+def policy_step_loss(output, leaf, c, samples, tokens):
+    """The loss of an RL step, of the terms that the config asks for."""
+    logprobs, entropy, values, _ = output
+    counts = leaf.counts.tolist()
+    figures = {"entropy": entropy}
+    bounds, old = (c.clip_low, c.clip_high, c.dual_clip), leaf.old_logprobs
+    losses, figures["clip_fraction"] = policy_loss(c.loss, logprobs, old, leaf.advantages, counts, *bounds)
     if c.importance or c.loss == "decoupled":
         w = importance_weights(old, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
-        losses, figures["importance_mean"], figures["importance_not_one"] = losses * w, w, w != 1
-    if versions_kept(c):
+        losses = losses * w
+        figures |= dict(importance_mean=w, importance_not_one=w != 1)
+    if max_staleness(c):
         ratio = torch.exp(logprobs.detach() - leaf.logprobs)
-        # `gradients` makes the variance of the mean square, by subtracting the square of the mean.
-        figures |= dict(staleness=leaf.staleness, ratio_mean=ratio, ratio_variance=ratio.square())
+        figures |= dict(staleness=leaf.staleness, ratio_mean=ratio, ratio_square=ratio.square())
         figures["kl_behaviour"] = kl(leaf.logprobs, logprobs.detach(), "k3")
     if c.entropy_coef:  # Schulman et al. 2017, equation 9
         losses = losses - c.entropy_coef * entropy
@@ -609,6 +612,38 @@ def leaf_loss(output, leaf, c, samples, tokens, phase="rl"):
         figures["value_loss"] = value_loss(values, leaf.values, leaf.returns, c.value_clip)
         losses = losses + c.value_coef * figures["value_loss"]
     return aggregate(losses, counts, c.loss_aggregation, samples, tokens, c.max_new_tokens), figures
+
+
+def answer_loss(output, leaf, c, samples, tokens):
+    """The negative log-likelihood of answers, the mean over all tokens."""
+    logprobs, entropy, _, _ = output
+    return aggregate(-logprobs, leaf.counts.tolist(), "token", samples, tokens, 0), dict(entropy=entropy)
+
+
+def pair_loss(output, leaf, c, samples, tokens):
+    """The loss of a reward model. Here `tokens` is the number of the step's pairs."""
+    losses, margin = preference_loss(output[-1])
+    return losses.sum() / tokens, dict(accuracy=margin > 0, margin=margin)
+
+
+class Objective(NamedTuple):
+    phase: str  # its name in the ledger and in metrics.jsonl
+    loss: Callable  # one of the three above
+    unit: int = 1  # samples that must be in one leaf
+
+
+POLICY = Objective("rl", policy_step_loss)
+ANSWERS = Objective("sft", answer_loss)
+PAIRS = Objective("rm", pair_loss, 2)
+
+
+def derived(metrics):
+    """The metrics (means over the loss tokens), with what follows from the moments of the probability ratio."""
+    if "ratio_mean" not in metrics:
+        return metrics
+    mean_square, square = metrics["ratio_mean"] ** 2, metrics["ratio_square"]
+    others = {name: x for name, x in metrics.items() if name != "ratio_square"}
+    return others | dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
 
 
 def check_logprobs(leaf, logprobs, age, chosen, samples):
@@ -623,8 +658,8 @@ def check_logprobs(leaf, logprobs, age, chosen, samples):
         return []
     i = int(differ.nonzero()[0])
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
-    j, token = [(j, t) for j in chosen for t in samples[j].loss_mask.nonzero()[:, 0].tolist()][i]
-    line = f"{samples[j].name}, token {token}: engine {bits[0]}, trainer {bits[1]}"
+    j, at = [(j, at) for j in chosen for at in samples[j].loss_at.tolist()][i]
+    line = f"{samples[j].name}, token {at - samples[j].prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
     return [(j, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
@@ -680,7 +715,7 @@ class Trainer:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
             self.optimizer.state[w] = dict(step=torch.tensor(float(optimizer_steps)), **zeros)
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
-        self.versions, self.mismatches = {version: self.rounded() for version in versions}, []
+        self.versions, self.mismatches = {version: self.snapshot() for version in versions}, []
         if optimizer_steps:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
@@ -720,7 +755,7 @@ class Trainer:
             state += [s._replace(name=f"version {version}.{s.name}", data=s.data.to(self.device)) for s in kept]
         return state + [s for s in self.shards if s.name == "value_head"]
 
-    def rounded(self):
+    def snapshot(self):
         """A copy of the policy's shards as the engines get them: in the compute dtype; adapters stay float32."""
         dtype = torch.bfloat16 if self.device == "cuda" and not self.base else torch.float32
         return [s._replace(data=s.data.to(dtype, copy=True)) for s in self.policy]
@@ -732,13 +767,13 @@ class Trainer:
 
     def keep(self, version):
         """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
-        if most := versions_kept(self.c):
+        if most := max_staleness(self.c):
             older = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
             if self.device == "cuda":  # the newest is still to be sent; others wait in CPU memory, where there is room
                 dropped = [kept for v, kept in self.versions.items() if v < version - most]
                 spare = [kept for kept in dropped if kept[0].data.is_pinned()]
                 older = {v: self.to_host(kept, spare) for v, kept in older.items()}
-            self.versions = older | {version: self.rounded()}
+            self.versions = older | {version: self.snapshot()}
 
     def to_host(self, shards, spare):
         """The shards in pinned memory: in that of a spare version, if there is one."""
@@ -765,7 +800,7 @@ class Trainer:
         """The log-probs (M,) of the reference or the teacher."""
         with self.holding(self.anchor) if self.frozen is self.model else nullcontext():
             logprobs = self.frozen.token_logprobs(leaf, self.c.temperature)[0]
-            self.frozen.reshard()  # FSDP2 reshards after a backward pass; there is none, so we do.
+            self.frozen.reshard()
         return logprobs
 
     def save(self, ckpt, tokenizer, stop_tokens, record, step, flight):
@@ -798,39 +833,42 @@ class Trainer:
             sync.seal_checkpoint(unfinished, finished, **state)
             sync.delete_checkpoints(ckpt, sync.checkpoints(ckpt)[: -self.c.keep_checkpoints])
 
-    def leaves(self, samples):
+    def passes(self, samples, temperature, unit=1, weights=None):
         """
-        Yields this rank's leaves of a step: (the indices of its samples, the Leaf). Leaf i belongs to rank i % ranks:
-        the ranks work on a row of leaves side by side. FSDP2's gathers and scatters need all of them, so an empty leaf
-        is computed like any other. The two samples of a pair are in one leaf.
+        Forward passes over this rank's leaves of a step: yields (the indices of a leaf's samples, the Leaf, what the
+        model's `token_logprobs` returns). Leaf i belongs to rank i % ranks: the ranks work on a row of leaves side by
+        side. FSDP2's gathers and scatters need all of them, so an empty leaf is computed like any other. unit: number
+        of neighbours among the samples that share a leaf. weights: shards that the policy has meanwhile.
         """
-        n = 2 if self.c.mode == "rm" else 1
-        lengths = [sum(len(s.tokens) for s in samples[i : i + n]) for i in range(0, len(samples), n)]
+        lengths = [sum(len(s.tokens) for s in samples[i : i + unit]) for i in range(0, len(samples), unit)]
         planned = plan_leaves(lengths, self.c.leaf_tokens, self.c.lanes)
-        for units in planned[self.rank :: self.mesh.size()]:
-            chosen = [i * n + k for i in units for k in range(n)]
-            yield chosen, pack([samples[i] for i in chosen], self.device)
+        with self.holding(weights) if weights else nullcontext():
+            for units in planned[self.rank :: self.mesh.size()]:
+                chosen = [i * unit + k for i in units for k in range(unit)]
+                leaf = pack([samples[i] for i in chosen], self.device)
+                output = self.model.token_logprobs(leaf, temperature)
+                if not torch.is_grad_enabled():
+                    self.model.reshard()  # FSDP2 does it after a backward pass; there is none
+                yield chosen, leaf, output
 
     @torch.no_grad()
-    def check_older(self, samples, step):
+    def check_past_versions(self, samples, step):
         """
         Notes what `check_logprobs` finds in this rank's leaves at tokens that were sampled with older weights than
         those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept.
         """
         self.mismatches = []
-        ages = torch.cat([s.staleness for s in samples])[torch.cat([s.loss_mask for s in samples])].unique()
+        ages = torch.cat([s.staleness for s in samples]).unique()
         for age in ages[ages > 0].tolist():
-            cut = {i: part for i, s in enumerate(samples) if (part := as_sampled(s, age))}
+            cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
             where, parts = list(cut), list(cut.values())
-            token = f"{parts[0].name}, token {int(parts[0].loss_mask.nonzero()[0])}"
+            token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
-            with self.holding(self.versions[step - age]):
-                for chosen, leaf in self.leaves(parts):
-                    logprobs = self.model.token_logprobs(leaf, self.c.temperature)[0]
-                    self.model.reshard()
-                    found = check_logprobs(leaf, logprobs, age, chosen, parts)
-                    self.mismatches += [(where[j], *others) for j, *others in found]
+            passes = self.passes(parts, self.c.temperature, weights=self.versions[step - age])
+            for chosen, leaf, (logprobs, *_) in passes:
+                found = check_logprobs(leaf, logprobs, age, chosen, parts)
+                self.mismatches += [(where[j], *others) for j, *others in found]
 
     @torch.no_grad()
     def forward_only(self, samples):
@@ -842,9 +880,7 @@ class Trainer:
         if not (self.frozen or needs_own or self.c.advantage == "gae"):
             return samples
         mine = {}  # {sample: (own log-probs, frozen ones, values, bootstrap)}
-        for chosen, leaf in self.leaves(samples):
-            ours, _, values, bootstraps = self.model.token_logprobs(leaf, self.c.temperature)
-            self.model.reshard()
+        for chosen, leaf, (ours, _, values, bootstraps) in self.passes(samples, self.c.temperature):
             theirs = self.frozen_logprobs(leaf) if self.frozen else ours
             per_token = (ours, theirs, leaf.values if values is None else values)
             split = (x.cpu().split(leaf.counts.tolist()) for x in per_token)
@@ -853,28 +889,27 @@ class Trainer:
         everyone, filled = [None] * self.mesh.size(), list(samples)
         dist.all_gather_object(everyone, mine, group=self.control)
         for i, (*per_token, bootstrap) in (pair for part in everyone for pair in part.items()):
-            s = samples[i]
-            ours, theirs, values = (scatter(s.loss_mask, x) for x in per_token)
-            ours = ours if needs_own else s.logprobs
+            ours, theirs, values = per_token
+            if not needs_own:
+                ours = samples[i].logprobs
             # After a sample that ended by itself nothing can be gained: the value of its last state is 0.
-            bootstrap = bootstrap if s.truncated else 0.0
-            filled[i] = s._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
+            bootstrap = bootstrap if samples[i].truncated else 0.0
+            filled[i] = samples[i]._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
         return filled
 
-    def gradients(self, samples, phase="rl", check=False):
+    def gradients(self, samples, objective=POLICY, check=False):
         """
         The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and what
         `check_logprobs` found in this rank's leaves. Sums over leaves are made in an order that does not depend on the
         number of ranks. Under torch.no_grad there are no gradients.
         check: compare log-probs with the engine's at tokens that were sampled with these very weights.
         """
-        tokens = len(samples) // 2 if phase == "rm" else max(1, loss_tokens(samples))
-        ranks = self.mesh.size()
-        total, rows, mismatches = sync.LeafSum(self.c.lanes // ranks), [], []
-        for chosen, leaf in self.leaves(samples):
-            output = self.model.token_logprobs(leaf, self.c.temperature if phase == "rl" else 1.0)
-            # The denominators are the whole step's, so that leaves of any size add up to one mean.
-            loss, figures = leaf_loss(output, leaf, self.c, len(samples), tokens, phase)
+        # The denominators are the whole step's, so that leaves of any size add up to one mean.
+        tokens = len(samples) // 2 if objective is PAIRS else max(1, loss_tokens(samples))
+        temperature = self.c.temperature if objective is POLICY else 1.0
+        total, rows, mismatches = sync.LeafSum(self.c.lanes // self.mesh.size()), [], []
+        for chosen, leaf, output in self.passes(samples, temperature, objective.unit):
+            loss, figures = objective.loss(output, leaf, self.c, len(samples), tokens)
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
                 # A parameter that took no part has no gradient, such as the critic's in supervised steps.
@@ -882,22 +917,20 @@ class Trainer:
                 grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
                 total.add([g.detach().to_local() for g in grads])
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
-            else:
-                self.model.reshard()
             figures = {"loss": loss, **figures}
             if check:
                 mismatches += check_logprobs(leaf, output[0].detach(), 0, chosen, samples)
             rows.append(torch.stack([x.detach().double().sum() for x in figures.values()]))
-        # The leaves of all ranks, put in their places by adding zeros.
-        table = torch.zeros(len(rows) * ranks, len(figures), dtype=torch.float64, device=self.device)
-        table[self.rank :: ranks] = torch.stack(rows)
-        dist.all_reduce(table, group=self.process_group)
-        sums = dict(zip(figures, sync.tree_sum(table).tolist()))
+        sums = dict(zip(figures, self.over_leaves(rows)))
         metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
-        if "ratio_mean" in metrics:
-            squares = metrics["ratio_mean"] ** 2, metrics["ratio_variance"]
-            metrics |= dict(ratio_variance=squares[1] - squares[0], effective_sample_size=squares[0] / squares[1])
-        return total.total, metrics, mismatches
+        return total.total, derived(metrics), mismatches
+
+    def over_leaves(self, rows):
+        """The sums (list of floats) over the leaves of all ranks, of which each rank has a row (figures,) a leaf."""
+        table = torch.zeros(len(rows) * self.mesh.size(), len(rows[0]), dtype=torch.float64, device=self.device)
+        table[self.rank :: self.mesh.size()] = torch.stack(rows)  # put in their places by adding zeros
+        dist.all_reduce(table, group=self.process_group)
+        return sync.tree_sum(table).tolist()
 
     def apply(self, grads, lr, where):
         """
@@ -922,13 +955,13 @@ class Trainer:
         optimizer = {name: first[name] + second[name] for name in first}
         return float(norm), dict(gradients=gradients, weights=weights, optimizer=optimizer)
 
-    def update(self, samples, step, lr, phase="rl", check=False):
+    def update(self, samples, step, lr, objective=POLICY, check=False):
         """
         One optimizer step on the samples of a step: (metrics, {stage: hash or {name: hash}}). Ends the run with one
         line, and with the weights unchanged, if the loss or the gradient norm is not finite, or, with `check` and
         strict=True, if a log-prob differs.
         """
-        grads, metrics, mismatches = self.gradients(samples, phase, check)
+        grads, metrics, mismatches = self.gradients(samples, objective, check)
         if check:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
             # are not in the order of the samples, but the first sample is what a reader looks for.
@@ -941,10 +974,10 @@ class Trainer:
             if mismatches and self.c.strict:
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
-        where, value = f"{phase} step {step}", metrics["loss"]
+        where, value = f"{objective.phase} step {step}", metrics["loss"]
         require(math.isfinite(value), f"{where}: the loss is {value}; the weights are as they were")
         norm, hashes = self.apply(grads, lr, where)
-        if phase == "rl":
+        if objective is POLICY:
             hashes = {"advantages": sync.content_hash(*(s.advantages for s in samples))} | hashes
         return metrics | dict(grad_norm=norm, lr=lr), hashes
 
@@ -961,7 +994,7 @@ def learn(trainer, step, groups, c):
     samples = samples_of(groups, step, c.overlong_filter)
     # Before any weight moves, the trainer's log-probs are compared with the engine's: those of older weights in passes
     # of their own, the others in the first update.
-    trainer.check_older(samples, step)
+    trainer.check_past_versions(samples, step)
     metrics = dict(check_seconds=time.monotonic() - began)
     samples = trainer.forward_only(samples)
     scores = torch.stack([t["rewards"] for t, _ in groups])  # (P, G)
@@ -988,7 +1021,7 @@ def evaluate(queue, step, rows, c, version, record):
 @torch.no_grad()
 def evaluate_pairs(trainer, step, pairs, record):
     """Records how often, and by how much, held-out pairs (samples) are in the right order. Collective over trainers."""
-    _, figures, _ = trainer.gradients(pairs, "rm")
+    _, figures, _ = trainer.gradients(pairs, PAIRS)
     if record:
         record.evaluation(step, rewards.pair_rates(figures, len(pairs) // 2), len(pairs) // 2)
 
@@ -1118,7 +1151,8 @@ if __name__ == "__main__":
     # trainer start their engines.
     if trainer and (supervised or sft_steps and not saved):
         encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
-        answered, phase = train_rows if episodes else encode(train_rows), "rm" if mode == "rm" else "sft"
+        answered = train_rows if episodes else encode(train_rows)
+        objective = PAIRS if mode == "rm" else ANSWERS
         pairs = supervised_samples(encode(eval_rows), c) if mode == "rm" else []
         if pairs and not saved:
             evaluate_pairs(trainer, start, pairs, record)
@@ -1127,9 +1161,9 @@ if __name__ == "__main__":
         for i in range(start, sft_steps):
             chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
             samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
-            metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), phase)
+            metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
             if record:
-                record.supervised(phase, i, samples, metrics, hashes)
+                record.supervised(objective.phase, i, samples, metrics, hashes)
             if pairs and due(i + 1, eval_every, sft_steps):
                 evaluate_pairs(trainer, i + 1, pairs, record)
             if saves and supervised and due(i + 1, checkpoint_every, sft_steps):

@@ -683,22 +683,22 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
     c = types.SimpleNamespace(**CONFIG | dict(advantage="dr_grpo"))
     shared = train.with_advantages(samples, rewards, c)
     assert [s.advantages.unique().tolist() for s in shared] == [[0.5]] * 3 + [[-0.5]] * 3 + [[0]] * 6
-    ours = train.gained(samples[0], 5.0, "sample"), train.gained(samples[0], 5.0, "turn")
+    ours = train.token_rewards(samples[0], 5.0, "sample"), train.token_rewards(samples[0], 5.0, "turn")
     assert [x.tolist() for x in ours] == [[0, 0, 0, 5], [0, 0.25, 0, 1]]
 
 
 def test_the_advantage_of_a_turn_is_its_discounted_return_among_turns_of_its_number():
     def sample(of, rewards):
         turn = torch.tensor([k for k in range(len(rewards)) for _ in range(2)] + [-1])
-        s = train.make_sample(torch.zeros(1), torch.zeros(len(turn)), turn >= 0, torch.zeros(len(turn)), of=of)
-        return s._replace(turn=turn, turn_rewards=torch.tensor(rewards))
+        zeros, turns = torch.zeros(len(turn)), (turn, torch.tensor(rewards))
+        return train.make_sample(torch.zeros(1), zeros, turn >= 0, zeros, of=of, turns=turns)
 
     samples = [sample(0, [0.0, 1.0]), sample(1, [1.0, 0.0, 4.0]), sample(2, [3.0]), sample(3, [3.0])]
     done = train.turn_advantages(samples, "dr_grpo", 2, 0.5)
     # returns: 0 + .5, 1 | 1 + 0 + 1, 0 + 2, 4; the third turn of the second has no peer
     assert [s.advantages.tolist() for s in done[:2]] == [
-        [-0.75, -0.75, -0.5, -0.5, 0.0],
-        [0.75, 0.75, 0.5, 0.5, 0.0, 0.0, 0.0],
+        [-0.75, -0.75, -0.5, -0.5],
+        [0.75, 0.75, 0.5, 0.5, 0.0, 0.0],
     ]
     assert all(s.advantages.unique().tolist() == [0] for s in done[2:])
     (g1, g2), eps = [train.turn_advantages(samples, "grpo", 2, gamma)[0].advantages[0] for gamma in (1.0, 0.5)], 1e-3

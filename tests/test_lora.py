@@ -191,7 +191,7 @@ def test_the_reference_of_the_kl_is_the_base_or_the_base_with_other_adapters_and
     # As after a rollback: what the adapters were then.
     then = trainer(**like, reference=str(save(adapted, tmp_path / "healthy"))).forward_only(samples)
     assert all(not same(a.reference, b.reference) for a, b in zip(then, wanted))
-    assert same(torch.cat([s.reference[s.loss_mask] for s in then]), logprobs(adapted, samples))
+    assert same(torch.cat([s.reference for s in then]), logprobs(adapted, samples))
 
 
 def test_the_preset_of_an_8b_model_trains_the_adapters_that_its_account_counts(mesh, tmp_path):
@@ -226,7 +226,7 @@ def test_peft_loads_a_checkpoint_and_our_trainer_what_peft_writes(lockstep, trai
 
     def plain(model):
         every = [torch.log_softmax(model(s.tokens[None]).logits[0, :-1], -1) for s in samples]
-        each = [x.gather(1, s.tokens[1:, None])[s.prompt_tokens - 1 :, 0][s.loss_mask] for x, s in zip(every, samples)]
+        each = [x[s.loss_at - 1].gather(1, s.tokens[s.loss_at, None])[:, 0] for x, s in zip(every, samples)]
         return torch.cat(each).detach()
 
     assert torch.allclose(plain(model), got, atol=1e-4)

@@ -111,9 +111,9 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
         train.kernels.enable_batch_invariant()
     try:
         trainer, samples = read_head(make_trainer(mesh, scratch, batch_invariant=batch_invariant), judge), make_pairs(9)
-        grads, metrics, _ = trainer.gradients(samples, "rm")
+        grads, metrics, _ = trainer.gradients(samples, train.PAIRS)
         with torch.no_grad():
-            assert trainer.gradients(samples, "rm")[1] == metrics
+            assert trainer.gradients(samples, train.PAIRS)[1] == metrics
     finally:
         train.kernels.disable_batch_invariant()
     plain = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float64)
@@ -132,10 +132,10 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
 
 def test_training_begins_undecided_and_the_head_moves_first(mesh, scratch, our_operators):
     trainer, samples = make_trainer(mesh, scratch), make_pairs(4)
-    metrics, hashes = trainer.update(samples, 0, 1e-2, "rm")
+    metrics, hashes = trainer.update(samples, 0, 1e-2, train.PAIRS)
     assert metrics["loss"] == pytest.approx(math.log(2)) and metrics["margin"] == metrics["accuracy"] == 0
     assert len(set(hashes["gradients"].values())) == 2  # zeros, and the head's
-    assert trainer.update(samples, 1, 1e-2, "rm")[0]["loss"] < metrics["loss"]
+    assert trainer.update(samples, 1, 1e-2, train.PAIRS)[0]["loss"] < metrics["loss"]
 
 
 # ---- pairs
@@ -143,25 +143,25 @@ def test_training_begins_undecided_and_the_head_moves_first(mesh, scratch, our_o
 
 def test_a_pair_is_in_one_leaf_chosen_first_and_a_leaf_holds_no_more_than_it_may(mesh, scratch, our_operators):
     samples, trainer = make_pairs(40), make_trainer(mesh, scratch, leaf_tokens=70)
-    leaves = [(chosen, len(leaf.ids)) for chosen, leaf in trainer.leaves(samples)]
+    with torch.no_grad():
+        leaves = [(chosen, len(leaf.ids)) for chosen, leaf, _ in trainer.passes(samples, 1.0, train.PAIRS.unit)]
+        apart = [chosen for chosen, _, _ in trainer.passes(samples, 1.0, train.ANSWERS.unit)]
     assert sorted(i for chosen, _ in leaves for i in chosen) == list(range(80)) and len(leaves) > 8
     for chosen, tokens in leaves:
         assert all(b == a + 1 and a % 2 == 0 for a, b in zip(chosen[::2], chosen[1::2], strict=True))
         assert tokens <= 70 or len(chosen) <= 2
-    trainer.c.mode = "sft"  # whose samples are cut apart anywhere
-    assert any(i ^ 1 not in chosen for chosen, _ in trainer.leaves(samples) for i in chosen)
+    assert any(i ^ 1 not in chosen for chosen in apart for i in chosen)  # answers go anywhere
 
 
 def test_the_gradient_of_pairs_does_not_see_empty_lanes_but_the_cut_into_leaves(mesh, scratch, judge, our_operators):
     trainer, samples, found = read_head(make_trainer(mesh, scratch), judge), make_pairs(6), []
     for change in (dict(lanes=1, leaf_tokens=9999), dict(lanes=4, leaf_tokens=9999), dict(lanes=4, leaf_tokens=1)):
         trainer.c = types.SimpleNamespace(**PAIRS | change)
-        found.append(
-            [g.clone() for g in trainer.gradients(samples if change["leaf_tokens"] == 1 else samples[:2], "rm")[0]]
-        )
+        few = samples if change["leaf_tokens"] == 1 else samples[:2]
+        found.append([g.clone() for g in trainer.gradients(few, train.PAIRS)[0]])
     assert all(torch.equal(a, b) for a, b in zip(*found[:2])) and max(g.abs().max() for g in found[0]) > 1e-3
     trainer.c.leaf_tokens = 9999
-    close = trainer.gradients(samples, "rm")[0]
+    close = trainer.gradients(samples, train.PAIRS)[0]
     assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-3) for a, b in zip(close, found[2]))
     assert not all(torch.equal(a, b) for a, b in zip(close, found[2]))
 

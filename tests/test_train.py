@@ -164,18 +164,18 @@ def test_a_critics_advantages_are_those_of_a_loop_over_samples_of_any_length():
         n = len(cost)
         mask, values = torch.tensor([False, *[True] * n, False]), torch.randn(n + 2)
         sample = train.make_sample(torch.zeros(3), torch.zeros(n + 2), mask, torch.zeros(n + 2), truncated=bool(end))
-        samples.append(sample._replace(values=values, bootstrap=end))
+        samples.append(sample._replace(values=values[1:-1], bootstrap=end))
         gains = [-c for c in cost]
         gains[-1] += r
         expected.append(loop_gae(gains, values[1:-1].tolist() + [end], 0.9, 0.8))
     whole = sum(expected, [])
-    gains = [train.gained(s, r, "sample") - torch.tensor(c) for s, r, c in zip(samples, rewards, costs)]
+    gains = [train.token_rewards(s, r, "sample") - torch.tensor(c) for s, r, c in zip(samples, rewards, costs)]
     done = train.critic_advantages(samples, gains, 0.9, 0.8)
     for s, before, raw in zip(done, samples, expected):
-        normal = [0.0, *((a - mean(whole)) / (std(whole) + 1e-6) for a in raw), 0.0]
+        normal = [(a - mean(whole)) / (std(whole) + 1e-6) for a in raw]
         assert s.advantages.tolist() == pytest.approx(normal, abs=1e-5)
-        returns = [a + v for a, v in zip(raw, before.values[1:-1].tolist())]
-        assert s.returns.tolist() == pytest.approx([0.0, *returns, 0.0], abs=1e-5)
+        returns = [a + v for a, v in zip(raw, before.values.tolist())]
+        assert s.returns.tolist() == pytest.approx(returns, abs=1e-5)
 
 
 def test_value_loss_overlong_penalty_and_importance_weights_are_those_of_loops():
@@ -249,7 +249,8 @@ def random_samples(n, seed=0):
     for i in range(n):
         R = rng.randrange(3, 9)
         s = train.make_sample(torch.zeros(2).long(), torch.arange(R), torch.arange(R) % 3 != 1, torch.zeros(R), f"{i}")
-        fields = {k: torch.tensor([rng.gauss(0, 0.4) for _ in range(R)], dtype=torch.float64) for k in FIELDS}
+        M = len(s.loss_at)
+        fields = {k: torch.tensor([rng.gauss(0, 0.4) for _ in range(M)], dtype=torch.float64) for k in FIELDS}
         out.append(s._replace(**fields))
     return out
 
@@ -268,7 +269,7 @@ def test_the_loss_of_a_leaf_is_that_of_a_loop_over_its_terms(kl_in_reward):
     torch.manual_seed(0)
     leaf, expected = train.pack(random_samples(6), "cpu"), 0.0
     new, entropy, values = (torch.randn(len(leaf.targets), dtype=torch.float64) * 0.3 for _ in range(3))
-    loss, figures = train.leaf_loss((new, entropy, values, None), leaf, c, 9, 100)
+    loss, figures = train.policy_step_loss((new, entropy, values, None), leaf, c, 9, 100)
     kls, fields = [], (leaf.logprobs, leaf.old_logprobs, leaf.advantages, leaf.reference, leaf.values, leaf.returns)
     for n, h, v, engine, old, A, reference, old_v, target in zip(
         *(x.tolist() for x in (new, entropy, values, *fields))
@@ -288,13 +289,12 @@ def test_costs_are_taken_from_the_reward_of_a_sample_and_a_teacher_is_followed()
     c = config_of(advantage="dr_grpo", kl_coef=0.2, kl_in_reward=True, kl_estimator="k1")
     costs = []
     for s in samples:
-        engine, reference, mask = s.logprobs.tolist(), s.reference.tolist(), s.loss_mask.tolist()
-        costs.append(0.2 * sum(a - b for a, b, used in zip(engine, reference, mask) if used))
+        costs.append(0.2 * sum(a - b for a, b in zip(s.logprobs.tolist(), s.reference.tolist())))
     net = [r - cost for r, cost in zip(rewards.flatten().tolist(), costs)]
     expected = [r - mean(net[i // 3 * 3 :][:3]) for i, r in enumerate(net)]
     done = train.with_advantages(samples, rewards, c)
     assert [s.advantages.tolist() for s in done] == [
-        pytest.approx([a] * len(s.tokens[2:]), rel=1e-5) for s, a in zip(samples, expected)
+        pytest.approx([a] * len(s.loss_at), rel=1e-5) for s, a in zip(samples, expected)
     ]
     for s in train.with_advantages(samples, rewards, config_of(advantage="distill")):
         assert s.advantages.tolist() == [a - b for a, b in zip(s.reference.tolist(), s.logprobs.tolist())]
@@ -319,9 +319,10 @@ def test_only_samples_that_were_cut_off_are_filtered(overlong_filter):
     assert [s.name for s in samples] == [f"prompt {p}, sample {g}" for p in (3, 4) for g in (0, 1)]
     assert [s.tokens.tolist() for s in samples[:2]] == [[3, 30, 31], [3, 32, 33, 34]]
     assert [s.truncated for s in samples] == [False, True] * 2 and [s.prompt_tokens for s in samples] == [1] * 4
-    cut_off = [not overlong_filter] * 3
-    assert [s.loss_mask.tolist() for s in samples] == [[False, True], cut_off, [False, True], cut_off]
-    assert samples[1].logprobs.tolist() == samples[1].old_logprobs.tolist() == [-32.0, -33.0, -34.0]
+    cut_off = [] if overlong_filter else [1, 2, 3]
+    assert [s.loss_at.tolist() for s in samples] == [[2], cut_off, [2], cut_off]
+    known = [] if overlong_filter else [-32.0, -33.0, -34.0]
+    assert samples[1].logprobs.tolist() == samples[1].old_logprobs.tolist() == known
 
 
 class Rollouts:
@@ -412,7 +413,7 @@ def test_no_token_is_older_than_the_versions_that_are_kept_and_the_oldest_is_nee
     """For any lengths. The worst: the first P groups are short, the others in flight long, all later ones short."""
     sizes = dict(segment_tokens=segment, groups_in_flight=places, prompts_per_step=P, max_new_tokens=most, lag=2)
     c, longest = config_of(**sizes), -(-most // segment)
-    assert train.versions_kept(config_of(lag=3)) == 3 and train.versions_kept(config_of()) == 0
+    assert train.max_staleness(config_of(lag=3)) == 3 and train.max_staleness(config_of()) == 0
 
     def oldest(draws):
         queue, flight, ages = Segments(lambda n: draws[n], P), train.Flight(), []
@@ -421,24 +422,23 @@ def test_no_token_is_older_than_the_versions_that_are_kept_and_the_oldest_is_nee
             ages += [step - t["versions"][0] for t, _ in groups]
         return max(ages)
 
-    assert oldest([1] * P + [longest] * (places - P) + [1] * 40 * P) == train.versions_kept(c)
+    assert oldest([1] * P + [longest] * (places - P) + [1] * 40 * P) == train.max_staleness(c)
     for seed in range(50):
         rng = random.Random(seed)
-        assert oldest([rng.randrange(1, longest + 1) for _ in range(40 * P)]) <= train.versions_kept(c)
+        assert oldest([rng.randrange(1, longest + 1) for _ in range(40 * P)]) <= train.max_staleness(c)
 
 
 def test_a_sample_is_checked_version_by_version_up_to_its_last_token_of_that_version():
     sample = train.samples_of([make_group(3, [0.0, 1.0], lengths=(2, 7))], step=5)[1]
-    assert sample.name == "prompt 3, sample 1" and sample.staleness.tolist() == [4, 4, 3, 3, 2, 2, 1]
+    assert sample.name == "prompt 3, sample 1" and sample.staleness.tolist() == [4, 4, 3, 2, 2, 1]
     assert train.samples_of([make_group(3, [0.0, 1.0])], step=6)[0].name == "prompt 3 of step 5, sample 0"
     assert sample.tokens.tolist() == [3, 32, 33, 34, 35, 36, 37, 38]
-    assert sample.loss_mask.tolist() == [True, True, True, False, True, True, True]
-    cut = train.as_sampled(sample, 3)
-    assert cut.tokens.tolist() == [3, 32, 33, 34] and cut.loss_mask.tolist() == [False, False, True]
-    assert cut.logprobs.tolist() == [-32, -33, -34] and cut.prompt_tokens == 1 and len(cut.returns) == 3
-    assert (
-        train.as_sampled(sample, 1).loss_mask.tolist() == [False] * 6 + [True] and train.as_sampled(sample, 5) is None
-    )
+    assert sample.loss_at.tolist() == [1, 2, 3, 5, 6, 7]
+    cut = train.tokens_of_age(sample, 3)
+    assert cut.tokens.tolist() == [3, 32, 33, 34] and cut.loss_at.tolist() == [3]
+    assert cut.logprobs.tolist() == [-34] and cut.prompt_tokens == 1 and len(cut.returns) == len(cut.turn) == 1
+    assert train.tokens_of_age(sample, 1).loss_at.tolist() == [7]
+    assert train.tokens_of_age(sample, 5) is None
 
 
 def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_against_the_last_version():
@@ -446,7 +446,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
     leaf = leaf._replace(staleness=torch.arange(len(leaf.targets)) % 3)
     new = leaf.old_logprobs + 0.3 * torch.randn(len(leaf.targets), dtype=torch.float64)
     c = config_of(loss="decoupled", loss_aggregation="token", clip_low=0.1, clip_high=0.2, lag=2)
-    loss, figures = train.leaf_loss((new, new * 0, None, None), leaf, c, 6, 50)
+    loss, figures = train.policy_step_loss((new, new * 0, None, None), leaf, c, 6, 50)
     expected, ratios = 0.0, []
     fields = (new, leaf.logprobs, leaf.old_logprobs, leaf.advantages)
     for n, engine, old, A in zip(*(x.tolist() for x in fields)):
@@ -455,13 +455,12 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
         ratios.append(math.exp(n - engine))
     assert float(loss) == pytest.approx(expected / 50)
     assert figures["ratio_mean"].tolist() == pytest.approx(ratios)
-    assert figures["ratio_variance"].tolist() == pytest.approx([r * r for r in ratios])  # less the mean's, once added
+    assert figures["ratio_square"].tolist() == pytest.approx([r * r for r in ratios])
     assert figures["kl_behaviour"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios])
     assert figures["staleness"] is leaf.staleness
     same = leaf._replace(old_logprobs=leaf.logprobs)
-    losses = [
-        train.leaf_loss((new, new * 0, None, None), same, config_of(loss=x), 6, 50)[0] for x in ("ppo", "decoupled")
-    ]
+    output = new, new * 0, None, None
+    losses = [train.policy_step_loss(output, same, config_of(loss=x), 6, 50)[0] for x in ("ppo", "decoupled")]
     assert torch.equal(*losses)  # without a lag it is PPO
 
 
@@ -472,7 +471,7 @@ def test_supervised_samples_learn_the_whole_answer_and_nothing_of_the_prompt():
     assert [int(s.tokens[0]) for s in samples] == chosen
     for s in samples:
         i = int(s.tokens[0])
-        assert s.tokens.tolist() == [i, i, 50, i, 1] and s.prompt_tokens == 2 and s.loss_mask.tolist() == [True] * 3
+        assert s.tokens.tolist() == [i, i, 50, i, 1] and s.prompt_tokens == 2 and s.loss_at.tolist() == [2, 3, 4]
 
 
 def test_what_comes_every_so_many_steps_comes_after_the_last_one_too():

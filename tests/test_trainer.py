@@ -48,7 +48,7 @@ def make_samples(n, seed=0):
         mask, old = torch.ones(response, dtype=torch.bool), torch.tensor([rng.gauss(-4, 1) for _ in range(response)])
         mask[: response // 3] = False
         s = train.make_sample(tokens[:prompt], tokens[prompt:], mask, old, f"prompt {i}, sample 0", i % 3 == 0)
-        out.append(s._replace(advantages=torch.full((response,), rng.gauss(0, 1))))
+        out.append(s._replace(advantages=torch.full(s.logprobs.shape, rng.gauss(0, 1))))
     return out
 
 
@@ -95,10 +95,8 @@ def test_a_packed_leaf_picks_the_masked_tokens_and_their_predecessors():
     leaf = train.pack(samples, "cpu")
     expected, start = [], 0
     for s in samples:
-        for j, used in enumerate(s.loss_mask.tolist()):
-            if used:
-                at = s.prompt_tokens + j
-                expected.append((start + at - 1, int(s.tokens[at]), float(s.logprobs[j])))
+        for at, logprob in zip(s.loss_at.tolist(), s.logprobs.tolist(), strict=True):
+            expected.append((start + at - 1, int(s.tokens[at]), logprob))
         start += len(s.tokens)
     got = zip(*(x.tolist() for x in (leaf.predictors, leaf.targets, leaf.logprobs)))
     assert list(got) == expected and leaf.ids.tolist() == sum((s.tokens.tolist() for s in samples), [])
@@ -169,19 +167,19 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(mesh, scratch, b
         change = dict(temperature=0.7, batch_invariant=batch_invariant, importance="mask", loss="pg")
         trainer = make_trainer(Ranks(0, 1, 1, 0, mesh, None), scratch, **change)
         samples = make_samples(9)
-        ours = [s.old_logprobs[s.loss_mask] for s in trainer.forward_only(samples)]
+        ours = [s.old_logprobs for s in trainer.forward_only(samples)]
         trainer.c.importance = ""
         grads, metrics, _ = trainer.gradients(samples)
     finally:
         train.kernels.disable_batch_invariant()
     plain = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64)
-    objective, entropy, tokens = 0.0, 0.0, sum(int(s.loss_mask.sum()) for s in samples)
+    objective, entropy, tokens = 0.0, 0.0, sum(len(s.loss_at) for s in samples)
     for s, x in zip(samples, ours):
-        every = torch.log_softmax(plain(s.tokens[None]).logits[0, :-1] / 0.7, -1)[s.prompt_tokens - 1 :][s.loss_mask]
-        logp = every.gather(1, s.tokens[s.prompt_tokens :][s.loss_mask][:, None])[:, 0]
+        every = torch.log_softmax(plain(s.tokens[None]).logits[0] / 0.7, -1)[s.loss_at - 1]
+        logp = every.gather(1, s.tokens[s.loss_at, None])[:, 0]
         entropy -= float((every.exp() * every).sum().detach())
         assert torch.allclose(x.double(), logp, atol=1e-5, rtol=0)
-        objective = objective + (logp * s.advantages[s.loss_mask]).sum()
+        objective = objective + (logp * s.advantages).sum()
     (-objective / tokens).backward()
     assert metrics["loss"] == pytest.approx(-float(objective.detach()) / tokens, abs=1e-5)
     assert metrics["entropy"] == pytest.approx(entropy / tokens, rel=1e-5)
@@ -195,7 +193,7 @@ def test_a_critic_learns_the_returns_and_starts_at_zero(ranks, scratch):
     trainer = make_trainer(ranks, scratch, **change)
     samples = [s._replace(returns=s.logprobs, advantages=s.advantages * 0) for s in make_samples(6)]
     losses = [trainer.update(samples, step, 1e-2)[0]["value_loss"] for step in range(40)]
-    returns = torch.cat([s.returns[s.loss_mask] for s in samples])
+    returns = torch.cat([s.returns for s in samples])
     assert losses[0] == pytest.approx(float(returns.square().mean() / 2)) and losses[-1] < 0.3 * losses[0]
 
 
@@ -227,22 +225,22 @@ def test_the_first_logprob_that_differs_is_named_and_stops_a_strict_run(ranks, s
     monkeypatch.delenv("RANK", raising=False)
     trainer = make_trainer(ranks, scratch)
     samples = with_own_logprobs(trainer, make_samples(20))
-    at = int(samples[9].loss_mask.nonzero()[0, 0])
+    at = int(samples[9].loss_at[0]) - samples[9].prompt_tokens
     for i in range(9, 20):  # whatever leaves they are in
-        logprobs, where = samples[i].logprobs.clone(), [at, -1] if i == 9 else [-1]
+        logprobs, where = samples[i].logprobs.clone(), [0, -1] if i == 9 else [-1]
         logprobs[where] = torch.nextafter(logprobs[where], torch.tensor(0.0))
         samples[i] = samples[i]._replace(logprobs=logprobs, name=f"prompt {90 - i}, sample 2")
     before = [s.data.clone() for s in trainer.shards]
     with pytest.raises(SystemExit):
         trainer.update(samples, step=5, lr=0.1, check=True)
-    tokens = sum(int(s.loss_mask.sum()) for s in samples)
+    tokens = sum(len(s.loss_at) for s in samples)
     line = capsys.readouterr().err
     assert line.startswith(f"error: step 5, prompt 81, sample 2, token {at}: engine ") and line.count("0x") == 2
     assert line.endswith(f"; 12 of {tokens} log-probs differ (strict=True)\n")
     assert all(torch.equal(s.data, w) for s, w in zip(trainer.shards, before))
     trainer.c.strict = False
     # the largest distance, of either sign, is no sum over a leaf nor over leaves
-    for i, where, shift in ((9, at, 0.5), (9, -1, -0.25), (17, -1, 0.375)):
+    for i, where, shift in ((9, 0, 0.5), (9, -1, -0.25), (17, -1, 0.375)):
         logprobs = samples[i].logprobs.clone()
         logprobs[where] += shift
         samples[i] = samples[i]._replace(logprobs=logprobs)
@@ -265,28 +263,28 @@ def test_tokens_of_older_weights_are_checked_against_these_and_named_where_they_
     weights = [w.clone() for w in trainer.weights]
     mixed, tokens = [], 0
     for s, first, second, last in zip(samples, *logprobs, strict=True):
-        versions = torch.arange(len(s.loss_mask)) * 3 // len(s.loss_mask)
-        tokens += int(s.loss_mask.sum())
+        versions = torch.arange(len(s.loss_at)) * 3 // len(s.loss_at)
+        tokens += len(s.loss_at)
         drawn = torch.where(versions == 0, first, torch.where(versions == 1, second, last))
         assert not torch.equal(first, second) and not torch.equal(second, last)
         mixed.append(s._replace(logprobs=drawn, staleness=2 - versions))
-    trainer.check_older(mixed, step=2)
+    trainer.check_past_versions(mixed, step=2)
     assert trainer.mismatches == [] and all(map(torch.equal, weights, trainer.weights))
     metrics, _ = trainer.update(mixed, step=2, lr=0.0, check=True)
     assert metrics["logprob_mismatch_tokens"] == 0 and metrics["ratio_variance"] > 1e-6 and metrics["staleness"] > 0
     # as weights that came too early: the tokens of the first version are said to be of the second
     early = [s._replace(staleness=s.staleness.clamp(max=1)) for s in mixed]
-    trainer.check_older(early, step=2)
+    trainer.check_past_versions(early, step=2)
     with pytest.raises(SystemExit):
         trainer.update(early, step=2, lr=0.1, check=True)
-    at = int(mixed[0].loss_mask.nonzero()[0])
+    at = int(mixed[0].loss_at[0]) - mixed[0].prompt_tokens
     line = capsys.readouterr().err
     assert (
         line.startswith(f"error: step 2, prompt 0, sample 0, token {at}: engine ") and f" of {tokens} log-probs" in line
     )
     trainer.keep(3)
     with pytest.raises(SystemExit):
-        trainer.check_older([s._replace(staleness=s.staleness + 1) for s in mixed], step=3)
+        trainer.check_past_versions([s._replace(staleness=s.staleness + 1) for s in mixed], step=3)
     why = "sampled with weights 0; the oldest that are kept are 1"
     assert capsys.readouterr().err == f"error: step 3, prompt 0, sample 0, token {at}: {why}\n"
 
@@ -311,7 +309,7 @@ def test_what_comes_after_a_sample_is_worth_something_only_where_it_was_cut_off(
     samples = trainer.forward_only(make_samples(12))
     for i, s in enumerate(samples):
         assert s.truncated == (i % 3 == 0) and (s.bootstrap != 0) == s.truncated
-        assert s.values[s.loss_mask].all() and not s.values[~s.loss_mask].any()
+        assert s.values.all() and len(s.values) == len(s.loss_at)
         assert torch.equal(s.old_logprobs, s.logprobs)  # the engine's, unless importance weights want the trainer's
     (cut,) = trainer.forward_only([samples[0]])
     assert cut.bootstrap == samples[0].bootstrap  # alone as in the batch
@@ -341,11 +339,11 @@ def test_the_reference_is_another_model_at_the_same_temperature(ranks, scratch, 
 def test_a_supervised_step_has_no_temperature_and_every_token_counts_alike(ranks, scratch):
     trainer = make_trainer(ranks, scratch, importance="mask", temperature=1.0)
     samples = trainer.forward_only(make_samples(8))
-    plain, metrics, _ = trainer.gradients(samples, "sft")
-    logprobs = torch.cat([s.old_logprobs[s.loss_mask] for s in samples]).double()
+    plain, metrics, _ = trainer.gradients(samples, train.ANSWERS)
+    logprobs = torch.cat([s.old_logprobs for s in samples]).double()
     assert metrics["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-6)
     trainer.c.temperature = 0.7
-    assert all(torch.equal(a, b) for a, b in zip(trainer.gradients(samples, "sft")[0], plain))
+    assert all(torch.equal(a, b) for a, b in zip(trainer.gradients(samples, train.ANSWERS)[0], plain))
 
 
 @pytest.mark.parametrize("grad_clip", [0.0, 0.5, 1e9])

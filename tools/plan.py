@@ -236,7 +236,7 @@ def inner_bytes(s, tokens):
 def trainer_memory(s, c, ranks, leaf=0):
     """{phase: {part: bytes}} of a trainer's card: what is held always, and what a phase of a step needs beside it."""
     leaf, root, full = leaf or c.leaf_tokens, root_parameters(s), not c.lora_rank
-    mine, learned, kept = parameters(s) / ranks, learned_parameters(s, c) / ranks, train_grpo.versions_kept(c)
+    mine, learned, kept = parameters(s) / ranks, learned_parameters(s, c) / ranks, train_grpo.max_staleness(c)
     held = {"weights, float32": 4 * mine} if full else {"base, bfloat16": 2 * mine, "adapters, float32": 4 * learned}
     held["AdamW's moments"] = 8 * learned
     held["reference"] = bool(c.kl_coef or c.teacher) * 4 * (mine if full or c.teacher else learned)
@@ -310,7 +310,7 @@ def rollout_seconds(s, c, engines, r, room=math.inf):
 def training_seconds(s, c, ranks, r):
     """{part: seconds} of a step's update."""
     products, head, attention = (x / ranks for x in operations(s, c.tokens, c.samples * c.response, c.squares))
-    full, updates, kept = not c.lora_rank, c.updates_per_batch, train_grpo.versions_kept(c)
+    full, updates, kept = not c.lora_rank, c.updates_per_batch, train_grpo.max_staleness(c)
     # Passes over the batch without a gradient: with older weights, our own before the first update, a reference's.
     frozen, own = bool(c.kl_coef or c.teacher), bool(c.importance or c.loss == "decoupled" or c.advantage == "gae")
     # Samples have tokens of one age, or of as many as they have segments.
