@@ -4,7 +4,7 @@ does the same to the same memory. Python that chose them is not asked again, and
 """
 
 import torch
-from pretend import cuda
+from pretend import plugin
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -70,16 +70,16 @@ class CUDAGraph:
         self.recorder = None
 
     def capture_begin(self, *_, **__):
-        self.recorder = cuda.HERE.recorder = Recorder()
+        self.recorder = plugin.HERE.recorder = Recorder()
         self.recorder.__enter__()
 
     def capture_end(self):
         self.recorder.__exit__(None, None, None)
-        cuda.HERE.recorder = None
-        cuda.note("captured", steps=[name for name, _ in self.recorder.steps])
+        plugin.HERE.recorder = None
+        plugin.note("captured", steps=[name for name, _ in self.recorder.steps])
 
     def replay(self):
-        cuda.note("replayed", steps=len(self.recorder.steps))
+        plugin.note("replayed", steps=len(self.recorder.steps))
         with torch.no_grad():
             for _, step in self.recorder.steps:
                 step()
@@ -95,7 +95,7 @@ class graph:
     """torch.cuda.graph."""
 
     def __init__(self, cuda_graph, pool=None, stream=None, **_):
-        self.cuda_graph, self.stream = cuda_graph, cuda.stream(stream)
+        self.cuda_graph, self.stream = cuda_graph, plugin.stream(stream)
 
     def __enter__(self):
         torch.cuda.synchronize()  # as torch's own does
@@ -113,19 +113,19 @@ def patch_launches(interpreter):
 
     def ordered(executor, *args, **kwargs):
         given = operands(args, kwargs)
-        if not (cuda.IN_ORDER and cuda.some_marked(given)):
+        if not (plugin.IN_ORDER and plugin.some_marked(given)):
             return plain(executor, *args, **kwargs)
         with torch._C.DisableTorchFunction():
             before = [x.clone() for x in given]
             plain(executor, *args, **kwargs)
             changed = [not torch.equal(bits(x), bits(y)) for x, y in zip(given, before)]
         reads, writes = ([x for x, c in zip(given, changed) if c == kind] for kind in (False, True))
-        cuda.order.access(reads, writes)
+        plugin.order.access(reads, writes)
 
     def launch(executor, *args, **kwargs):
-        if len({cuda.is_marked(x) for x in operands(args, kwargs) if x.dim()}) == 2:
-            cuda.note("mixed", name=executor.fn.__name__, place=cuda.place_in_project())
-        if recorder := getattr(cuda.HERE, "recorder", None):
+        if len({plugin.is_marked(x) for x in operands(args, kwargs) if x.dim()}) == 2:
+            plugin.note("mixed", name=executor.fn.__name__, place=plugin.place_in_project())
+        if recorder := getattr(plugin.HERE, "recorder", None):
             recorder.note(executor.fn.__name__, lambda: ordered(executor, *args, **kwargs))
             with _disable_current_modes():
                 return ordered(executor, *args, **kwargs)

@@ -10,7 +10,7 @@ of torch is not seen.
 import threading
 import weakref
 
-from pretend import cuda
+from pretend import plugin
 
 LOCK = threading.RLock()
 HOST = {}  # {stream: its time up to which the host knows that all is done}
@@ -38,7 +38,7 @@ class Use:
 
 def use_of(x, stream=None):
     """The Use of a tensor's storage; None where nobody has noted one."""
-    storage = cuda.storage_of(x)
+    storage = plugin.storage_of(x)
     if storage is None:
         return None
     if not hasattr(storage, "use") and stream is not None:
@@ -50,10 +50,10 @@ def use_of(x, stream=None):
 
 def access(reads, writes, stream=None):
     """A function on the card that reads and writes these tensors, on the current stream."""
-    if getattr(cuda.HERE, "recorder", None):
+    if getattr(plugin.HERE, "recorder", None):
         return  # on a card a capture computes nothing
     with LOCK:
-        stream = stream or cuda.current_stream()
+        stream = stream or plugin.current_stream()
         clock = stream.clock
         learn(clock, HOST)
         clock[stream] = clock.get(stream, 0) + 1
@@ -64,9 +64,9 @@ def access(reads, writes, stream=None):
             before = [use.writer] if use.writer else []
             before += use.readers.items() if writing else []
             if any(clock.get(other, 0) < time for other, time in before):
-                cuda.note("race", place=cuda.place_in_project(), wrote=use.place, shape=[*x.shape])
+                plugin.note("race", place=plugin.place_in_project(), wrote=use.place, shape=[*x.shape])
             if writing:
-                use.writer, use.readers, use.place = (stream, clock[stream]), {}, cuda.place_in_project()
+                use.writer, use.readers, use.place = (stream, clock[stream]), {}, plugin.place_in_project()
             else:
                 use.readers[stream] = clock[stream]
 
@@ -75,27 +75,27 @@ def host_reads(name, x):
     """The host looks at memory of its own, which a stream may still be writing."""
     use = use_of(x)
     if use and use.writer and HOST.get(use.writer[0], 0) < use.writer[1]:
-        cuda.note("race", name=name, place=cuda.place_in_project(), wrote=use.place, shape=[*x.shape])
+        plugin.note("race", name=name, place=plugin.place_in_project(), wrote=use.place, shape=[*x.shape])
 
 
 def function(name, args, given, results, non_blocking):
     """A function of torch, of tensors on the card, the host, or both."""
-    there = {id(cuda.storage_of(x)) for x in given}
-    writes = [x for x in results if id(cuda.storage_of(x)) not in there]
+    there = {id(plugin.storage_of(x)) for x in given}
+    writes = [x for x in results if id(plugin.storage_of(x)) not in there]
     if name.endswith("_") and not name.endswith("__") or name == "__setitem__":
-        writes += cuda.tensors_in(args[:1])
+        writes += plugin.tensors_in(args[:1])
     if name in WAITS:
         access(given, [])
         host_waits()
     elif writes:
         access([x for x in given if not any(x is y for y in writes)], writes)
-        if len({cuda.is_marked(x) for x in (*given, *writes)}) == 2 and not non_blocking:
+        if len({plugin.is_marked(x) for x in (*given, *writes)}) == 2 and not non_blocking:
             host_waits()
 
 
 def host_waits(stream=None):
     with LOCK:
-        learn(HOST, (stream or cuda.current_stream()).clock)
+        learn(HOST, (stream or plugin.current_stream()).clock)
 
 
 def reuse(stream):
@@ -103,7 +103,7 @@ def reuse(stream):
     for use in FREED.pop(stream, ()):
         for other, time in use.of_others().items():
             if other not in use.recorded and max(stream.clock.get(other, 0), HOST.get(other, 0)) < time:
-                cuda.note("freed early", place=cuda.place_in_project(), wrote=use.place)
+                plugin.note("freed early", place=plugin.place_in_project(), wrote=use.place)
 
 
 def record_stream(x, stream):
@@ -114,8 +114,8 @@ def record_stream(x, stream):
 def collective(group, reads, writes, work):
     """NCCL's stream waits for the current one, which waits for it in turn at once, or at work.wait()."""
     with LOCK:
-        current = cuda.current_stream()
-        lane = LANES.setdefault(group, cuda.Stream())
+        current = plugin.current_stream()
+        lane = LANES.setdefault(group, plugin.Stream())
         learn(lane.clock, current.clock)
         access(reads, writes, lane)
         if work is None:
@@ -127,4 +127,4 @@ def collective(group, reads, writes, work):
 def waited(work):
     with LOCK:
         if lane := PENDING.pop(id(work), None):
-            learn(cuda.current_stream().clock, lane.clock)
+            learn(plugin.current_stream().clock, lane.clock)

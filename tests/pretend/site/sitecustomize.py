@@ -19,7 +19,7 @@ PATCHED = (
 
 
 class Patching(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module as everybody else does, and has pretend.cuda patch it once it is there."""
+    """Finds a module as everybody else does, and has pretend.plugin patch it once it is there."""
 
     def find_spec(self, name, path, target=None):
         if name not in PATCHED:
@@ -33,9 +33,9 @@ class Patching(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         def exec_module(module):
             own(module)
-            import pretend.cuda as cuda
+            from pretend import plugin
 
-            cuda.PATCHES[name](module)
+            plugin.PATCHES[name](module)
 
         spec.loader.exec_module = exec_module
         return spec

@@ -16,7 +16,7 @@ class Saver:
 
     @contextmanager
     def region(self, tag="default", enable_cpu_backup=False):
-        from pretend.cuda import HERE
+        from pretend.plugin import HERE
 
         made = self.regions.setdefault(tag, [])
         HERE.regions = (*getattr(HERE, "regions", ()), made)
@@ -41,7 +41,7 @@ class Saver:
         return storages
 
     def pause(self, tag=None):
-        from pretend.cuda import note
+        from pretend.plugin import note
 
         storages = self.lend(tag, 1)
         for storage in storages:
