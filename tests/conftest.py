@@ -43,10 +43,12 @@ from prove import (  # noqa: E402
     command_of,
     interrupt,
     launch,
+    lines,
     processes_of,
     replay_of,
     run_with_kills,
     slow_engines,
+    steps_that_taught_nothing,
     taught_by,
 )
 
@@ -193,6 +195,21 @@ def wait_for(condition, seconds):
 
 
 # ---- runs that tests share
+
+
+@pytest.fixture
+def assert_it_learned(record_property):
+    """
+    assert_it_learned(folder, steps): in every step there was something to learn from: unequal rewards, a gradient,
+    other weights than before.
+    """
+
+    def check(folder, steps):
+        assert len({entry["tokens"] for entry in lines(folder, "ledger.jsonl", "rl")}) == steps
+        assert not steps_that_taught_nothing(folder)
+        record_property("steps", steps)
+
+    return check
 
 
 @pytest.fixture(scope="session")

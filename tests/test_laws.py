@@ -51,7 +51,6 @@ from prove import (
     seeds_by_arrival,
     seeds_by_engine,
     segments_by_time,
-    steps_that_taught_nothing,
     sums_as_they_come,
     weights_as_they_come,
 )
@@ -66,21 +65,6 @@ from models import folders
 
 def ledger(folder):
     return (folder / "ledger.jsonl").read_bytes()
-
-
-@pytest.fixture
-def assert_it_learned(record_property):
-    """
-    assert_it_learned(folder, steps): in every step there was something to learn from: unequal rewards, a gradient,
-    other weights than before.
-    """
-
-    def check(folder, steps):
-        assert len({entry["tokens"] for entry in lines(folder, "ledger.jsonl", "rl")}) == steps
-        assert not steps_that_taught_nothing(folder)
-        record_property("steps", steps)
-
-    return check
 
 
 # ---- L1: two runs

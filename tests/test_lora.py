@@ -15,7 +15,7 @@ from conftest import error_line, finish, launch_warm
 from merge import main as merge_folder
 from prove import LORA, ROOT, adapters_apart, interrupt, lines, replay_of, slow_engines
 from safetensors.torch import load_file, save_file
-from test_laws import assert_it_learned, ledger
+from test_laws import ledger
 from test_trainer import DEFAULTS, make_samples
 from verify import differing_weight
 
@@ -57,7 +57,9 @@ def lagged(once, flags):
     return once("lora_lagged", lambda folder: finish(folder, *flags, *more, launch=launch_warm))
 
 
-def test_two_runs_on_other_ranks_the_second_interrupted_and_resumed_have_one_ledger(lockstep, flags, tmp_path):
+def test_two_runs_on_other_ranks_the_second_interrupted_and_resumed_have_one_ledger(
+    lockstep, flags, tmp_path, assert_it_learned
+):
     """On two ranks by broadcast; in one process by shared memory, from step 16 on."""
     assert_it_learned(lockstep[0], steps=24)
     folder = interrupt(lockstep[0], tmp_path / "run")
@@ -77,7 +79,9 @@ def test_a_replay_on_four_trainers_that_keep_no_activations_has_the_same_ledger(
     assert ledger(tmp_path / "run") == ledger(lockstep[0])
 
 
-def test_side_by_side_with_a_lag_it_is_the_ledger_of_the_same_in_turn(lagged, lockstep, flags, tmp_path):
+def test_side_by_side_with_a_lag_it_is_the_ledger_of_the_same_in_turn(
+    lagged, lockstep, flags, tmp_path, assert_it_learned
+):
     """Two trainers, two engines that are slow at random."""
     more = ("--lag=2", "--rollout_ranks=2")
     finish(tmp_path / "run", *flags, *more, ranks=4, broken=slow_engines, launch=launch_warm)

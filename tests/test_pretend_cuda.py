@@ -13,7 +13,7 @@ import pytest
 from conftest import digest, error_line, finish, launch
 from pretend.driver import stub_driver
 from prove import lines
-from test_laws import assert_it_learned, ledger
+from test_laws import ledger
 
 SITE = Path(__file__).parent / "pretend" / "site"
 SHAPE = dict(layers=1, hidden=64, heads=2, kv_heads=2, head_dim=64, mlp=64)
@@ -88,7 +88,7 @@ def run(request):
     return request.getfixturevalue(request.param)
 
 
-def test_it_learns_and_engine_and_trainer_agree_in_every_bit(run):
+def test_it_learns_and_engine_and_trainer_agree_in_every_bit(run, assert_it_learned):
     folder, output = run
     digest(output)
     assert_it_learned(folder, steps=len(lines(folder, "metrics.jsonl", "rl")))
