@@ -6,8 +6,8 @@ Tasks: scores, and the rows of a data set with their prompts. A reward is a pure
 of its arguments alone: a clock, a random number or the order of a set of strings (it changes with PYTHONHASHSEED) would
 end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
 gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
-What takes other processes or models is elsewhere: `code` in agents/sandbox.py, `judge`, `math` and 'model:folder' in
-agents/judges.py.
+What takes other processes or models is elsewhere: `code` in graders/sandbox.py, `judge`, `math` and 'model:folder' in
+graders/judges.py.
 
 Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), \\boxed{42} from MATH, Hendrycks et al.
 2021 (arXiv:2103.03874), the <think> format from DeepSeek-R1 (arXiv:2501.12948).
@@ -118,7 +118,7 @@ def format(prompt, response, answer):  # hides Python's format(), which nothing 
 # from a config's string to a function, and its call
 
 BUILT_IN = {"exact": exact, "format": format, "numeric": numeric}
-ELSEWHERE = {"code": "agents.sandbox", "judge": "agents.judges", "math": "agents.judges"}  # what takes other processes
+ELSEWHERE = {"code": "graders.sandbox", "judge": "graders.judges", "math": "graders.judges"}
 SETTINGS = {}  # the run's config, for what is built in
 MODELS = {}  # {term such as 'model:folder': RewardModel}
 ONE_AT_A_TIME = threading.Lock()
@@ -160,7 +160,7 @@ def load_reward(spec, config=None):
 def find_reward(name):
     """The reward function of this name. Raises ValueError, with a cure, if there is none or it lacks what it needs."""
     if name.startswith("model:"):
-        from agents.judges import RewardModel
+        from graders.judges import RewardModel
 
         MODELS[name] = RewardModel(name.removeprefix("model:"), SETTINGS)
         return MODELS[name]
@@ -343,7 +343,8 @@ def _near(name, names):
 def describe(error):
     """One line for an exception, with the deepest line in the user's own file, not the one in a library it called."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    others = "<frozen importlib", os.path.dirname(os.__file__), __file__, str(Path(__file__).parent / "agents/chat.py")
+    chat = str(Path(__file__).parent / "episodes/chat.py")
+    others = ("<frozen importlib", os.path.dirname(os.__file__), __file__, chat)
     lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     lines = [(file, line) for file, line in lines if not file.startswith(others)]
     deepest = [f" ({Path(file).name}:{line})" for file, line in lines if file == lines[0][0]][-1:]

@@ -96,8 +96,8 @@ overlong_cache = 0  # number of tokens before max_new_tokens over which the rewa
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards still count in the group
 dynamic_sampling = 0  # number of further rounds, at most, that replace groups of equal rewards; 0: such groups are kept
 # agents: samples of several turns, with tools
-# 'my_file.py:my_function' (agents/chat.py says how to write one), or a command such as 'python my_agent.py'
-# (agents/endpoint.py); '': no agent: one turn, scored by `reward`
+# 'my_file.py:my_function' (episodes/chat.py says how to write one), or a command such as 'python my_agent.py'
+# (episodes/endpoint.py); '': no agent: one turn, scored by `reward`
 agent = ""
 max_turns = 8  # turns of a dialogue
 max_calls = 32  # tool calls of a dialogue; each further call gets an error as its result
@@ -1071,7 +1071,7 @@ if __name__ == "__main__":
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chip = sync.take_gpu(config, world, gpu) if place == "cuda" else ""
     if mode == "serve":
-        from agents.endpoint import serve
+        from episodes.endpoint import serve
 
         torch.set_num_threads(threads or os.cpu_count())
         sys.exit(serve(config, place))
@@ -1100,7 +1100,7 @@ if __name__ == "__main__":
     rewards.check_vocabulary(tokenizer)
     episodes = None  # what an agent's runs have in place of samples of one turn
     if agent:
-        from agents.sampler import Agent
+        from episodes.sampler import Agent
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
     train_rows, eval_rows = rewards.load_rows(config)

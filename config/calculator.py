@@ -1,6 +1,6 @@
 """
-Sums of two three-digit numbers with a tool that adds (agents/calculator.py). A Qwen3 of 0.1 M parameters from scratch,
-which is shown the tool in half of the demonstrations and an answer from the head in the others.
+Sums of two three-digit numbers with a tool that adds (examples/calculator.py). A Qwen3 of 0.1 M parameters from
+scratch, which is shown the tool in half of the demonstrations and an answer from the head in the others.
 
     python train_grpo.py config/calculator.py
     python train_grpo.py config/calculator.py --seed=2 --out_dir=out/calculator_2
@@ -21,7 +21,7 @@ torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 2.3 min.
 """
 
 out_dir = "out/calculator"
-agent = "agents/calculator.py:solve"
+agent = "examples/calculator.py:solve"
 tool_call_parser = "pythonic"
 arithmetic_min = 100
 arithmetic_size = 300

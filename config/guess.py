@@ -1,5 +1,5 @@
 """
-A game of several turns (agents/guess.py): guess a number from 1 to 15 by 'up' and 'down', in at most six guesses. A
+A game of several turns (examples/guess.py): guess a number from 1 to 15 by 'up' and 'down', in at most six guesses. A
 Qwen3 of 0.1 M parameters from scratch, which is shown play without a plan and then left to find out what is better.
 
     python train_grpo.py config/guess.py
@@ -20,7 +20,7 @@ differed in any step. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD
 """
 
 out_dir = "out/guess"
-agent = "agents/guess.py:solve"
+agent = "examples/guess.py:solve"
 credit = "turn"  # a guess is compared with the group's guesses of the same number, not with those of shorter games
 arithmetic_size = 30
 max_prompt_tokens = 8

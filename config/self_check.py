@@ -1,5 +1,5 @@
 """
-Sums of two numbers below 50, answered twice (agents/self_check.py): the model is asked to check its first answer. A
+Sums of two numbers below 50, answered twice (examples/self_check.py): the model is asked to check its first answer. A
 Qwen3 of 0.1 M parameters from scratch.
 
     python train_grpo.py config/self_check.py
@@ -20,7 +20,7 @@ that it was shown is wrong. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of 
 """
 
 out_dir = "out/self_check"
-agent = "agents/self_check.py:solve"
+agent = "examples/self_check.py:solve"
 arithmetic_size = 50
 max_prompt_tokens = 12
 max_new_tokens = 24

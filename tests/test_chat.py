@@ -1,5 +1,5 @@
 """
-Dialogues of an agent without an engine: what is told and said, tools, the journal, and the second run (agents/chat.py).
+Dialogues of an agent without an engine: messages, tools, the journal, and the second run (episodes/chat.py).
 The model's part is a script; templates and tokenizers are real ones. test_laws.py has the runs (L10).
 """
 
@@ -17,10 +17,11 @@ from transformers import AutoTokenizer
 
 import sync
 import train_grpo as train
-from agents import chat, sandbox
-from agents.calculator import add
-from agents.sampler import Agent, counts_of, tensors_of
 from configurator import template_arguments
+from episodes import chat
+from episodes.sampler import Agent, counts_of, tensors_of
+from examples.calculator import add
+from graders import sandbox
 from models import folders
 
 CONFIG = train.DEFAULTS | dict(agent="x", max_prompt_tokens=400, max_new_tokens=600, max_calls=4)

@@ -29,9 +29,9 @@ from test_train import DEFAULTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agents import chat, endpoint
-from agents import client as example
-from agents.sampler import AgentSampler
+from episodes import chat, endpoint
+from episodes.sampler import AgentSampler
+from examples import client as example
 from models import folders
 
 SIZES = "--tool_call_parser=pythonic --arithmetic_size=40 --arithmetic_min=20 --max_prompt_tokens=32".split()
@@ -45,7 +45,7 @@ BY_TEXT = {chr(c): c - 29 for c in range(32, 127)}  # the ids of a scratch model
 def model(tmp_path_factory):
     """A model that calls its tool right about half of the time."""
     folder = tmp_path_factory.mktemp("endpoint") / "taught"
-    taught = "--mode=sft --agent=agents/calculator.py:solve --max_steps=100 --learning_rate=2e-3".split()
+    taught = "--mode=sft --agent=examples/calculator.py:solve --max_steps=100 --learning_rate=2e-3".split()
     finish(folder, *SIZES, *taught, launch=launch_warm)
     return folder / "ckpt/step_000100"
 

@@ -27,8 +27,9 @@ from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
 
 import rewards
-from agents import chat, judges
-from agents.judges import judge, score_of
+from episodes import chat
+from graders import judges
+from graders.judges import judge, score_of
 from models import folders
 from rewards import RewardError, load_reward, score
 from train_grpo import DEFAULTS
@@ -134,9 +135,8 @@ def test_a_killed_worker_is_an_error_and_not_a_zero(workers):
 
 
 def test_a_worker_ends_with_its_run_whatever_ends_that():
-    parent = (
-        "import os, time; from agents import judges\nwhile judges.MATH_WORKERS.qsize() > 1: judges.MATH_WORKERS.get()\n"
-    )
+    parent = "import os, time; from graders import judges\n"
+    parent += "while judges.MATH_WORKERS.qsize() > 1: judges.MATH_WORKERS.get()\n"
     parent += "judges.math('', '3', '3')\nprint(judges.MATH_WORKERS.get().pid, flush=True)\ntime.sleep(600)"
     run = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     worker = Path("/proc", run.stdout.readline().strip())
@@ -499,7 +499,7 @@ def test_runs_judged_by_math_verify_have_one_ledger(two_ranks, tmp_path):
 
 
 AGENT = """
-from agents.judges import judge
+from graders.judges import judge
 
 async def solve(chat, row):
     chat.user(row["prompt"])

@@ -30,7 +30,7 @@ KEYS = {*train_grpo.DEFAULTS, *FLAGS}
 LINE = re.compile(r"\[`([\w.]+|[\w ]+)`\]\(([\w./]+\.py)#L(\d+)\)")  # [`Trainer.update`](train_grpo.py#L907)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 KEY = re.compile(r"`(?:--)?([a-z]\w*)=")  # `lag=1`, `--lag=1`
-FILE = re.compile(r"(?<![\w/])(?:agents|config|docs|lessons|tests|tools)/[\w/]*\.\w+")
+FILE = re.compile(r"(?<![\w/])(?:config|docs|episodes|examples|graders|lessons|tests|tools)/[\w/]*\.\w+")
 SIZE = re.compile(r"^(\| `([\w./]+)` \| )([\d,]+) \| ([\d,]+)(?= \|)", re.MULTILINE)  # | `sync.py` | lines | tokens |
 UNCOUNTED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

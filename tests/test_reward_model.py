@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import rewards
 import train_grpo as train
-from agents.judges import RewardModel
+from graders.judges import RewardModel
 from models import folders
 from models.folders import make_scratch_model
 from rollout_server import RolloutEngine

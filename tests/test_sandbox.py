@@ -28,8 +28,8 @@ from conftest import error_line, finish, launch_warm, read_groups
 from prove import killed_sandbox, lines, replay_of
 
 import rewards
-from agents import sandbox
-from agents.sandbox import SandboxError, canonical, code, run_program
+from graders import sandbox
+from graders.sandbox import SandboxError, canonical, code, run_program
 from rewards import RewardError, load_reward, programs, score
 from train_grpo import DEFAULTS
 
@@ -495,7 +495,7 @@ def test_runs_judged_by_tests_have_one_ledger_though_a_sandbox_is_killed(tmp_pat
 
 
 AGENT = """
-from agents.sandbox import python
+from graders.sandbox import python
 
 async def solve(chat, row):
     chat.user(row["prompt"])

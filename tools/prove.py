@@ -119,10 +119,10 @@ def segments_by_time():
 
 def seeds_by_arrival():
     """A turn's noise is that of the number of turns before it, in whatever order they come."""
-    import agents.sampler
+    import episodes.sampler
 
-    count, seed = itertools.count(), agents.sampler.sampling_seed
-    agents.sampler.sampling_seed = lambda *key: seed(next(count))
+    count, seed = itertools.count(), episodes.sampler.sampling_seed
+    episodes.sampler.sampling_seed = lambda *key: seed(next(count))
 
 
 def killed_in_step_13():
@@ -140,7 +140,7 @@ def killed_in_step_13():
 
 def killed_sandbox():
     """The sandbox of the 100th program is killed as soon as it has begun."""
-    from agents import sandbox
+    from graders import sandbox
 
     count, wait = itertools.count(1), sandbox._wait
 

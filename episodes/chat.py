@@ -3,7 +3,7 @@ What an agent talks to. An agent is a function
 
     async def solve(chat, row) -> float
 
-that asks the model, calls tools and returns a reward; row is a row of the data. agents/calculator.py is a short one.
+that asks the model, calls tools and returns a reward; row is a row of the data. examples/calculator.py is a short one.
 
     chat.system(text), chat.user(text)     what the model is told
     await chat.generate(tools=..)          the model's turn: a Reply
@@ -13,7 +13,7 @@ that asks the model, calls tools and returns a reward; row is a row of the data.
     chat.fork()                            another dialogue of the same sample: a sub-agent, a compacted history
     chat.random                            random numbers that are the same in every run
 
-A program in any language, with OpenAI's client, is an agent, too: agents/endpoint.py.
+A program in any language, with OpenAI's client, is an agent, too: episodes/endpoint.py.
 
 Two runs give the same bits although tools take their time, engines die and requests overtake each other, because
 
@@ -44,8 +44,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-from agents.sandbox import SandboxError
 from configurator import fail, require, template_arguments
+from graders.sandbox import SandboxError
 from rewards import describe, find_function, finite
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
@@ -557,7 +557,7 @@ class Chat:
 def load_agent(spec):
     """(solve, replies or None) of agent=`spec`. Ends the run with one line if there is no such function or program."""
     if " " in spec.strip():
-        from agents.endpoint import program
+        from episodes.endpoint import program
 
         return program(spec), None
     try:
@@ -660,7 +660,7 @@ def check_again(job):
     """`run_again` in another process, in which strings have other hashes, and so sets another order."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     env = os.environ | dict(PYTHONHASHSEED=seed, PYTHONPATH=os.pathsep.join(sys.path), CUDA_VISIBLE_DEVICES="")
-    code = "import json, sys; from agents.chat import run_again; run_again(json.load(sys.stdin))"
+    code = "import json, sys; from episodes.chat import run_again; run_again(json.load(sys.stdin))"
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps(job), env=env, text=True, capture_output=True)
     if done.returncode:
         raise AgentError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))

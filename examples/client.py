@@ -1,7 +1,7 @@
 """
-agents/calculator.py as a program, with OpenAI's own client: what it asks is answered by the policy.
+examples/calculator.py as a program, with OpenAI's own client: what it asks is answered by the policy.
 
-    python train_grpo.py --agent="python agents/client.py" --init_from=out/run/ckpt/step_000100 ..
+    python train_grpo.py --agent="python examples/client.py" --init_from=out/run/ckpt/step_000100 ..
 """
 
 import json

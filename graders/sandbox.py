@@ -239,7 +239,7 @@ def python(code: str) -> str:
     return run.output + run.errors + "\nstopped: too much time, memory or output" * (run.verdict == "limit")
 
 
-python.impure = True  # for agents/chat.py: near a limit two runs may differ
+python.impure = True  # for episodes/chat.py: near a limit two runs may differ
 
 
 code.check, code.reads = lambda: interpreter(SETTINGS["sandbox"]), tests_of

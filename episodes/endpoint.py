@@ -1,7 +1,7 @@
 """
 OpenAI's protocol over HTTP: for agents that are programs, and to serve a model.
 
-    python train_grpo.py --agent="python agents/client.py" ..                   # a process per sample
+    python train_grpo.py --agent="python examples/client.py" ..                   # a process per sample
     python train_grpo.py --mode=serve --init_from=out/run/ckpt/step_000100      # until Ctrl-C
 
 A program finds in its environment OPENAI_BASE_URL (a session of its own), OPENAI_API_KEY and ROW, its row as JSON, and
@@ -54,8 +54,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from agents.chat import AgentError, Chat, Episode, Template, ToolCall, told_calls
 from configurator import require, template_arguments
+from episodes.chat import AgentError, Chat, Episode, Template, ToolCall, told_calls
 from rewards import describe, finite
 
 INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR PYTHONPATH PYTHONHASHSEED LD_LIBRARY_PATH VIRTUAL_ENV".split()
@@ -692,7 +692,7 @@ def serve(config, device):
     import torch
 
     import kernels
-    from agents.sampler import AgentSampler
+    from episodes.sampler import AgentSampler
     from models import folders
     from models.dense import check_card, check_model
     from rollout_server import Job, RolloutEngine

@@ -18,8 +18,8 @@ import types
 
 import torch
 
-from agents import chat
 from configurator import require, template_arguments
+from episodes import chat
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
 
