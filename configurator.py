@@ -105,7 +105,8 @@ def configure(namespace, argv=None):
         for key, value in assigned.items():
             name, where = (f"--{key}", "") if is_flag else (key, f"{arg}: ")
             guess = "".join(f"; did you mean {near}?" for near in get_close_matches(key, defaults, n=1))
-            require(key in defaults, f"{where}{name}: no such key{guess}  (--help lists all keys)")
+            cure = f"; {REMOVED[key]}" if key in REMOVED else guess
+            require(key in defaults, f"{where}{name}: no such key{cure}  (--help lists all keys)")
             kind = type(defaults[key])
             try:
                 config[key] = _typed(value, kind, is_text=is_flag and value is not True)
@@ -123,7 +124,7 @@ def resume_config(config, path, free):
     for free keys, which free(config) lists. Ends the run with one line that names the other keys for which they set new
     values.
     """
-    saved = _run_file(str(path), path.parent, config)
+    saved = {key: x for key, x in _run_file(str(path), path.parent, config).items() if key not in REMOVED}
     free = set(free(saved)) & set(free(config))
     unknown = [key for key in config if key not in saved]
     require(not unknown, f"{path}: has no {', '.join(unknown)}; it was saved by another version of this program")
@@ -214,10 +215,15 @@ FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
     rollout_tp cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict
     weight_sync checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward
-    reject_best host port api_key judge judge_tries watch track""".split()
+    host port api_key judge judge_tries watch track""".split()
+# keys, and values of keys, that are gone: what does their work now
+REMOVED = {
+    "reject_best": "tools/best.py out/run --count=2 takes the best samples of any run",
+    "mode=reject": "use --mode=rollout, and then tools/best.py on its folder",
+}
 CHOICES = {
     "device": ("", "cpu", "cuda"),
-    "mode": ("grpo", "replay", "sft", "rm", "rollout", "reject", "eval", "serve"),
+    "mode": ("grpo", "replay", "sft", "rm", "rollout", "eval", "serve"),
     "weight_sync": ("", "broadcast", "ipc"),
     "credit": ("sample", "turn"),
     "sandbox": ("bwrap", "none"),
@@ -230,7 +236,7 @@ CHOICES = {
     "track": ("", "tensorboard", "wandb"),
 }
 POSITIVE = """
-    prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples reject_best engine_timeout
+    prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns max_result_chars agent_timeout
     judge_tries sandbox_seconds sandbox_memory""".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
@@ -295,7 +301,7 @@ def roles(config, world):
     """(trainers, engines) of `world` ranks. Engines have the last ranks, rollout_tp each; a rank may be both."""
     if config["mode"] in ("replay", "sft", "rm"):
         return world, 0
-    if config["mode"] in ("rollout", "reject", "eval", "serve"):
+    if config["mode"] in ("rollout", "eval", "serve"):
         return 0, max(1, world // config["rollout_tp"])
     both, last = world == 1 or config["colocate"], config["rollout_ranks"]
     return (world, world) if both else (world - last, last // config["rollout_tp"])
@@ -304,7 +310,8 @@ def roles(config, world):
 def key_rules(c, world, defaults):
     values = vars(c)
     for key, known in CHOICES.items():
-        yield key, values[key] in known, f"use {', '.join(filter(None, known))}"
+        gone = REMOVED.get(f"{key}={values[key]}")
+        yield key, values[key] in known, gone or f"use {', '.join(filter(None, known))}"
     for key in POSITIVE:
         yield key, values[key] > 0, "must be more than 0"
     for key, (other, value) in ONLY_WITH.items():
@@ -375,7 +382,7 @@ def agent_rules(c, world, defaults):
         yield "chat_template_args", False, f"{e}; {cure}"
     renders = c.agent or c.chat_template or not c.chat_template_args
     yield "chat_template_args", renders, "is for an agent, or for --chat_template"
-    single = dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=c.mode in ("reject", "rm"))
+    single = dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=c.mode == "rm")
     for key, used in single.items():
         yield key, not (used and c.agent), "is for samples of one turn, which an agent's are not"
     discounts = c.advantage == "gae" or c.credit == "turn"
@@ -396,7 +403,7 @@ def watch_rules(c, world, defaults):
         why = f"watch='rollback' goes back {HEALTHY} steps and more; use {enough}"
         yield "keep_checkpoints", c.keep_checkpoints >= enough, why
         yield "watch_kl_coef", c.watch_kl_coef >= 0, "use 0 or more"
-    samples = c.mode in ("grpo", "replay", "rollout", "reject")
+    samples = c.mode in ("grpo", "replay", "rollout")
     yield "watch", samples or not c.watch, f"watches RL steps, and mode={c.mode!r} has none"
 
 

@@ -743,9 +743,9 @@ def open_tracker(folder, c):
 
 class Record:
     """
-    What the first rank writes down of a run: the ledger, metrics.jsonl, samples.md to read and, with mode='reject',
-    best.jsonl. The logs are cut back to their sizes in the checkpoint's record `saved`; without one they begin empty.
-    c: the config as a namespace; origin: what a checkpoint must say to be this run's; agent: the Agent of the samples.
+    What the first rank writes down of a run: the ledger, metrics.jsonl, and samples.md to read. The logs are cut back
+    to their sizes in the checkpoint's record `saved`; without one they begin empty. c: the config as a namespace;
+    origin: what a checkpoint must say to be this run's; agent: the Agent of the samples.
     """
 
     def __init__(self, folder, saved, c, origin, agent=None):
@@ -757,7 +757,6 @@ class Record:
         for name in LOGS[1:]:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
-        (folder / "best.jsonl").unlink(missing_ok=True)  # mode='reject' has no checkpoints: it starts again
         self.rollbacks = saved.get("rollbacks", []) if saved else []  # the steps to which the watch has turned back
         self.steps, self.tracker = [], open_tracker(folder, c)  # steps: the lines of metrics.jsonl with phase 'rl'
         for line in map(json.loads, filter(None, (folder / LOGS[1]).read_text().splitlines())):
@@ -851,10 +850,6 @@ class Record:
         )  # fmt: skip
         self.metrics(**line)
         self.steps.append(line)
-        for t, m in groups if c.mode == "reject" else ():
-            best = sorted(range(c.group_size), key=lambda g: (-t["rewards"][g], g))[: c.reject_best]
-            for g in (g for g in best if t["rewards"][g] >= c.pass_reward):
-                self.line("best.jsonl", prompt=m["prompt_text"], answer=m["responses"][g])
         if c.sample_every and step % c.sample_every == 0:
             with open(self.folder / "samples.md", "a") as f:
                 t, m = groups[0]

@@ -37,8 +37,8 @@ from configurator import block, lean_imports, library_versions, require, resolve
 out_dir = "out/run"  # everything the run writes
 # grpo: sample and train. Modes without an engine: replay trains again on the rollouts in queue_dir, sft trains on the
 # data's answers, rm trains a reward model on the data's pairs. Modes without a trainer: rollout generates and scores,
-# reject also writes the best samples as data, eval samples and scores the held-out prompts only, serve answers requests
-# in OpenAI's protocol with the model in init_from
+# eval samples and scores the held-out prompts only, serve answers requests in OpenAI's protocol with the model in
+# init_from
 mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
@@ -68,8 +68,7 @@ eval_size = 256  # held-out prompts; 0: no evaluation
 eval_every = 0  # steps between evaluations; 0: only before the first step and after the last
 eval_samples = 1  # samples per held-out prompt
 eval_temperature = 1.0  # 0: greedy
-pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, for easy and hard groups, for 'reject'
-reject_best = 1  # mode='reject' writes at most this number of right samples of a group
+pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, for easy and hard groups
 # the rollout
 prompts_per_step = 8  # P
 group_size = 8  # G
@@ -1055,7 +1054,7 @@ if __name__ == "__main__":
     tqdm.set_lock(threading.RLock())
     sys.excepthook = sync.report_error
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
-    scored = mode in ("grpo", "rollout", "reject", "eval")
+    scored = mode in ("grpo", "rollout", "eval")
     supervised, only_eval, publishes = mode in ("sft", "rm"), mode == "eval", mode == "grpo"
     rl_steps = 0 if supervised or only_eval else max_steps
     sft_steps = max_steps if supervised else warmup_sft_steps

@@ -8,11 +8,13 @@ test_train.py has the formulas; tools/algorithms.py runs every algorithm over se
 """
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import digest, launch_warm, read_groups
-from prove import lines, replay_of
+from prove import ROOT, lines, replay_of
 from safetensors.torch import load_file
 
 from rewards import numeric
@@ -101,11 +103,12 @@ def test_supervised_learning_from_a_file_on_one_rank_and_two_and_resumed(tmp_pat
 def test_rollouts_alone_are_those_of_the_run_and_the_best_of_them_become_data(two_ranks, tmp_path):
     """Of the weights of version 16: the prompts, seeds and so the samples of step 16."""
     start = f"--init_from={two_ranks[0] / 'ckpt' / 'step_000016'}"
-    folder, _ = run(tmp_path / "best", "--mode=reject", start, "--max_steps=17", "--reject_best=2")
+    folder, _ = run(tmp_path / "best", "--mode=rollout", start, "--max_steps=17")
     theirs, ours = (lines(x, "ledger.jsonl", "rl")[16] for x in (two_ranks[0], folder))
     for stage in ("prompts", "tokens", "logprobs", "rewards"):
         assert ours[stage] == theirs[stage]
     assert "weights" not in ours and ours["tokens"] != lines(folder, "ledger.jsonl", "rl")[15]["tokens"]
+    subprocess.run([sys.executable, ROOT / "tools" / "best.py", folder, "--count=2"], check=True)
     rows = [json.loads(line) for line in (folder / "best.jsonl").read_text().splitlines()]
     assert 17 < len(rows) <= 2 * 8 * 17
     assert all(numeric("", row["answer"], str(eval(row["prompt"][:-1]))) == 1 for row in rows)  # they are right

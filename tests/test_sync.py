@@ -500,7 +500,7 @@ def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(t
 
 
 def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
-    c = types.SimpleNamespace(branch="", **DEFAULTS | dict(mode="reject", group_size=3, pass_reward=0.5, reject_best=1))
+    c = types.SimpleNamespace(branch="", **DEFAULTS | dict(group_size=3, pass_reward=0.5))
     record, made = sync.Record(tmp_path, None, c, {}), []
     for i, rewards in enumerate(([1.0, 1.0, 1.0], [0.0, 0.0, 0.6], [0.1, 0.1, 0.0], [0.0, 0.0, 0.0])):
         tensors = dict(
@@ -530,8 +530,6 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
     assert (line["wait_seconds"], line["train_seconds"], line["sync_seconds"]) == (1.0, 2.0, 4.0)
     assert line["rollout_seconds"] == 6  # from when the first was begun, 0, to when the last was done
     assert line["idle_seconds"] == (1 + 2) / 2  # of each engine up to its last group
-    best = [json.loads(x) for x in (tmp_path / "best.jsonl").read_text().splitlines()]
-    assert best == [dict(prompt="p0", answer="a"), dict(prompt="p1", answer="c")]
     (written,) = (json.loads(x) for x in (tmp_path / "ledger.jsonl").read_text().splitlines())
     for stage in ("tokens", "logprobs", "rewards"):
         assert written[stage] == sync.content_hash(*(t[stage] for t, _ in made[:3]))

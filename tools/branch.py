@@ -57,7 +57,7 @@ def main():
             "wants a run, a step and flags, as in: out/tiny --step=40 --out_dir=out/b --learning_rate=1e-3"
         )
     run = Path(argv[0])
-    saved = saved_config(run)
+    saved = {key: x for key, x in saved_config(run).items() if key not in configurator.REMOVED}
     config = configurator.configure(saved | {"step": -1, "__file__": ""}, argv[1:])
     step, folder = config.pop("step"), Path(config["out_dir"])
     steps = len(lines(run, "ledger.jsonl", "rl"))
