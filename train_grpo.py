@@ -207,7 +207,6 @@ with lean_imports():
     from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
-HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
 
 
 # ---- the algorithm: pure functions --------------------------------------------------------------------------------
@@ -684,25 +683,19 @@ class Trainer:
         self.rank, self.process_group, self.control = ranks.rank, ranks.mesh.get_group(), ranks.control
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
-        self.lora = adapters.lora_settings(c) if c.lora_rank else None
-        critic = c.advantage == "gae"
-        self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic, self.lora, c.tp_split)
+        critic, lora = c.advantage == "gae", adapters.lora_settings(c)
+        self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic, lora, c.tp_split)
         if c.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.model.train()
-        every, learns = sync.shards(self.model, self.mesh), [p.requires_grad for p in self.model.parameters()]
-        self.shards = [s for s, learned in zip(every, learns) if learned]
-        self.base = [s for s, learned in zip(every, learns) if not learned]  # the frozen weights; [] without LoRA
-        self.policy = [s for s in self.shards if s.name != "value_head"]  # what model files and versions hold
+        kind = adapters.Adapters if lora else folders.FullWeights
+        self.parts = kind(self.model, c, self.mesh, device)
+        self.shards, self.policy = self.parts.trained, self.parts.policy
         # Heads begin with 0: so the first advantages come from the rewards alone, and no side of a pair is preferred.
-        for s in (s for s in self.shards if s.name in HEADS):
-            s.data.zero_()
-        known = [s for s in self.policy if optimizer_steps or s.name not in HEADS]
-        folders.load_weights(self.base or known, folder, hf.tie_word_embeddings)
-        if self.base:
-            hashes = sync.tensor_hashes([s.data for s in self.base], self.base, self.process_group)
-            self.base_hash = f"{str(self.base[0].data.dtype)[6:]} {sync.content_hash(hashes)}"
-            adapters.load_adapters(self.policy, checkpoint if optimizer_steps else c.lora, c, self.base_hash)
+        for s in self.shards:
+            if s.name in folders.HEADS:
+                s.data.zero_()
+        self.parts.load(folder, checkpoint if optimizer_steps else None)
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
@@ -718,33 +711,39 @@ class Trainer:
         if optimizer_steps:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
-            both, some = (sum(math.prod(s.shape) for s in part) for part in (every, self.shards))
-            line = f"model: {both:,} parameters" + f", of which {some:,} are trained" * bool(self.base)
+            trained, frozen = (sum(math.prod(s.shape) for s in part) for part in (self.shards, self.parts.frozen))
+            line = f"model: {trained + frozen:,} parameters"
+            if frozen:
+                line += f", of which {trained:,} are trained"
             if device == "cuda":
                 room = torch.cuda.get_device_properties(device).total_memory
                 line += f"; they, moments and gradients take {self.state_bytes() / 1e9:.1f} of {room / 1e9:.1f} GB"
             print(line, flush=True)
         # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer. With
-        # LoRA the reference is the base with the adapters in `reference`, or with zeros, unless that is a whole model.
-        self.frozen, others = None, bool(c.reference) and not Path(c.reference, "adapter_config.json").exists()
-        if self.base and c.kl_coef and not others:
-            self.frozen = self.model
-            self.anchor = [s._replace(data=torch.zeros_like(s.data)) for s in self.policy]
-            if c.reference:
-                adapters.load_adapters(self.anchor, c.reference, c, self.base_hash)
-        elif name := c.teacher or c.kl_coef and (c.reference or c.init_from):
-            key = "teacher" if c.teacher else "reference"
-            folder = folders.fetch_model(name, key)
-            frozen = check_model(folder, vars(c), key)
-            require(frozen.vocab_size == hf.vocab_size, f"{key}={name!r}: needs the vocabulary of init_from's model")
-            self.frozen = build_model(frozen, self.mesh, device, c.batch_invariant, tp_split=c.tp_split)
-            folders.load_weights(sync.shards(self.frozen, self.mesh), folder, frozen.tie_word_embeddings)
+        # LoRA the reference is the model itself with other adapters.
+        self.anchor = self.parts.anchor() if c.kl_coef else None
+        self.frozen = self.model if self.anchor else self.other_model(hf)
+
+    def other_model(self, hf):
+        """The teacher, or the reference where that is a whole model; None where the config asks for neither."""
+        c = self.c
+        key, name = "teacher", c.teacher
+        if c.kl_coef and not name:
+            key, name = "reference", c.reference or c.init_from
+        if not name:
+            return None
+        folder = folders.fetch_model(name, key)
+        other = check_model(folder, vars(c), key)
+        require(other.vocab_size == hf.vocab_size, f"{key}={name!r}: needs the vocabulary of init_from's model")
+        model = build_model(other, self.mesh, self.device, c.batch_invariant, tp_split=c.tp_split)
+        folders.load_weights(sync.shards(model, self.mesh), folder, other.tie_word_embeddings)
+        return model
 
     def state_bytes(self):
         """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of the current row."""
         gradients = 2 + int(math.log2(self.c.lanes // self.mesh.size()))
         learned = sum(s.data.nbytes for s in self.shards)
-        return sum(s.data.nbytes for s in self.base) + learned * (1 + len(MOMENTS) + gradients)
+        return sum(s.data.nbytes for s in self.parts.frozen) + learned * (1 + len(MOMENTS) + gradients)
 
     def optimizer_state(self, versions):
         """The shards that a checkpoint has beside the model: AdamW's moments, these versions, the critic's head."""
@@ -756,13 +755,11 @@ class Trainer:
 
     def snapshot(self):
         """A copy of the policy's shards as the engines get them: in the compute dtype; adapters stay float32."""
-        dtype = torch.bfloat16 if self.device == "cuda" and not self.base else torch.float32
-        return [s._replace(data=s.data.to(dtype, copy=True)) for s in self.policy]
+        return [s._replace(data=s.data.to(self.parts.dtype, copy=True)) for s in self.policy]
 
     def published(self, version):
         """This rank's shards of what engines get as `version`: of the copy if one is kept, else of the weights now."""
-        policy = self.versions.get(version, self.policy)
-        return adapters.merge_adapters(self.base, policy, self.mesh, self.lora.scale) if self.base else policy
+        return self.parts.published(self.versions.get(version, self.policy))
 
     def keep(self, version):
         """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
@@ -797,7 +794,7 @@ class Trainer:
 
     def frozen_logprobs(self, leaf):
         """The log-probs (M,) of the reference or the teacher."""
-        with self.holding(self.anchor) if self.frozen is self.model else nullcontext():
+        with self.holding(self.anchor) if self.anchor else nullcontext():
             logprobs = self.frozen.token_logprobs(leaf, self.c.temperature)[0]
             self.frozen.reshard()
         return logprobs
@@ -815,13 +812,8 @@ class Trainer:
             for name in ("optimizer", "flight"):
                 (unfinished / name).mkdir(parents=True)
             folders.save_tokenizer(unfinished, tokenizer, stop_tokens)
-            if not self.base:
-                self.model.config.save_pretrained(unfinished)
         sync.meet(self.control)  # the folders are there
-        if self.base:
-            adapters.save_adapters(unfinished, self.policy, self.mesh, self.c, self.base_hash)
-        else:
-            sync.write_tensors(unfinished, "model", self.policy, self.mesh)
+        self.parts.save(unfinished)
         sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(earlier), self.mesh)
         sync.meet(self.control)  # and the files
         if record:
@@ -1141,8 +1133,8 @@ if __name__ == "__main__":
     if ranks.mesh is not None:
         optimizer_steps, versions = saved.get("optimizer_steps", 0), saved.get("earlier", ())
         trainer = Trainer(c, ranks, hf, model_path, place, latest, optimizer_steps, versions)
-        if record and trainer.base and not saved:
-            record.ledger.append(phase="base", step=0, weights=trainer.base_hash)
+        if record and lora_rank and not saved:
+            record.ledger.append(phase="base", step=0, weights=trainer.parts.base)
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
     saves = bool(trainer and checkpoint_every)
 
@@ -1190,8 +1182,8 @@ if __name__ == "__main__":
         transport.publish(version, hashes, trainer and trainer.published(version))
 
     if publishes:
-        mine = trainer and (trainer.base or trainer.policy)
-        transport = sync.WeightSync(weight_sync, ranks, mine, engine, place, compute_dtype, overlaps)
+        sent = trainer and trainer.parts.sent
+        transport = sync.WeightSync(weight_sync, ranks, sent, engine, place, compute_dtype, overlaps)
         publish(version_for(start))
     evaluates = bool(eval_rows) and (publishes or only_eval)
     if evaluates and (only_eval or not saved):

@@ -15,7 +15,7 @@ from safetensors import safe_open
 import kernels
 from configurator import require
 from models.folders import load_weights
-from sync import reason, whole, write_tensors
+from sync import content_hash, reason, shards, tensor_hashes, whole, write_tensors
 
 LINEAR = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # a layer's, of attention and MLP
 PEFT = "base_model.model."  # before every name in its files
@@ -31,6 +31,9 @@ class LoRA(NamedTuple):
 
 
 def lora_settings(c):
+    """The LoRA of a config; None without."""
+    if not c.lora_rank:
+        return None
     return LoRA(c.lora_rank, c.lora_alpha / c.lora_rank, tuple(c.lora_targets.replace(",", " ").split()))
 
 
@@ -74,19 +77,6 @@ class Merged(NamedTuple):
     @property
     def data(self):
         return kernels.merge(self.base, self.A, self.B, self.scale)
-
-
-def merge_adapters(base, adapters, mesh, scale):
-    """The shards of `base`, with a Merged in place of each that is adapted. Collective over the trainers."""
-    data = {s.name: s for s in adapters}
-    merged = []
-    for s in base:
-        stem = s.name.removesuffix("weight") + "lora_"
-        if f"{stem}A.weight" in data:  # B's rows are where W's are
-            A = whole(data[f"{stem}A.weight"], mesh)
-            s = Merged(s.name, s.shape, s.first, s.data, A, data[f"{stem}B.weight"].data, scale)
-        merged.append(s)
-    return merged
 
 
 def adapter_config(c, adapters):
@@ -138,3 +128,47 @@ def load_adapters(adapters, folder, c, base):
         if s.name.endswith("lora_A.weight"):  # of whole numbers, as a scratch model's: the same on every CPU
             whole_numbers = torch.randint(-(2**24), 2**24, s.shape, generator=generator)
             s.data.copy_(whole_numbers[s.first : s.first + len(s.data)] * (2**-24 / math.sqrt(s.shape[1])))
+
+
+class Adapters:
+    """
+    What a Trainer trains of a model with LoRA; fields and methods are those of folders.FullWeights. base: "dtype hash"
+    of the frozen weights.
+    """
+
+    def __init__(self, model, c, mesh, device):
+        self.model, self.c, self.mesh = model, c, mesh
+        every = [*zip(shards(model, mesh), model.parameters())]
+        self.trained = [s for s, p in every if p.requires_grad]
+        self.frozen = self.sent = [s for s, p in every if not p.requires_grad]
+        self.policy = [s for s in self.trained if s.name != "value_head"]
+        self.dtype = torch.float32
+
+    def load(self, folder, checkpoint=None):
+        load_weights(self.frozen, folder, self.model.config.tie_word_embeddings)
+        hashes = tensor_hashes([s.data for s in self.frozen], self.frozen, self.mesh.get_group())
+        self.base = f"{str(self.frozen[0].data.dtype)[6:]} {content_hash(hashes)}"
+        load_adapters(self.policy, checkpoint or self.c.lora, self.c, self.base)
+
+    def anchor(self):
+        """The adapters in the config's `reference`, or zeros; None if it names a whole model."""
+        folder = self.c.reference
+        if folder and not Path(folder, "adapter_config.json").exists():
+            return None
+        anchor = [s._replace(data=torch.zeros_like(s.data)) for s in self.policy]
+        if folder:
+            load_adapters(anchor, folder, self.c, self.base)
+        return anchor
+
+    def published(self, policy):
+        adapters, merged = {s.name: s for s in policy}, []
+        for s in self.frozen:
+            stem = s.name.removesuffix("weight") + "lora_"
+            if f"{stem}A.weight" in adapters:  # B's rows are where W's are
+                A, B = whole(adapters[f"{stem}A.weight"], self.mesh), adapters[f"{stem}B.weight"].data
+                s = Merged(s.name, s.shape, s.first, s.data, A, B, lora_settings(self.c).scale)
+            merged.append(s)
+        return merged
+
+    def save(self, folder):
+        save_adapters(folder, self.policy, self.mesh, self.c, self.base)

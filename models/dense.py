@@ -69,8 +69,7 @@ def check_card(hf, config, judges=()):
     """
     if config["device"] == "cpu" or not torch.cuda.is_available():
         return
-    lora = lora_settings(types.SimpleNamespace(**config)) if config["lora_rank"] else None
-    parameters, learned = parameter_counts(hf, lora)
+    parameters, learned = parameter_counts(hf, lora_settings(types.SimpleNamespace(**config)))
     scores = sum(2 * parameter_counts(judge)[0] for judge in judges)
     world = int(os.environ.get("WORLD_SIZE", 1))
     card = torch.cuda.get_device_properties("cuda").total_memory

@@ -8,7 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from configurator import lean_imports, require
-from sync import reason
+from sync import reason, shards, write_tensors
+
+HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
 
 # A scratch model's dialogues, as short as can be; a call of a tool is [add(a=1, b=2)], SGLang's format 'pythonic'.
 CHAT_TEMPLATE = """
@@ -114,3 +116,36 @@ def save_tokenizer(folder, tokenizer, stop_tokens):
 
     tokenizer.save_pretrained(folder)
     GenerationConfig(eos_token_id=stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]).save_pretrained(folder)
+
+
+class FullWeights:
+    """
+    What a Trainer trains of a model: all of its weights. adapters.Adapters has the same fields and methods.
+
+    trained, frozen: shards that are and are not trained. policy: those that model folders and versions hold. sent:
+    those whose names and shapes the engines know. dtype: of versions.
+    """
+
+    def __init__(self, model, c, mesh, device):
+        self.model, self.mesh = model, mesh
+        self.trained, self.frozen = shards(model, mesh), []
+        self.policy = self.sent = [s for s in self.trained if s.name != "value_head"]
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def load(self, folder, checkpoint=None):
+        """Reads a model's folder; checkpoint: it is this one, from which a run goes on, and has all heads."""
+        known = [s for s in self.policy if checkpoint or s.name not in HEADS]
+        load_weights(known, folder, self.model.config.tie_word_embeddings)
+
+    def anchor(self):
+        """The shards with which the model itself is the reference of the KL; None: that is a model of its own."""
+
+    def published(self, policy):
+        """What engines get of these shards of the policy. Collective over the trainers, and so is `save`."""
+        return policy
+
+    def save(self, folder):
+        """Writes a checkpoint's part in Hugging Face's format."""
+        if self.mesh.get_local_rank() == 0:
+            self.model.config.save_pretrained(folder)
+        write_tensors(folder, "model", self.policy, self.mesh)

@@ -129,7 +129,7 @@ def adapted(trainer):
 
 def save(trainer, folder):
     folder.mkdir()
-    adapters.save_adapters(folder, trainer.policy, trainer.mesh, trainer.c, trainer.base_hash)
+    trainer.parts.save(folder)
     return folder
 
 
