@@ -23,7 +23,7 @@ import types
 from ast import literal_eval, parse
 from contextlib import contextmanager
 from difflib import get_close_matches
-from importlib.metadata import distributions, version
+from importlib.metadata import version
 from pathlib import Path
 from traceback import walk_tb
 
@@ -215,9 +215,10 @@ FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
     rollout_tp cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict
     weight_sync checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward
-    host port api_key judge judge_tries watch track""".split()
+    host port api_key judge judge_tries watch""".split()
 # keys, and values of keys, that are gone: what does their work now
 REMOVED = {
+    "track": "tools/track.py out/run --to=wandb, or tensorboard, follows the run's metrics.jsonl",
     "reject_best": "tools/best.py out/run --count=2 takes the best samples of any run",
     "mode=reject": "use --mode=rollout, and then tools/best.py on its folder",
 }
@@ -233,7 +234,6 @@ CHOICES = {
     "loss_aggregation": ("token", "sequence", "constant"),
     "importance": ("", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
-    "track": ("", "tensorboard", "wandb"),
 }
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
@@ -316,8 +316,6 @@ def key_rules(c, world, defaults):
         yield key, values[key] > 0, "must be more than 0"
     for key, (other, value) in ONLY_WITH.items():
         yield key, values[key] == defaults[key] or values[other] == value, f"is for --{other}={value}"
-    # Not by an import: a folder `wandb` here, which wandb makes, is a package to Python.
-    yield "track", not c.track or any(distributions(name=c.track)), f"not installed; uv sync --group {c.track}"
 
 
 def algorithm_rules(c, world, defaults):

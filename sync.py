@@ -710,37 +710,6 @@ def response_lengths(t):
     return torch.zeros_like(rows)[: len(t["rewards"])].index_add(0, t["sample"], rows)
 
 
-def open_tracker(folder, c):
-    """
-    What the key `track` names: TensorBoard's writer, wandb's run, or None. Whenever the run goes on, it begins anew and
-    gets all of metrics.jsonl up to the checkpoint again: so no step is in it twice.
-    """
-    if c.track == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-        return SummaryWriter(folder / "tensorboard", purge_step=0)  # and a TensorBoard that is open forgets its points
-    if c.track == "wandb":
-        import wandb
-
-        path = folder / "wandb_id"
-        if not path.exists():
-            path.write_text(os.urandom(8).hex())
-        settings = wandb.Settings(console="off")
-        try:  # a run of an id that is there already takes the earlier one's place
-            run = wandb.init(
-                project="onecurve", name=folder.name, id=path.read_text(), dir=folder, config=vars(c), settings=settings
-            )
-        except wandb.Error as e:
-            fail(f"track='wandb': {reason(e).rstrip('.')}; or set WANDB_MODE=offline")
-        for phase in ("sft", "rm", "rl", "eval"):
-            run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-        # A run that fails ends its engine on the way out, and with it every child of this process, wandb's too. A
-        # thread that waits for the main thread ends wandb before that.
-        threading.Thread(target=lambda: (threading.main_thread().join(), wandb.teardown(1))).start()
-        return run
-
-
 class Record:
     """
     What the first rank writes down of a run: the ledger, metrics.jsonl, and samples.md to read. The logs are cut back
@@ -758,10 +727,9 @@ class Record:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
         self.rollbacks = saved.get("rollbacks", []) if saved else []  # the steps to which the watch has turned back
-        self.steps, self.tracker = [], open_tracker(folder, c)  # steps: the lines of metrics.jsonl with phase 'rl'
+        self.steps = []  # the lines of metrics.jsonl with phase 'rl'
         for line in map(json.loads, filter(None, (folder / LOGS[1]).read_text().splitlines())):
             self.steps += [line] * (line["phase"] == "rl")
-            self.track(**line)
 
     def state(self):
         """What a checkpoint must say of the run and of its logs."""
@@ -775,23 +743,6 @@ class Record:
 
     def metrics(self, **line):
         self.line("metrics.jsonl", **line)
-        self.track(**line)
-
-    def track(self, phase, step, **metrics):
-        """Shows the numbers of a line of metrics.jsonl where the key `track` says."""
-        numbers = {f"{phase}/{name}": x for name, x in metrics.items() if isinstance(x, (int, float))}
-        if self.c.track == "tensorboard":
-            for name, x in numbers.items():
-                self.tracker.add_scalar(name, x, step)
-            self.tracker.flush()
-        elif self.c.track == "wandb":  # its own count of steps only grows, and each phase begins at 0
-            self.tracker.log({f"{phase}/step": step} | numbers)
-
-    def close(self):
-        if self.c.track == "wandb":
-            import wandb
-
-            wandb.teardown(0)
 
     def supervised(self, phase, step, samples, metrics, hashes):
         """A step on known answers ('sft') or pairs ('rm')."""

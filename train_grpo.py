@@ -175,7 +175,6 @@ keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
 queue_dir = ""  # only with mode='replay': the folder of a run's rollouts, such as 'out/tiny/queue'
 keep_rollouts = 0  # steps of rollout files to keep; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
-track = ""  # 'tensorboard' or 'wandb': shows metrics.jsonl there, too
 # mode='serve'
 host = "127.0.0.1"  # reached from this machine only; '0.0.0.0': from others, too
 port = 8000  # 0: any free port
@@ -1249,7 +1248,6 @@ if __name__ == "__main__":
         print(record.turn_back(alarm) if turns_back else record.alarm(alarm), file=sys.stderr, flush=True)
     sync.meet()
     if record:  # what came out does not depend on how the libraries take their leave
-        record.close()  # before the engine, whose end ends all children of this process, wandb's among them
         if not turns_back:
             print(f"digest {record.ledger.digest}", flush=True)
     sync.meet()

@@ -238,7 +238,7 @@ def two_ranks(once):
 @pytest.fixture(scope="session")
 def one_process(once):
     """The same run in one process that does both, and with all that must not matter changed."""
-    flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0 --track=tensorboard".split()
+    flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0".split()
     env = {"OMP_WAIT_POLICY": "PASSIVE"}  # a thread that spins while it waits takes the core from the other worker
     return once("one_process", lambda folder: finish(folder, *ENGINE_FLAGS, *flags, env=env))
 

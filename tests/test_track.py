@@ -1,21 +1,30 @@
 """
---track: what TensorBoard and wandb are shown is metrics.jsonl, each step once, also when a run goes on.
+tools/track.py: what TensorBoard and wandb are shown is metrics.jsonl, each step once, also when a run goes on.
 
     pytest tests/test_track.py
 """
 
+import fcntl
 import json
+import os
 import shutil
 import struct
+import subprocess
+import sys
+import threading
 from importlib.metadata import distributions
+from pathlib import Path
 
 import pytest
-from conftest import error_line, launch_warm
-from prove import launch, lines
+from conftest import error_line, launch_warm, wait_for
+from prove import lines
 
-import configurator
-from configurator import check_config
+from configurator import configure
 from train_grpo import DEFAULTS
+
+TOOL = Path(__file__).parent.parent / "tools" / "track.py"
+sys.path.insert(0, str(TOOL.parent))
+import track  # noqa: E402
 
 SFT = "--mode=sft --max_steps=6 --checkpoint_every=2".split()
 
@@ -47,28 +56,84 @@ def interrupt(folder):
     shutil.rmtree(folder / "ckpt" / "step_000006")
 
 
-def test_tensorboard_has_all_numbers_of_a_run(one_process):
-    folder = one_process[0]
-    assert points(folder) == single(numbers(folder))
-    assert {"rl/reward_mean", "eval/pass@1", "sft/loss"} <= points(folder).keys()
+def tool(folder, to, **env):
+    """(status, output) of the tool on a run that is over."""
+    command = [sys.executable, TOOL, folder, f"--to={to}", "--wait=0"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+    return done.returncode, done.stdout + done.stderr
+
+
+class Tracker:
+    """Keeps what it is shown; `all` has every tracker that was made."""
+
+    all = []
+
+    def __init__(self, folder):
+        self.points, self.closed = [], False
+        Tracker.all.append(self)
+
+    def show(self, phase, step, numbers):
+        self.points.append((phase, step, numbers))
+
+    def close(self):
+        self.closed = True
+
+
+def test_it_follows_a_run_from_before_its_start_through_a_resume_to_its_end(tmp_path, monkeypatch):
+    """A process that holds the folder's lock and says nothing is alive; half a line is not shown yet."""
+    monkeypatch.setattr(Tracker, "all", [])
+    folder = tmp_path / "run"
+    following = threading.Thread(target=track.follow, args=(folder, Tracker, 1.0, 0.01))
+    following.start()
+    folder.mkdir()
+    line = '{{"phase": "rl", "step": {}, "reward_mean": {}, "note": "text"}}\n'.format
+
+    def shown():
+        return [step for _, step, _ in Tracker.all[-1].points] if Tracker.all else []
+
+    with open(folder / "lock", "w") as lock, open(folder / "metrics.jsonl", "w") as log:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for text in (line(0, 0.5), line(1, 0.25), line(2, 1)[:20]):
+            log.write(text)
+            log.flush()
+        wait_for(lambda: shown() == [0, 1], 10)
+        following.join(1.5)
+        assert following.is_alive() and len(Tracker.all) == 1
+        log.truncate(len(line(0, 0.5)))  # as a resume does
+        log.seek(0, os.SEEK_END)
+        wait_for(lambda: len(Tracker.all) == 2 and shown() == [0], 10)
+        log.write(line(1, 0.75))
+    following.join(10)
+    assert not following.is_alive() and all(tracker.closed for tracker in Tracker.all)
+    assert Tracker.all[-1].points == [("rl", 0, {"rl/reward_mean": 0.5}), ("rl", 1, {"rl/reward_mean": 0.75})]
+
+
+def test_a_run_can_start_though_its_folder_is_looked_at(tmp_path):
+    """What asks whether the folder is held lets go of it at once."""
+    (tmp_path / "lock").touch()
+    assert not track.held(tmp_path) and not track.held(tmp_path / "nowhere")
+    with open(tmp_path / "lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert track.held(tmp_path)
+
+
+def test_tensorboard_has_all_numbers_of_a_run(one_process, tmp_path):
+    for name in ("config.py", "metrics.jsonl", "lock"):
+        shutil.copy(one_process[0] / name, tmp_path)
+    assert tool(tmp_path, "tensorboard")[0] == 0
+    assert points(tmp_path) == single(numbers(tmp_path))
+    assert {"rl/reward_mean", "eval/pass@1", "sft/loss"} <= points(tmp_path).keys()
 
 
 def test_a_run_that_goes_on_has_each_step_once_in_tensorboard(tmp_path):
-    folder, track = tmp_path / "run", "--track=tensorboard"
-    assert launch_warm(folder, *SFT, track)[0] == 0
+    folder = tmp_path / "run"
+    assert launch_warm(folder, *SFT)[0] == 0 and tool(folder, "tensorboard")[0] == 0
     first = numbers(folder)
     interrupt(folder)
-    status, output = launch_warm(folder, *SFT, track, "--init_from=resume")
+    status, output = launch_warm(folder, *SFT, "--init_from=resume")
     assert status == 0 and "resuming at step 4" in output
+    assert tool(folder, "tensorboard")[0] == 0
     assert points(folder) == single(numbers(folder)) == single(first) and len(first["sft/loss"]) == 6
-
-
-def test_a_run_can_be_tracked_from_where_it_goes_on_and_then_all_of_it_is_there(tmp_path):
-    folder = tmp_path / "run"
-    assert launch_warm(folder, *SFT)[0] == 0 and not (folder / "tensorboard").exists()
-    interrupt(folder)
-    assert launch_warm(folder, *SFT, "--track=tensorboard", "--init_from=resume")[0] == 0
-    assert points(folder) == single(numbers(folder))
 
 
 def logged(path):
@@ -86,42 +151,52 @@ def logged(path):
     return [line for line in found if line], name
 
 
-@pytest.mark.skipif(not any(distributions(name="wandb")), reason="no wandb: uv sync --group wandb")
+needs_wandb = pytest.mark.skipif(not any(distributions(name="wandb")), reason="no wandb: uv sync --group wandb")
+
+
+@needs_wandb
 def test_wandb_without_a_network_has_each_step_of_a_run_that_goes_on_once(tmp_path):
-    folder, options = tmp_path / "run", dict(env={"WANDB_MODE": "offline"})
-    status, output = launch(folder, *SFT, "--track=wandb", **options)
-    assert status == 0 and output.splitlines()[-1].startswith("digest "), output[-4000:]
+    folder = tmp_path / "run"
+    assert launch_warm(folder, *SFT)[0] == 0
+    status, output = tool(folder, "wandb", WANDB_MODE="offline")
+    assert status == 0, output[-4000:]
     interrupt(folder)
-    status, again = launch(folder, *SFT, "--track=wandb", "--init_from=resume", **options)
-    assert status == 0 and again.splitlines()[-1] == output.splitlines()[-1]
+    assert launch_warm(folder, *SFT, "--init_from=resume")[0] == 0
+    assert tool(folder, "wandb", WANDB_MODE="offline")[0] == 0
     wanted = [{f"sft/{k}": x for k, x in x.items() if k != "phase"} for x in lines(folder, "metrics.jsonl")]
     first, second = (logged(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")))
-    assert first == second == (wanted, (folder / "wandb_id").read_text())
+    assert first[1] == second[1] == (folder / "wandb_id").read_text()
+    assert second[0] == wanted and [x["sft/loss"] for x in first[0]] == [x["sft/loss"] for x in wanted]
 
 
-@pytest.mark.skipif(not any(distributions(name="wandb")), reason="no wandb: uv sync --group wandb")
-def test_wandb_without_a_login_ends_the_run_in_one_line(tmp_path):
-    env = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    status, output = launch(tmp_path / "run", *SFT, "--track=wandb", env=env)
+@needs_wandb
+def test_wandb_without_a_login_is_one_line(tmp_path):
+    assert launch_warm(tmp_path / "run", *SFT)[0] == 0
+    env = dict(WANDB_MODE="online", WANDB_API_KEY="", HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
+    status, output = tool(tmp_path / "run", "wandb", **env)
     line = error_line(output)
-    assert status == 2 and line.startswith("error: track='wandb': ") and line.endswith("or set WANDB_MODE=offline")
+    assert status == 2 and line.startswith("error: --to=wandb: ") and line.endswith("or set WANDB_MODE=offline")
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_what_is_not_installed_is_refused_with_the_cure(kind, monkeypatch, capsys):
-    monkeypatch.setattr(configurator, "distributions", lambda name: iter(()))
+    monkeypatch.setattr(track, "distributions", lambda name: iter(()))
+    monkeypatch.setattr(sys, "argv", ["track.py", "out/run", f"--to={kind}"])
     with pytest.raises(SystemExit) as end:
-        check_config(DEFAULTS | dict(track=kind), 1, DEFAULTS)
+        track.main()
     assert end.value.code == 2
-    assert error_line(capsys.readouterr().err) == f"error: track={kind!r}: not installed; uv sync --group {kind}"
+    assert error_line(capsys.readouterr().err) == f"error: --to={kind}: not installed; uv sync --group {kind}"
 
 
-def test_another_value_is_refused_with_those_there_are(capsys):
-    with pytest.raises(SystemExit) as end:
-        check_config(DEFAULTS | dict(track="mlflow"), 1, DEFAULTS)
-    assert end.value.code == 2
-    assert error_line(capsys.readouterr().err) == "error: track='mlflow': use tensorboard, wandb"
+def test_what_is_no_run_is_refused_in_one_line(tmp_path):
+    status, output = tool(tmp_path, "tensorboard")
+    assert (
+        status == 2 and output == f"error: {tmp_path}: no metrics.jsonl in it, or an empty one; name a run's folder\n"
+    )
 
 
-def test_it_may_change_on_a_resume_and_is_no_part_of_a_runs_id():
-    assert "track" in configurator.FREE_KEYS
+def test_the_key_that_did_this_is_answered_by_the_tools_name(capsys):
+    with pytest.raises(SystemExit):
+        configure(dict(DEFAULTS), ["--track=wandb"])
+    line = error_line(capsys.readouterr().err)
+    assert line.startswith("error: --track: no such key; tools/track.py out/run --to=wandb, or tensorboard, follows")

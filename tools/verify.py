@@ -32,8 +32,8 @@ import sync
 from configurator import fail, library_versions, require
 from models.adapters import PEFT
 
-# Repeated steps are not to be stopped by a watch, nor shown by a tracker.
-QUIET = ("--eval_samples=1", "--watch=", "--track=")
+# Repeated steps are not to be stopped by a watch.
+QUIET = ("--eval_samples=1", "--watch=")
 
 
 def chosen(digest, steps, count):
