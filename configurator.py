@@ -214,12 +214,15 @@ def _help(defaults, script):
 FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
     rollout_tp cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict
-    weight_sync checkpoint_every keep_checkpoints keep_rollouts overlap sample_every eval_samples pass_reward
+    weight_sync checkpoint_every keep_checkpoints keep_rollouts sample_every eval_samples pass_reward
     host port api_key judge judge_tries watch""".split()
 # keys, and values of keys, that are gone: what does their work now
 REMOVED = {
     "track": "tools/track.py out/run --to=wandb, or tensorboard, follows the run's metrics.jsonl",
     "reject_best": "tools/best.py out/run --count=2 takes the best samples of any run",
+    "teacher": "--reference=model folder is advantage='distill''s teacher, too",
+    "overlap": "with a lag, ranks that only train and ranks that only sample always overlap; one process alternates",
+    "loss=decoupled": "--importance=full is the same: PPO with importance weights without bounds",
     "mode=reject": "use --mode=rollout, and then tools/best.py on its folder",
 }
 CHOICES = {
@@ -230,9 +233,9 @@ CHOICES = {
     "sandbox": ("bwrap", "none"),
     "watch": ("", "stop", "rollback"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
-    "loss": ("ppo", "gspo", "cispo", "decoupled", "pg"),
+    "loss": ("ppo", "gspo", "cispo", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
-    "importance": ("", "truncate", "mask"),
+    "importance": ("", "full", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
 POSITIVE = """
@@ -242,7 +245,7 @@ POSITIVE = """
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # keys that have no effect unless another key has this value
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
-ONLY_WITH |= {"teacher": ("advantage", "distill"), "queue_dir": ("mode", "replay")}
+ONLY_WITH |= {"queue_dir": ("mode", "replay")}
 ONLY_WITH |= {"watch_kl_coef": ("watch", "rollback"), "tp_split": ("batch_invariant", True)}
 ONLY_WITH |= dict.fromkeys(("host", "port", "api_key"), ("mode", "serve"))
 ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm"))
@@ -324,12 +327,13 @@ def algorithm_rules(c, world, defaults):
     yield "group_size", c.group_size > 1 or not grouped, why
     why = f"advantage={c.advantage!r} learns from groups of equal rewards, too; use 0"
     yield "dynamic_sampling", grouped or not c.dynamic_sampling, why
-    yield "advantage", c.teacher or not distills, "needs a teacher; --teacher=model folder"
-    yield "kl_coef", not c.kl_coef or not distills, "advantage='distill' is the KL to the teacher; use 0"
+    yield "advantage", c.reference or not distills, "needs a teacher; --reference=model folder"
+    yield "kl_coef", not c.kl_coef or not distills, "advantage='distill' is the KL to the reference; use 0"
     refers = not c.kl_coef or c.reference or c.init_from != "scratch"
     yield "kl_coef", refers, "needs a reference, as a scratch model is random; --reference=model folder"
     for key in ("reference", "kl_in_reward"):
-        yield key, c.kl_coef or not vars(c)[key], "is for kl_coef, which is 0"
+        used = c.kl_coef or key == "reference" and distills
+        yield key, used or not vars(c)[key], "is for kl_coef, which is 0"
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     yield "loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence"
     has_ratio = c.loss != "pg"

@@ -108,7 +108,6 @@ tool_call_parser = ""  # SGLang's name for the format of tool calls; '': qwen25,
 credit = "sample"  # each token gets its sample's advantage; 'turn': its turn's, later turns discounted by gamma
 # asynchrony: counts decide which weights sample a token, never a moment in time
 lag = 0  # samples are begun with the weights of lag steps before; 0: training and sampling wait for each other
-overlap = True  # ranks that only train and ranks that only sample work side by side, with a lag; changes no bit
 segment_tokens = 0  # partial rollouts: tokens that an unfinished sample gets per step; 0: all of them
 groups_in_flight = 0  # with segment_tokens: number of groups begun but not yet trained on, prompts_per_step or more
 # the update
@@ -123,21 +122,22 @@ beta1 = 0.9
 beta2 = 0.95
 weight_decay = 0.0  # of matrices only
 grad_clip = 1.0  # l2 norm; 0: off
-advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic) or distill (a teacher)
+advantage = (
+    "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic), distill (a reference)
+)
 gamma = 1.0  # discount per token with advantage='gae', per turn with credit='turn'
 gae_lambda = 0.95
 value_coef = 0.5  # only with advantage='gae': weight of the critic's loss; its head is on the policy's trunk
 value_clip = 0.2  # only with advantage='gae': bound of a value's change in one batch; 0: none
-teacher = ""  # only with advantage='distill': model folder or hub name
-loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo, decoupled (ppo, and a weight for the lag) or pg (no ratio)
+loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo or pg (no ratio)
 # 'token': sum / loss tokens; 'sequence': mean of sample means; 'constant': sum / (samples * max_new_tokens)
 loss_aggregation = "token"
 updates_per_batch = 1  # optimizer steps on each batch of rollouts
 clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
 dual_clip = 0.0  # bound of the ratio where the advantage is negative, such as 3.0; 0: none
-# 'truncate' or 'mask': weigh each token's loss by its probability before the update over that when it was sampled,
-# which is exactly 1 where the weights are the same ones; '': no weights
+# 'full', 'truncate' or 'mask': importance-weight each token by pi_old / pi_rollout, its probability before the update
+# over that when it was sampled, which is exactly 1 where the weights are the same ones; '': no weights
 importance = ""
 importance_floor = 0.0  # 'truncate' clamps the weight to floor .. cap, 'mask' makes it 0 outside
 importance_cap = 2.0
@@ -145,7 +145,7 @@ entropy_coef = 0.0  # weight of the entropy bonus
 kl_coef = 0.0  # weight of the KL to the frozen reference
 kl_in_reward = False  # True: subtract the KL from a sample's reward (with gae each token's); False: add it to the loss
 kl_estimator = "k3"  # k1, k2 or k3
-reference = ""  # model folder or hub name; '': that of init_from
+reference = ""  # model folder or hub name, with advantage='distill' the teacher; '': that of init_from
 # LoRA (Hu et al. 2021, arXiv:2106.09685): the model's weights W are frozen, W + lora_alpha / lora_rank * B A is used
 lora_rank = 0  # rows of A and columns of B; 0: no LoRA, all weights are trained
 lora_alpha = 32.0
@@ -269,9 +269,10 @@ def overlong_penalty(lengths, longest, cache):
 def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
     """
     w = exp(old_logprob - rollout_logprob) of each sampled token (M,): the trainer's probability before the first update
-    of a batch over the engine's. kind '': w itself, the weight of decoupled PPO. truncate: w clamped to floor .. cap
-    (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"). mask: 0
-    where w is outside floor .. cap, so that such a token gives no gradient (Ling team 2025, arXiv:2510.18855).
+    of a batch over the engine's. full: w itself; with the loss ppo that is decoupled PPO (Fu et al. 2025, AReaL,
+    arXiv:2505.24298, equation 5). truncate: w clamped to floor .. cap (Ionides 2008; Yao et al. 2025, "Your efficient
+    RL framework secretly brings you off-policy RL training"). mask: 0 where w is outside floor .. cap, so that such a
+    token gives no gradient (Ling team 2025, arXiv:2510.18855).
     """
     w = torch.exp(old_logprobs - rollout_logprobs)
     if kind == "truncate":
@@ -291,10 +292,8 @@ def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip
     gspo    the same with r = exp(mean over the sample of logprob - old_logprob): Zheng et al. 2025 (arXiv:2507.18071),
             with the gradient of its variant GSPO-token
     cispo   -clip(r) A logprob, no gradient through the clip: MiniMax-M1 (arXiv:2506.13585)
-    decoupled   ppo, where the caller weighs tokens by exp(old_logprob - the engine's): Fu et al. 2025 (AReaL,
-            arXiv:2505.24298), equation 5
 
-    old_logprob is the trainer's before the first update with decoupled or `importance`, else the engine's.
+    old_logprob is the trainer's before the first update with `importance`, else the engine's.
     """
     if kind == "pg":
         return -advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
@@ -375,7 +374,7 @@ class Sample(NamedTuple):
     logprobs: torch.Tensor  # (M,) the engine's
     old_logprobs: torch.Tensor  # (M,) the ratio's denominator: the engine's, or the trainer's before the first update
     advantages: torch.Tensor  # (M,)
-    reference: torch.Tensor  # (M,) log-probs of the reference or the teacher
+    reference: torch.Tensor  # (M,) log-probs of the reference
     values: torch.Tensor  # (M,) of the critic before the first update
     returns: torch.Tensor  # (M,) what the critic learns
     bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
@@ -591,7 +590,7 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     figures = {"entropy": entropy}
     bounds, old = (c.clip_low, c.clip_high, c.dual_clip), leaf.old_logprobs
     losses, figures["clip_fraction"] = policy_loss(c.loss, logprobs, old, leaf.advantages, counts, *bounds)
-    if c.importance or c.loss == "decoupled":
+    if c.importance:
         w = importance_weights(old, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
         losses = losses * w
         figures |= dict(importance_mean=w, importance_not_one=w != 1)
@@ -601,7 +600,7 @@ def policy_step_loss(output, leaf, c, samples, tokens):
         figures["kl_behaviour"] = kl(leaf.logprobs, logprobs.detach(), "k3")
     if c.entropy_coef:  # Schulman et al. 2017, equation 9
         losses = losses - c.entropy_coef * entropy
-    if c.teacher or c.kl_coef:
+    if c.kl_coef or c.advantage == "distill":
         figures["kl_reference"] = kl(logprobs, leaf.reference, c.kl_estimator)
     if c.kl_coef and not c.kl_in_reward:
         losses = losses + c.kl_coef * figures["kl_reference"]
@@ -718,22 +717,19 @@ class Trainer:
                 room = torch.cuda.get_device_properties(device).total_memory
                 line += f"; they, moments and gradients take {self.state_bytes() / 1e9:.1f} of {room / 1e9:.1f} GB"
             print(line, flush=True)
-        # The reference of the KL or the teacher of the distillation: forward passes only, and so no optimizer. With
-        # LoRA the reference is the model itself with other adapters.
-        self.anchor = self.parts.anchor() if c.kl_coef else None
-        self.frozen = self.model if self.anchor else self.other_model(hf)
+        # The reference: forward passes only, and so no optimizer. With LoRA it is the model itself with other adapters.
+        self.anchor = self.frozen = None
+        if c.kl_coef or c.advantage == "distill":
+            self.anchor = self.parts.anchor()
+            self.frozen = self.model if self.anchor else self.reference_model(hf)
 
-    def other_model(self, hf):
-        """The teacher, or the reference where that is a whole model; None where the config asks for neither."""
+    def reference_model(self, hf):
+        """The reference where that is a whole model."""
         c = self.c
-        key, name = "teacher", c.teacher
-        if c.kl_coef and not name:
-            key, name = "reference", c.reference or c.init_from
-        if not name:
-            return None
-        folder = folders.fetch_model(name, key)
-        other = check_model(folder, vars(c), key)
-        require(other.vocab_size == hf.vocab_size, f"{key}={name!r}: needs the vocabulary of init_from's model")
+        name = c.reference or c.init_from
+        folder = folders.fetch_model(name, "reference")
+        other = check_model(folder, vars(c), "reference")
+        require(other.vocab_size == hf.vocab_size, f"reference={name!r}: needs the vocabulary of init_from's model")
         model = build_model(other, self.mesh, self.device, c.batch_invariant, tp_split=c.tp_split)
         folders.load_weights(sync.shards(model, self.mesh), folder, other.tie_word_embeddings)
         return model
@@ -792,7 +788,7 @@ class Trainer:
                 s.data.copy_(data)
 
     def frozen_logprobs(self, leaf):
-        """The log-probs (M,) of the reference or the teacher."""
+        """The log-probs (M,) of the reference."""
         with self.holding(self.anchor) if self.anchor else nullcontext():
             logprobs = self.frozen.token_logprobs(leaf, self.c.temperature)[0]
             self.frozen.reshard()
@@ -866,8 +862,7 @@ class Trainer:
         One pass over a batch before its first update: the samples with the trainer's own log-probs (where importance
         weights need them), the frozen model's log-probs and the critic's values filled in.
         """
-        needs_own = self.c.importance or self.c.loss == "decoupled"
-        if not (self.frozen or needs_own or self.c.advantage == "gae"):
+        if not (self.frozen or self.c.importance or self.c.advantage == "gae"):
             return samples
         mine = {}  # {sample: (own log-probs, frozen ones, values, bootstrap)}
         for chosen, leaf, (ours, _, values, bootstraps) in self.passes(samples, self.c.temperature):
@@ -880,7 +875,7 @@ class Trainer:
         dist.all_gather_object(everyone, mine, group=self.control)
         for i, (*per_token, bootstrap) in (pair for part in everyone for pair in part.items()):
             ours, theirs, values = per_token
-            if not needs_own:
+            if not self.c.importance:
                 ours = samples[i].logprobs
             # After a sample that ended by itself nothing can be gained: the value of its last state is 0.
             bootstrap = bootstrap if samples[i].truncated else 0.0
@@ -1070,7 +1065,7 @@ if __name__ == "__main__":
         _, resumed, restarted = resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS)
     # Do trainers and engines work side by side, or in turn?
     sampling = ranks.engines * rollout_tp  # ranks
-    overlaps = overlap and lag > 0 < ranks.engines and ranks.trainers + sampling == ranks.world > 1
+    overlaps = lag > 0 < ranks.engines and ranks.trainers + sampling == ranks.world > 1
     alike = ranks.world if overlaps else ranks.trainers if ranks.mesh is not None else sampling
     # More threads than cores wait for each other by spinning; no bit depends on their number.
     torch.set_num_threads(threads or max(1, os.cpu_count() // alike))

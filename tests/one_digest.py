@@ -123,7 +123,7 @@ def updates(folder, ranks):
     yield "weights from scratch", (folder / "model.safetensors").read_bytes()
     for name, change in ALGORITHMS.items():
         c = types.SimpleNamespace(**CONFIG | change)
-        c.reference, c.teacher = str(folder), str(folder) if c.advantage == "distill" else ""
+        c.reference = str(folder)
         trainer = train.Trainer(c, ranks, train.check_model(folder, vars(c)), folder, "cpu")
         record = []
         for step in range(2):

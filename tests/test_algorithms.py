@@ -73,7 +73,7 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(one_engine):
 
 
 def test_distillation_moves_the_student_towards_its_teacher(two_ranks, tmp_path):
-    teacher = f"--teacher={two_ranks[0] / 'ckpt' / 'step_000024'}"
+    teacher = f"--reference={two_ranks[0] / 'ckpt' / 'step_000024'}"
     flags = "--advantage=distill --loss=pg --kl_estimator=k1 --max_steps=12 --warmup_sft_steps=20 --eval_size=0"
     folder, _ = run(tmp_path / "run", *flags.split(), teacher, "--learning_rate=4e-3")
     steps = lines(folder, "metrics.jsonl", "rl")

@@ -282,7 +282,7 @@ def test_what_is_no_reward_model_of_the_policys_is_refused_at_the_start(scratch,
     assert f"reward='{scratch}': a language model; a reward model is wanted" in load(f"numeric + 0.5*model:{scratch}")
     assert "two': it gives 2 numbers" in load(f"model:{tmp_path}/two")
     assert "the model has 4096 positions" in load(f"model:{judge}", max_new_tokens=5000)
-    for change in (dict(), dict(teacher=str(judge))):
+    for change in (dict(), dict(advantage="distill", reference=str(judge))):
         run = lambda c=change: train.check_model(judge, DEFAULTS | c)  # noqa: E731
         assert "a reward model, which writes nothing" in refusal(capsys, monkeypatch, run)
     rewards.MODELS.clear()

@@ -445,7 +445,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
     leaf = train.pack(random_samples(6), "cpu")
     leaf = leaf._replace(staleness=torch.arange(len(leaf.targets)) % 3)
     new = leaf.old_logprobs + 0.3 * torch.randn(len(leaf.targets), dtype=torch.float64)
-    c = config_of(loss="decoupled", loss_aggregation="token", clip_low=0.1, clip_high=0.2, lag=2)
+    c = config_of(importance="full", loss_aggregation="token", clip_low=0.1, clip_high=0.2, lag=2)
     loss, figures = train.policy_step_loss((new, new * 0, None, None), leaf, c, 6, 50)
     expected, ratios = 0.0, []
     fields = (new, leaf.logprobs, leaf.old_logprobs, leaf.advantages)
@@ -460,7 +460,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
     assert figures["staleness"] is leaf.staleness
     same = leaf._replace(old_logprobs=leaf.logprobs)
     output = new, new * 0, None, None
-    losses = [train.policy_step_loss(output, same, config_of(loss=x), 6, 50)[0] for x in ("ppo", "decoupled")]
+    losses = [train.policy_step_loss(output, same, config_of(importance=x), 6, 50)[0] for x in ("", "full")]
     assert torch.equal(*losses)  # without a lag it is PPO
 
 

@@ -38,7 +38,7 @@ FLAGS = {
     "grpo, 2 updates": "--updates_per_batch=2 --dual_clip=3.0 --importance=truncate",
     "grpo, KL in the loss": "--kl_coef=0.02",
     "rloo, KL in the reward": "--advantage=rloo --kl_coef=0.02 --kl_in_reward --kl_estimator=k1",
-    "distillation": "--advantage=distill --loss=pg --teacher={teacher}",
+    "distillation": "--advantage=distill --loss=pg --reference={teacher}",
 }
 
 

@@ -239,7 +239,8 @@ def trainer_memory(s, c, ranks, leaf=0):
     mine, learned, kept = parameters(s) / ranks, learned_parameters(s, c) / ranks, train_grpo.max_staleness(c)
     held = {"weights, float32": 4 * mine} if full else {"base, bfloat16": 2 * mine, "adapters, float32": 4 * learned}
     held["AdamW's moments"] = 8 * learned
-    held["reference"] = bool(c.kl_coef or c.teacher) * 4 * (mine if full or c.teacher else learned)
+    whole = full or c.advantage == "distill"
+    held["reference"] = bool(c.kl_coef or c.advantage == "distill") * 4 * (mine if whole else learned)
     held["the version that is being sent"] = (kept > 0) * (2 * mine if full else 4 * learned)
     # An engine on the same card gets whole tensors, others each trainer's rows of them, if need be while it trains.
     both = ranks == c.gpus
@@ -312,7 +313,8 @@ def training_seconds(s, c, ranks, r):
     products, head, attention = (x / ranks for x in operations(s, c.tokens, c.samples * c.response, c.squares))
     full, updates, kept = not c.lora_rank, c.updates_per_batch, train_grpo.max_staleness(c)
     # Passes over the batch without a gradient: with older weights, our own before the first update, a reference's.
-    frozen, own = bool(c.kl_coef or c.teacher), bool(c.importance or c.loss == "decoupled" or c.advantage == "gae")
+    frozen = bool(c.kl_coef or c.advantage == "distill")
+    own = bool(c.importance or c.advantage == "gae")
     # Samples have tokens of one age, or of as many as they have segments.
     ages = min(kept, -(-c.max_new_tokens // (c.segment_tokens or c.max_new_tokens)))
     looks, forward = ages + (own or frozen) + frozen, updates * (1 + c.gradient_checkpointing)
@@ -354,7 +356,7 @@ def plan(s, c, card):
     parts = dict(rollout=rollout, training=training, weights=sends | {"sleep and wake": WAKE * both})
     roll, train, send = (sum(x.values()) for x in parts.values())
     # Side by side engines take weights between two of their steps, while the trainers go on.
-    step = max(roll + send, train + RECORD) if c.lag and c.overlap and not both else roll + train + send + RECORD
+    step = max(roll + send, train + RECORD) if c.lag and not both else roll + train + send + RECORD
     trains, publishes = peaks(trainer_memory(s, c, trainers))
     # Where both are on one card, the engine's memory sleeps while it trains.
     beside = CONTEXT + reward_bytes(c) * both

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from algorithms import SFT, START, run
 
-FLAGS = {"ppo": "", "truncated": "--importance=truncate", "decoupled": "--loss=decoupled"}
+FLAGS = {"ppo": "", "truncated": "--importance=truncate", "decoupled": "--importance=full"}
 COMMON = "--learning_rate=2e-4 --warmup_sft_steps=0 --checkpoint_every=0 --sample_every=0"
 LONGEST, SEGMENT = 240, 32
 
