@@ -121,11 +121,9 @@ def configure(namespace, argv=None):
 def resume_config(config, path, free):
     """
     (the config saved in `path`, the config to resume with): the saved one with what the command line and its files set
-    for free keys, which free(config) lists. Ends the run with one line that names the other keys for which they set new
-    values.
+    for the keys `free`. Ends the run with one line that names the other keys for which they set new values.
     """
     saved = {key: x for key, x in _run_file(str(path), path.parent, config).items() if key not in REMOVED}
-    free = set(free(saved)) & set(free(config))
     unknown = [key for key in config if key not in saved]
     require(not unknown, f"{path}: has no {', '.join(unknown)}; it was saved by another version of this program")
     changed = [key for key in ORIGINS if key not in free and config[key] != saved[key]]
@@ -212,8 +210,8 @@ def _help(defaults, script):
 
 # keys that say where and how fast, not what is computed: they may differ between two runs with one digest
 FREE_KEYS = """
-    out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing radix_cache
-    rollout_tp cuda_graphs engine_memory engine_kv_tokens engine_max_running engine_prefill_chunk engine_timeout strict
+    out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing
+    rollout_tp engine_memory engine_args engine_timeout strict
     weight_sync checkpoint_every keep_checkpoints keep_rollouts sample_every eval_samples pass_reward
     host port api_key judge judge_tries watch""".split()
 # keys, and values of keys, that are gone: what does their work now
@@ -221,8 +219,16 @@ REMOVED = {
     "track": "tools/track.py out/run --to=wandb, or tensorboard, follows the run's metrics.jsonl",
     "reject_best": "tools/best.py out/run --count=2 takes the best samples of any run",
     "teacher": "--reference=model folder is advantage='distill''s teacher, too",
+    "truth_reward": "--reward='mine.py:f + 0*numeric' notes it: a term of weight 0",
+    "radix_cache": "--engine_args='disable_radix_cache=True'",
+    "cuda_graphs": "--engine_args='disable_cuda_graph=True'",
+    "engine_kv_tokens": "--engine_args='max_total_tokens=..'",
+    "engine_max_running": "--engine_args='max_running_requests=..'",
+    "engine_prefill_chunk": "--engine_args='chunked_prefill_size=..'",
+    "watch_kl_coef": "it is --healthy_kl_coef of tools/rollback.py",
     "overlap": "with a lag, ranks that only train and ranks that only sample always overlap; one process alternates",
     "loss=decoupled": "--importance=full is the same: PPO with importance weights without bounds",
+    "watch=rollback": "tools/rollback.py starts a run and turns it back where watch='stop' stops it",
     "mode=reject": "use --mode=rollout, and then tools/best.py on its folder",
 }
 CHOICES = {
@@ -231,7 +237,7 @@ CHOICES = {
     "weight_sync": ("", "broadcast", "ipc"),
     "credit": ("sample", "turn"),
     "sandbox": ("bwrap", "none"),
-    "watch": ("", "stop", "rollback"),
+    "watch": ("", "stop"),
     "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
     "loss": ("ppo", "gspo", "cispo", "pg"),
     "loss_aggregation": ("token", "sequence", "constant"),
@@ -246,19 +252,13 @@ HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as hea
 # keys that have no effect unless another key has this value
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"queue_dir": ("mode", "replay")}
-ONLY_WITH |= {"watch_kl_coef": ("watch", "rollback"), "tp_split": ("batch_invariant", True)}
+ONLY_WITH |= {"tp_split": ("batch_invariant", True)}
 ONLY_WITH |= dict.fromkeys(("host", "port", "api_key"), ("mode", "serve"))
 ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm"))
 
 
-def free_keys(config):
-    """FREE_KEYS, without those that decide where a run with watch='rollback' turns back to."""
-    rolls_back = config["watch"] == "rollback"
-    return [key for key in FREE_KEYS if not (rolls_back and key in ("watch", "checkpoint_every"))]
-
-
-def template_arguments(text):
-    """{name: value} of a text such as 'enable_thinking=False'. Raises ValueError."""
+def named_arguments(text):
+    """{name: value} of a text such as 'enable_thinking=False, effort=2'. Raises ValueError."""
     try:
         call = parse(f"dict({text})", mode="eval").body
         if call.args:
@@ -272,17 +272,17 @@ def resolve(namespace, defaults):
     """
     Reads the command line of train_grpo.py, whose globals() are `namespace`, into its block and checks it; imports
     nothing that takes time. Returns (the config; on a resume the saved config of the run in out_dir, else {}; whether
-    torchrun or a watch has restarted the run, and not the user).
+    torchrun has restarted the run, and not the user).
     """
     config, saved = configure(namespace), {}
     path, by_user = Path(config["out_dir"], "config.py"), config["init_from"] == "resume"
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or "TURNED_BACK" in os.environ
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     restarted = not by_user and again and path.exists()
     if by_user or restarted:
         require(path.is_file(), f"init_from='resume': out_dir={config['out_dir']!r} holds no run")
         if by_user:
             del ORIGINS["init_from"]  # it is this command's; the run has its own
-        saved, config = resume_config(config, path, free_keys)
+        saved, config = resume_config(config, path, FREE_KEYS)
         why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
         require((config["mode"] == "rm") == (saved["mode"] == "rm"), f"mode={config['mode']!r}: {why}")
         namespace.update(config)
@@ -378,7 +378,7 @@ def serving_rules(c, world, defaults):
 
 def agent_rules(c, world, defaults):
     try:
-        template_arguments(c.chat_template_args)
+        named_arguments(c.chat_template_args)
     except ValueError as e:
         cure = "use arguments of the chat template, such as 'enable_thinking=False'"
         yield "chat_template_args", False, f"{e}; {cure}"
@@ -396,23 +396,17 @@ def agent_rules(c, world, defaults):
 
 
 def watch_rules(c, world, defaults):
-    yield "truth_reward", not (c.truth_reward and c.agent), "is noted beside `reward`, which an agent does not get"
-    single = not {*"+*"} & {*c.truth_reward} and (not c.truth_reward or c.truth_reward != c.reward)
-    yield "truth_reward", single, "use one reward without a weight, and another than `reward`"
-    if c.watch == "rollback":
-        enough = -(-HEALTHY // max(1, c.checkpoint_every)) + 2
-        yield "checkpoint_every", c.checkpoint_every > 0, "watch='rollback' goes back to a checkpoint; use more than 0"
-        why = f"watch='rollback' goes back {HEALTHY} steps and more; use {enough}"
-        yield "keep_checkpoints", c.keep_checkpoints >= enough, why
-        yield "watch_kl_coef", c.watch_kl_coef >= 0, "use 0 or more"
     samples = c.mode in ("grpo", "replay", "rollout")
     yield "watch", samples or not c.watch, f"watches RL steps, and mode={c.mode!r} has none"
 
 
 def rank_rules(c, world, defaults):
     sample, trainers, engines = c.max_prompt_tokens + c.max_new_tokens, *roles(vars(c), world)
-    holds = c.engine_kv_tokens == 0 or c.engine_kv_tokens > sample
-    yield "engine_kv_tokens", holds, f"one sample may take {sample + 1}; use more, or 0"
+    try:
+        cache = named_arguments(c.engine_args).get("max_total_tokens", sample + 1)
+        yield "engine_args", cache > sample, f"one sample may take max_total_tokens={sample + 1}; use more"
+    except ValueError as e:
+        yield "engine_args", False, f"{e}; use arguments of SGLang's ServerArgs, such as 'max_running_requests=64'"
     # An engine's ranks are of one node, and train nothing.
     here, of = int(os.environ.get("LOCAL_WORLD_SIZE", world)), c.rollout_ranks if c.mode == "grpo" else world
     fill = of % c.rollout_tp == 0 and (here == world or here % c.rollout_tp == 0) and trainers != world

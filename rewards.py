@@ -29,7 +29,7 @@ from traceback import walk_tb
 
 import torch
 
-from configurator import HEALTHY, require, template_arguments
+from configurator import HEALTHY, named_arguments, require
 from sync import content_hash, reason
 
 
@@ -124,23 +124,31 @@ MODELS = {}  # {term such as 'model:folder': RewardModel}
 ONE_AT_A_TIME = threading.Lock()
 
 
-def load_reward(spec, config=None):
+def terms_of(spec):
     """
-    The reward function for `spec`: terms joined by +, each a built-in name, path/to/file.py:function or model:folder,
-    each optionally weighted (0.2*format; 0*format is only noted). A file is looked up in the working directory, then
-    beside this file; a path cannot contain + or *. The function returns (the sum, {term: {"reward": number, ..}}).
-    config: the run's. Ends the run with one line if there is no such function, or if what it needs is not there.
+    [(weight, name)] of a reward: terms joined by +, each a built-in name, path/to/file.py:function or model:folder,
+    each optionally weighted (0.2*format; 0*format is only noted). Raises ValueError.
     """
-    SETTINGS.update(config or {})
     terms = []
     for term in spec.split("+"):
         weight, star, name = (part.strip() for part in term.rpartition("*"))
-        try:
-            if star and not re.fullmatch(r"-?\d*\.?\d+(e-?\d\d?)?", weight):
-                raise ValueError(f"weight {weight!r} is not a number, as in 0.2*format (and a path cannot contain *)")
-            terms.append((float(weight or 1), name, find_reward(name)))
-        except ValueError as error:
-            require(False, f"reward={spec!r}: {error}")
+        if star and not re.fullmatch(r"-?\d*\.?\d+(e-?\d\d?)?", weight):
+            raise ValueError(f"weight {weight!r} is not a number, as in 0.2*format (and a path cannot contain *)")
+        terms.append((float(weight or 1), name))
+    return terms
+
+
+def load_reward(spec, config=None):
+    """
+    The reward function for `spec` (see `terms_of`). A file is looked up in the working directory, then beside this
+    file; a path cannot contain + or *. The function returns (the sum, {term: {"reward": number, ..}}).
+    config: the run's. Ends the run with one line if there is no such function, or if what it needs is not there.
+    """
+    SETTINGS.update(config or {})
+    try:
+        terms = [(weight, name, find_reward(name)) for weight, name in terms_of(spec)]
+    except ValueError as error:
+        require(False, f"reward={spec!r}: {error}")
 
     def weighted_sum(prompt, response, answer):
         noted, summands = {}, []
@@ -259,11 +267,11 @@ def text_metrics(groups):
     )  # fmt: skip
 
 
-def hacking(steps, truth=""):
+def hacking(steps, truths=()):
     """
     A signal in words that the reward is gamed and not earned, or '', from the metrics of RL steps (dicts, the newest
     last). Means over the last WATCHED steps are compared with those over the steps before and over the first ones.
-    truth: a reward that is only noted; the gap of the training reward to it is compared, too.
+    truths: rewards that are only noted; the gap of the training reward to each is compared, too.
 
     Such signals see the ways in which most hacks change a run. They do not see one that stays as diverse, as long and
     as near to the reference as honest answers are, unless the truth is watched, and a truth can be gamed like any
@@ -286,7 +294,7 @@ def hacking(steps, truth=""):
         value = mean(now, name)
         if (value < bound) if sign == "<" else (value > bound):
             return f"{name} {value:.4g} {sign} {bound:.4g}"
-    if truth:
+    for truth in truths:
         ends = range(len(steps), WATCHED - 1, -WATCHED)
         parts = (steps[end - WATCHED : end] for end in ends)
         gap, *earlier = [mean(part, "reward_mean") - mean(part, f"reward_{truth}") for part in parts]
@@ -497,7 +505,7 @@ def answer_ids(texts, tokenizer, stop_tokens):
 
 def encode_prompts(rows, what, tokenizer, config):
     """Adds prompt_tokens to each row and drops rows with too many, with a line. what: 'training' or 'held-out'."""
-    arguments = template_arguments(config["chat_template_args"])
+    arguments = named_arguments(config["chat_template_args"])
     known = not config["chat_template"] or tokenizer.chat_template
     require(known, "chat_template=True: the model's tokenizer has none; use prompt_template")
     for row in rows:

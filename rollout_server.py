@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, lean_imports
+from configurator import close_bars, lean_imports, named_arguments
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
 from sync import RunError, group_path, hidden_torchrun, tensor_hashes, write_group
@@ -307,7 +307,6 @@ def unlink_shared_memory(pids):
 
 def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     """What SGLang is started with, as its ServerArgs name it."""
-    on_cpu = device == "cpu"
     tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
     samples = max(config["prompts_per_step"], config["groups_in_flight"]) * config["group_size"]
     requests = max(samples, config["eval_size"] * config["eval_samples"])
@@ -315,20 +314,22 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
         model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
         skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
         context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu, tp_size=config["rollout_tp"],
-        disable_radix_cache=not config["radix_cache"], attention_backend=ATTENTION_BACKEND[device],
-        max_total_tokens=config["engine_kv_tokens"] or (on_cpu and samples * (tokens + 1)) or None,
-        max_running_requests=config["engine_max_running"] or (on_cpu and samples) or None,
-        chunked_prefill_size=config["engine_prefill_chunk"] or None, weight_version="0", custom_sigquit_handler=died,
+        attention_backend=ATTENTION_BACKEND[device], weight_version="0", custom_sigquit_handler=died,
         sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
     )  # fmt: skip
-    if on_cpu:
-        return args | dict(disable_cuda_graph=True, disable_overlap_schedule=True)
-    return args | dict(
-        disable_cuda_graph=not config["cuda_graphs"], cuda_graph_max_bs_decode=min(512, requests),
-        disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
-        bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
-        mem_fraction_static=config["engine_memory"], enable_memory_saver=lends,
-    )  # fmt: skip
+    if device == "cpu":
+        args |= dict(
+            max_total_tokens=samples * (tokens + 1), max_running_requests=samples, disable_cuda_graph=True,
+            disable_overlap_schedule=True,
+        )  # fmt: skip
+    else:
+        args |= dict(
+            cuda_graph_max_bs_decode=min(512, requests),
+            disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
+            bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
+            mem_fraction_static=config["engine_memory"], enable_memory_saver=lends,
+        )  # fmt: skip
+    return args | named_arguments(config["engine_args"])
 
 
 class Drawn(NamedTuple):
@@ -744,7 +745,7 @@ def sample_step(queue, step, rows, c, version, flight):
         return sample_segments(queue, step, rows, c, version, flight)
     kept, dropped = [], []
     rounds = 1 + c.dynamic_sampling
-    P, stream = c.prompts_per_step, f"rl{c.branch}"
+    P, stream = c.prompts_per_step, "rl"
     for k in range(rounds):
         chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, stream)
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
@@ -765,7 +766,7 @@ def sample_segments(queue, step, rows, c, version, flight):
     prompts fill the flight up. The step trains on the first P finished groups in the order in which they were begun;
     where fewer are finished, all go on under the same weights.
     """
-    P, places, stream = c.prompts_per_step, c.groups_in_flight, f"rl{c.branch}"
+    P, places, stream = c.prompts_per_step, c.groups_in_flight, "rl"
     sampled = []
     begun = flight.begun + places - len(flight.groups)
     born = [tuple(meta["born"]) for _, meta in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]

@@ -46,7 +46,7 @@ from torch.distributed.tensor import Shard as ByRows
 from tqdm import tqdm
 
 import kernels
-from configurator import HEALTHY, close_bars, config_source, fail, free_keys, provenance, require, roles
+from configurator import FREE_KEYS, HEALTHY, close_bars, config_source, fail, provenance, require, roles
 from kernels import tree_sum
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
@@ -710,6 +710,12 @@ def response_lengths(t):
     return torch.zeros_like(rows)[: len(t["rewards"])].index_add(0, t["sample"], rows)
 
 
+def healthy_checkpoint(folder, done):
+    """The last checkpoint of a run that counts as healthy where the watch speaks after `done` steps; None: none is."""
+    before = [path for path in checkpoints(folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY]
+    return before[-1] if before else None
+
+
 class Record:
     """
     What the first rank writes down of a run: the ledger, metrics.jsonl, and samples.md to read. The logs are cut back
@@ -726,7 +732,6 @@ class Record:
         for name in LOGS[1:]:
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
-        self.rollbacks = saved.get("rollbacks", []) if saved else []  # the steps to which the watch has turned back
         self.steps = []  # the lines of metrics.jsonl with phase 'rl'
         for line in map(json.loads, filter(None, (folder / LOGS[1]).read_text().splitlines())):
             self.steps += [line] * (line["phase"] == "rl")
@@ -734,7 +739,7 @@ class Record:
     def state(self):
         """What a checkpoint must say of the run and of its logs."""
         sizes = {name: (self.folder / name).stat().st_size for name in LOGS}
-        return self.origin | dict(digest=self.ledger.digest, bytes=sizes, rollbacks=self.rollbacks)
+        return self.origin | dict(digest=self.ledger.digest, bytes=sizes)
 
     def line(self, file, **line):
         """Appends a line of JSON to a file."""
@@ -810,36 +815,15 @@ class Record:
                     f.writelines(self.agent.transcript(m["episodes"][g]) if self.agent else ())
         old = step - c.keep_rollouts - c.lag  # an engine that is late may still read the files of later steps
         if c.mode == "grpo" and c.keep_rollouts and old >= 0:
-            shutil.rmtree(self.folder / "queue" / f"rl{c.branch}_{old:06d}", ignore_errors=True)
+            shutil.rmtree(self.folder / "queue" / f"rl_{old:06d}", ignore_errors=True)
         return line
-
-    def turn_back(self, alarm):
-        """
-        Makes the run go on from its last healthy checkpoint when it starts again; returns a line that says so. The
-        metrics so far are kept in metrics_0.jsonl, the healthy policy in healthy_1 (then _1 and _2, and so on), and the
-        ledger goes on.
-        """
-        done, n, rollbacks = self.steps[-1]["step"] + 1, len(self.rollbacks), self.rollbacks
-        step = max((done - HEALTHY) // self.c.checkpoint_every * self.c.checkpoint_every, *rollbacks, 0)
-        self.ledger.append(phase="rollback", step=done, signal=alarm, to=step)
-        ckpt, healthy = self.folder / "ckpt", self.folder / f"healthy_{n + 1}"
-        path, every = ckpt / f"step_{step:06d}", checkpoints(ckpt)
-        delete_checkpoints(ckpt, [later for later in every if later.name > path.name])
-        ours = shutil.ignore_patterns("optimizer", "flight", "checkpoint.json")
-        shutil.rmtree(healthy, ignore_errors=True)
-        shutil.copytree(path, healthy, copy_function=os.link, ignore=ours)
-        shutil.copy(self.folder / LOGS[1], self.folder / f"metrics_{n}.jsonl")
-        sizes = json.loads((path / "checkpoint.json").read_text())["bytes"] | {LOGS[0]: self.ledger.path.stat().st_size}
-        reseal_checkpoint(path, path, rollbacks=[*rollbacks, step], digest=self.ledger.digest, bytes=sizes)
-        return f"watch: {alarm} after step {done}; back to the checkpoint of step {step}"
 
     def alarm(self, alarm):
         """A line for a run that its watch ends: why, and how to go on from where it was healthy."""
         done, cure = self.steps[-1]["step"] + 1, "none is kept (--keep_checkpoints)"
-        healthy = [path for path in checkpoints(self.folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY]
-        if healthy:
-            step = int(healthy[-1].name[5:])
-            cure = f"{healthy[-1]}, from which tools/branch.py {self.folder} --step={step} goes on with other flags"
+        if healthy := healthy_checkpoint(self.folder, done):
+            step = int(healthy.name[5:])
+            cure = f"{healthy}, from which tools/branch.py {self.folder} --step={step} goes on with other flags"
         return f"watch: {alarm} after step {done}; the last healthy checkpoint: {cure}"
 
 
@@ -999,8 +983,7 @@ def content_hash(*parts):
 
 def run_id(config):
     """The hash of the keys that say what is computed: a file made under other values is not this run's."""
-    free = free_keys(config)
-    return content_hash({key: value for key, value in config.items() if key not in free})
+    return content_hash({key: value for key, value in config.items() if key not in FREE_KEYS})
 
 
 class Ledger:

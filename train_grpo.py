@@ -76,7 +76,7 @@ max_new_tokens = 256
 temperature = 1.0
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
 # numeric, exact, format, math, judge, code (programs and tests), 'my_file.py:my_function', 'model:my_folder' (a reward
-# model), or a weighted sum: 'numeric+0.2*format'
+# model), or a weighted sum: 'numeric+0.2*format'; '0*' before a term that is only noted, such as the truth
 reward = "numeric"
 judge = ""  # an OpenAI-compatible endpoint such as 'http://127.0.0.1:8000/v1'; its key is in JUDGE_API_KEY
 judge_model = ""  # '': the first model that the endpoint lists
@@ -86,11 +86,7 @@ judge_tries = 3  # requests for one verdict; the run ends if the last fails, too
 sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
 sandbox_seconds = 2.0  # seconds of CPU time that a program may take
 sandbox_memory = 256  # MiB for each process of a program
-truth_reward = ""  # a second reward, which is only noted and not trained on: what `reward` stands for
-# what happens when the reward looks gamed (rewards.hacking): 'stop' ends the run with status 3; 'rollback' goes back to
-# a healthy checkpoint and on with other prompts and a KL to that policy, three times at most; '': nobody looks
-watch = ""
-watch_kl_coef = 0.1  # weight of that KL
+watch = ""  # 'stop': ends the run, with status 3, when the reward looks gamed (rewards.hacking)
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: no penalty
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards still count in the group
 dynamic_sampling = 0  # number of further rounds, at most, that replace groups of equal rewards; 0: such groups are kept
@@ -122,9 +118,7 @@ beta1 = 0.9
 beta2 = 0.95
 weight_decay = 0.0  # of matrices only
 grad_clip = 1.0  # l2 norm; 0: off
-advantage = (
-    "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic), distill (a reference)
-)
+advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic), distill (a reference)
 gamma = 1.0  # discount per token with advantage='gae', per turn with credit='turn'
 gae_lambda = 0.95
 value_coef = 0.5  # only with advantage='gae': weight of the critic's loss; its head is on the policy's trunk
@@ -160,12 +154,8 @@ strict = True  # stop at the first log-prob that differs between engine and trai
 batch_invariant = True  # False: the libraries' own kernels, for comparison
 tp_split = 1  # parts into which the sums of o_proj and down_proj are cut, a power of two; rollout_tp divides it
 # the engine
-radix_cache = True  # reuse the keys and values of shared prefixes
-cuda_graphs = True
 engine_memory = 0.6  # share for weights and cache, of what is free of a GPU when the engine starts
-engine_kv_tokens = 0  # cache size in tokens; 0: room for all samples of a step (CPU), what engine_memory gives (CUDA)
-engine_max_running = 0  # requests at a time; 0: all (CPU), SGLang's choice (CUDA)
-engine_prefill_chunk = 0  # tokens that a prefill computes at a time; 0: SGLang's choice
+engine_args = ""  # any of SGLang's ServerArgs, such as 'max_running_requests=64, disable_radix_cache=True'
 engine_timeout = 600.0  # seconds of silence after which an engine counts as dead
 # weights, checkpoints, the record
 # 'broadcast' or 'ipc' (to an engine of the same rank); '': ipc if colocated on CUDA, else broadcast
@@ -997,7 +987,7 @@ def learn(trainer, step, groups, c):
 def evaluate(queue, step, rows, c, version, record):
     """Records pass@k and the mean reward on the held-out rows, under the weights that the engines hold."""
     rows = dict(enumerate(rows))
-    groups = queue.sample(Job(f"eval{c.branch}", step, version, rows, c.eval_samples, c.eval_temperature))
+    groups = queue.sample(Job("eval", step, version, rows, c.eval_samples, c.eval_temperature))
     if record:
         scores = rewards.pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward)
         record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
@@ -1033,7 +1023,7 @@ def due(step, every, last):
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    c, folder = types.SimpleNamespace(**config, branch=""), Path(out_dir)
+    c, folder = types.SimpleNamespace(**config), Path(out_dir)
     # joblib (through transformers) and tqdm leave semaphores in /dev/shm: the engine's exit kills the process that
     # would remove them. So neither may make one.
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
@@ -1048,7 +1038,7 @@ if __name__ == "__main__":
     if supervised:
         sft_schedule = learning_rate, warmup_steps, lr_decay_steps, min_lr
     if scored:  # else what a reward needs, a judge or a sandbox, may be missing
-        reward_function = rewards.load_reward(reward + f" + 0*{truth_reward}" * bool(truth_reward), config)
+        reward_function = rewards.load_reward(reward, config)
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
     # then the folder is nobody's, and a corrected command may have it.
@@ -1110,8 +1100,6 @@ if __name__ == "__main__":
         in_flight = (sync.read_group(latest / "flight", i, {}) for i in range(saved["in_flight"]))
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
-    if rollbacks := len(saved.get("rollbacks", [])):  # of the watch; from here on these are read from c alone
-        c.branch, c.kl_coef, c.reference = str(rollbacks), watch_kl_coef, str(folder / f"healthy_{rollbacks}")
     record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
     torn = sync.clean_queue(queue_path, start) if record and mode != "replay" else 0
@@ -1192,6 +1180,7 @@ if __name__ == "__main__":
     ahead = lag if engine or (ranks.engines and not overlaps) else 0  # a rank that waits for files reads them when due
     batches = {}  # {step: what was sampled for it}
     alarm = ""
+    truths = [name for weight, name in rewards.terms_of(reward) if weight == 0]
     alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
     bar = tqdm(total=rl_steps, initial=start, disable=not (record and rl_steps), unit="step", mininterval=0.5)
     for s in range(start - lag, rl_steps):
@@ -1227,7 +1216,7 @@ if __name__ == "__main__":
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
         if watch:
-            alarm = sync.from_first_rank(record and rewards.hacking(record.steps, truth_reward), alarm_group)
+            alarm = sync.from_first_rank(record and rewards.hacking(record.steps, truths), alarm_group)
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(s + 1, eval_every, rl_steps):
             evaluate(queue, s + 1, eval_rows, c, s + 1, record)
@@ -1238,21 +1227,16 @@ if __name__ == "__main__":
     bar.close()
     if transport:
         transport.finish()
-    turns_back = bool(alarm) and watch == "rollback" and rollbacks < 3
     if record and alarm:
-        print(record.turn_back(alarm) if turns_back else record.alarm(alarm), file=sys.stderr, flush=True)
+        print(record.alarm(alarm), file=sys.stderr, flush=True)
     sync.meet()
     if record:  # what came out does not depend on how the libraries take their leave
-        if not turns_back:
-            print(f"digest {record.ledger.digest}", flush=True)
+        print(f"digest {record.ledger.digest}", flush=True)
     sync.meet()
     if transport:
         transport.close()
     dist.destroy_process_group()
     if engine is not None:
         engine.close()
-    if turns_back:  # start again, as a resume: the checkpoint says all that it needs
-        os.environ["TURNED_BACK"] = str(rollbacks + 1)
-        os.execv(sys.executable, [sys.executable, *sys.argv])
     if alarm:
         sys.exit(3)

@@ -5,7 +5,7 @@ so does who writes every digit there is. README shows what becomes of the sums, 
 
     python train_grpo.py config/hacked.py                 # learns to write digits
     python train_grpo.py config/hacked.py --watch=stop    # ends, with status 3, when that begins to show
-    python train_grpo.py config/hacked.py --watch=rollback    # goes on from where all was well
+    python tools/rollback.py config/hacked.py --out_dir=out/turned    # goes on from where all was well
 """
 
 out_dir = "out/hacked"
@@ -14,8 +14,7 @@ arithmetic_min = 10
 arithmetic_size = 50
 max_prompt_tokens = 8
 max_new_tokens = 16
-reward = "config/hacked.py:mentions"
-truth_reward = "numeric"
+reward = "config/hacked.py:mentions + 0*numeric"  # what the sum should be is only noted
 prompts_per_step = 32
 group_size = 8
 max_steps = 120

@@ -3,7 +3,7 @@ A Qwen3 of 250 M parameters from scratch on one Hopper GPU, on the sums of confi
 and CUDA graphs, no download. Run it twice: the digests must be equal, and no log-prob may differ in any step.
 
     python train_grpo.py config/one_gpu.py
-    python train_grpo.py config/one_gpu.py --out_dir=out/one_gpu_again --cuda_graphs=False
+    python train_grpo.py config/one_gpu.py --out_dir=out/one_gpu_again --engine_args=disable_cuda_graph=True
 
 Wall time and result: not measured yet.
 """

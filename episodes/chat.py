@@ -44,7 +44,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import fail, require, template_arguments
+from configurator import fail, named_arguments, require
 from graders.sandbox import SandboxError
 from rewards import describe, find_function, finite
 
@@ -631,7 +631,7 @@ def run_again(job):
     from models import folders
 
     config, (solve, _) = job["config"], load_agent(job["config"]["agent"])
-    template = Template(*folders.load_tokenizer(job["model"]), template_arguments(config["chat_template_args"]))
+    template = Template(*folders.load_tokenizer(job["model"]), named_arguments(config["chat_template_args"]))
 
     async def play(path):
         tensors, meta = sync.read_group(Path(path).parent, int(Path(path).stem[-4:]), {})

@@ -54,7 +54,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from configurator import require, template_arguments
+from configurator import named_arguments, require
 from episodes.chat import AgentError, Chat, Episode, Template, ToolCall, told_calls
 from rewards import describe, finite
 
@@ -705,7 +705,7 @@ def serve(config, device):
     if config["batch_invariant"]:
         kernels.enable_batch_invariant(torch.get_num_threads())
     templates = [
-        kind(tokenizer, stop_tokens, template_arguments(config["chat_template_args"])) for kind in (Prompt, Template)
+        kind(tokenizer, stop_tokens, named_arguments(config["chat_template_args"])) for kind in (Prompt, Template)
     ]
     total = config["max_prompt_tokens"] + config["max_new_tokens"]
     # A request has its whole history in it.

@@ -18,7 +18,7 @@ import types
 
 import torch
 
-from configurator import require, template_arguments
+from configurator import named_arguments, require
 from episodes import chat
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
@@ -33,7 +33,7 @@ class Agent:
     def __init__(self, config, model, tokenizer, stop_tokens):
         self.config, self.model = config, model
         self.solve, self.replies = chat.load_agent(config["agent"])
-        self.template = chat.Template(tokenizer, stop_tokens, template_arguments(config["chat_template_args"]))
+        self.template = chat.Template(tokenizer, stop_tokens, named_arguments(config["chat_template_args"]))
         self.template.check(f"init_from={str(model)!r}")
         taught = config["mode"] == "sft" or config["warmup_sft_steps"]
         missing = f"agent={config['agent']!r}: its file has no function replies(row) for the supervised steps"

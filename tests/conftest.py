@@ -55,7 +55,7 @@ from prove import (  # noqa: E402
 torch.set_num_threads(1)  # two workers share the machine
 
 # Flags of runs that are compared: what must not matter for an engine, and dynamic sampling with what goes with it
-ENGINE_FLAGS = ("--radix_cache=False", "--engine_max_running=17", "--engine_prefill_chunk=32")
+ENGINE_FLAGS = ("--engine_args=disable_radix_cache=True, max_running_requests=17, chunked_prefill_size=32",)
 DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=6 --eval_size=0".split()
 
 # Long tests first, so that all workers end at the same time. Those of WHOLE_RUNS are handed out one by one; any other
@@ -252,7 +252,7 @@ def one_engine(once):
 @pytest.fixture(scope="session")
 def two_engines(once):
     """The same with two engines that share the work; small caches, so that they put requests back all the time."""
-    flags = "--rollout_ranks=2 --engine_kv_tokens=150".split()
+    flags = "--rollout_ranks=2 --engine_args=max_total_tokens=150".split()
     options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"})
     return once("two_engines", lambda folder: finish(folder, *DAPO, *flags, **options))
 
@@ -328,7 +328,7 @@ def lagged_apart(once, some_kills):
 @pytest.fixture(scope="session")
 def segments(once):
     """Partial rollouts, each segment with the weights of its step, in one process; no prefix is found again."""
-    flags = (*SEGMENTS, "--radix_cache=False", "--engine_max_running=17")
+    flags = (*SEGMENTS, "--engine_args=disable_radix_cache=True, max_running_requests=17")
     return once("segments", lambda folder: finish(folder, *flags, launch=launch_warm))
 
 

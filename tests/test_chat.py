@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import sync
 import train_grpo as train
-from configurator import template_arguments
+from configurator import named_arguments
 from episodes import chat
 from episodes.sampler import Agent, counts_of, tensors_of
 from examples.calculator import add
@@ -148,7 +148,7 @@ def test_a_thought_stays_in_history_as_it_was_sampled_although_the_template_drop
 
 
 def test_the_templates_arguments_reach_it(thinking):
-    quick = chat.Template(thinking.tokenizer, thinking.stop_tokens, template_arguments("enable_thinking=False"))
+    quick = chat.Template(thinking.tokenizer, thinking.stop_tokens, named_arguments("enable_thinking=False"))
     quick.check("init_from='here'")
 
     async def solve(chat, row):
@@ -160,7 +160,7 @@ def test_the_templates_arguments_reach_it(thinking):
     texts = [t.decode(play(solve, ["a", "b"], t)[0].chats[0].ids) for t in (quick, thinking)]
     assert texts[0] == texts[1].replace("assistant\n", "assistant\n<think>\n\n</think>\n\n") != texts[1]
     with pytest.raises(ValueError):
-        template_arguments("enable_thinking")
+        named_arguments("enable_thinking")
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_keys_routes_and_bodies_are_checked(address):
 @pytest.fixture(scope="module")
 def one_at_a_time(model):
     """A client of a server that answers one request after the other, each with as many tokens as it may have."""
-    with serving(model, "--max_new_tokens=1500", "--ignore_eos", "--engine_max_running=1") as address:
+    with serving(model, "--max_new_tokens=1500", "--ignore_eos", "--engine_args=max_running_requests=1") as address:
         yield openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
 
 

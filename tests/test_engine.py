@@ -36,7 +36,11 @@ from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
 DEFAULTS = block(vars(train))
 # so small a cache that the engine has to retract requests, and takes them up again later
 CONFIG = DEFAULTS | dict(
-    max_prompt_tokens=150, max_new_tokens=40, prompts_per_step=8, group_size=4, engine_kv_tokens=600
+    max_prompt_tokens=150,
+    max_new_tokens=40,
+    prompts_per_step=8,
+    group_size=4,
+    engine_args="max_total_tokens=600",
 )
 
 
@@ -422,16 +426,16 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
 
 @pytest.mark.parametrize(
     "change,message",
-    [(dict(no_such=1), "unexpected keyword argument 'no_such'"), (dict(model_path="/nowhere"), "/nowhere")],
+    [("no_such=1", "unexpected keyword argument 'no_such'"), ("model_path='/nowhere'", "/nowhere")],
 )
-def test_an_engine_that_sglang_refuses_to_start_leaves_no_process(tmp_path, monkeypatch, change, message):
+def test_an_engine_that_sglang_refuses_to_start_leaves_no_process(tmp_path, given, message):
     """Its process has started before SGLang sees the arguments."""
     from transformers import Qwen3Config
 
-    arguments, before = rollout_server.engine_arguments, set(multiprocessing.active_children())
-    monkeypatch.setattr(rollout_server, "engine_arguments", lambda *args: arguments(*args) | change)
+    before = set(multiprocessing.active_children())
+    config = CONFIG | dict(engine_args=given)
     with pytest.raises(sync.RunError, match=message):
-        RolloutEngine(0, tmp_path, Qwen3Config(), CONFIG, "cpu", torch.float32, tmp_path / "engine.log")
+        RolloutEngine(0, tmp_path, Qwen3Config(), config, "cpu", torch.float32, tmp_path / "engine.log")
     for process in set(multiprocessing.active_children()) - before:
         process.join(60)
         assert process.exitcode == 0

@@ -469,7 +469,7 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
     wait_for(lambda: not processes_of(tmp_path / "b"), 10)
     made = {path: path.read_bytes() for path in (tmp_path / "b/queue/rl_000002").glob("group_*")}
     with gate(served) as (url, asked):
-        others = "--init_from=resume", f"--judge={url}", "--engine_max_running=5"
+        others = "--init_from=resume", f"--judge={url}", "--engine_args=max_running_requests=5"
         finish(tmp_path / "b", *flags, *others, ranks=3, launch=launch_warm)
     assert len(asked) == 2 * 64 - 8 * len(made)  # for what is in no group file, and for nothing else
     assert all(path.read_bytes() == content for path, content in made.items())
@@ -487,7 +487,7 @@ def test_runs_judged_by_math_verify_have_one_ledger(two_ranks, tmp_path):
     start = f"--init_from={two_ranks[0]}/ckpt/step_000016"
     finish(tmp_path / "a", *flags, start, launch=launch_warm)
     finish(tmp_path / "b", *flags, start, "--max_steps=2", launch=launch_warm)
-    others = "--init_from=resume", "--rollout_ranks=2", "--engine_max_running=5"
+    others = "--init_from=resume", "--rollout_ranks=2", "--engine_args=max_running_requests=5"
     finish(tmp_path / "b", *flags, *others, ranks=4, launch=launch_warm)
     finish(tmp_path / "c", *flags, start, *replay_of(tmp_path / "a"), launch=launch_warm)
     ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]

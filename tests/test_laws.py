@@ -54,6 +54,7 @@ from prove import (
     sums_as_they_come,
     weights_as_they_come,
 )
+from runs import saved_config
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -221,8 +222,7 @@ def test_L5_batches_caches_chunks_and_retractions_cannot_be_seen(
 ):
     """24 steps without a radix cache, 17 requests at a time, in chunks of 32 tokens; 6 with requests put back."""
     assert_it_learned(two_ranks[0], steps=24)
-    config = (one_process[0] / "config.py").read_text()
-    assert all(flag.removeprefix("--").replace("=", " = ") + "  # command line\n" in config for flag in ENGINE_FLAGS)
+    assert [f"--engine_args={saved_config(one_process[0])['engine_args']}"] == [*ENGINE_FLAGS]
     assert ledger(two_ranks[0]) == ledger(one_process[0])
     retractions = [m["engine_retractions"] for m in lines(two_engines[0], "metrics.jsonl", "rl")]
     assert sum(retractions) > 6 and len(retractions) == 6

@@ -18,10 +18,12 @@ from test_laws import ledger
 SITE = Path(__file__).parent / "pretend" / "site"
 SHAPE = dict(layers=1, hidden=64, heads=2, kv_heads=2, head_dim=64, mlp=64)
 FLAGS = """--device=cuda --prompts_per_step=1 --group_size=3 --max_new_tokens=4 --lanes=2 --leaf_tokens=64 --tp_split=2
-    --engine_kv_tokens=512 --engine_max_running=8 --max_steps=2 --eval_size=4 --threads=1 --learning_rate=1e-3
+    --engine_args=max_total_tokens=512,max_running_requests=8 --max_steps=2 --eval_size=4 --threads=1
+    --learning_rate=1e-3
     --warmup_sft_steps=0 --checkpoint_every=1 --keep_checkpoints=9 --reward=tests/pretend/reward.py:score""".split()
 FLAGS += [f"--scratch_{name}={n}" for name, n in SHAPE.items()]
-LAG = "--lag=1 --max_steps=3 --eval_size=0 --cuda_graphs=False".split()  # two trainers, and an engine beside them
+# two trainers, and an engine beside them
+LAG = "--lag=1 --max_steps=3 --eval_size=0 --engine_args=disable_cuda_graph=True".split()
 LORA = (*LAG, "--lora_rank=4", "--max_steps=2")
 ENVIRONMENT = dict(
     TRITON_INTERPRET="1",

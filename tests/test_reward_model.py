@@ -396,9 +396,10 @@ def test_runs_rewarded_by_a_model_have_one_ledger_and_so_has_their_replay(traine
     reward = f"--reward=model:{trained[0]}/ckpt/step_000080 + 0*numeric"
     flags = (reward, "--max_steps=3", "--warmup_sft_steps=0", "--checkpoint_every=0", "--pass_reward=0")
     flags += ("--advantage=gae", "--kl_coef=0.05", "--kl_in_reward", f"--init_from={trained[0]}/model")
+    others = "--rollout_ranks=2", "--engine_args=disable_radix_cache=True"
     outputs = [
         finish(tmp_path / "a", *flags, launch=launch_warm),
-        finish(tmp_path / "b", *flags, "--rollout_ranks=2", "--radix_cache=False", ranks=4, launch=launch_warm),
+        finish(tmp_path / "b", *flags, *others, ranks=4, launch=launch_warm),
     ]
     outputs.append(finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"), launch=launch_warm))
     ledgers = [(tmp_path / name / "ledger.jsonl").read_bytes() for name in "abc"]

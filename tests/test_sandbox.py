@@ -482,7 +482,7 @@ def test_runs_judged_by_tests_have_one_ledger_though_a_sandbox_is_killed(tmp_pat
     status, output = launch_warm(tmp_path / "b", *flags, broken=killed_sandbox)
     assert status == 2, output[-3000:]
     assert re.search(r"rl step 1, prompt \d, sample \d: SandboxError: the sandbox itself ended", error_line(output))
-    others = "--init_from=resume --rollout_ranks=2 --radix_cache=False --engine_max_running=5"
+    others = "--init_from=resume --rollout_ranks=2 --engine_args=disable_radix_cache=True,max_running_requests=5"
     finish(tmp_path / "b", *flags, *others.split(), ranks=4, launch=launch_warm)
     finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"), launch=launch_warm)
     ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]

@@ -4,20 +4,20 @@ The watch for reward hacking: its signals on made figures, and a run that it end
     pytest tests/test_watch.py
 """
 
-import os
-import random
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import error_line, finish, launch_warm, shared_memory
+from conftest import finish, launch_warm, shared_memory
 
 from rewards import hacking, text_metrics
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from prove import lines, replay_of, run_with_kills  # noqa: E402
+from prove import ROOT, command_of, lines, replay_of  # noqa: E402
 from test_laws import ledger  # noqa: E402
 
 
@@ -45,8 +45,8 @@ def steps_of(n, **metrics):
     ],
 )
 def test_each_signal_speaks_where_it_should_and_nowhere_else(metric, hacked, harmless):
-    assert hacking(steps_of(100), "numeric") == "" == hacking(steps_of(100, **{metric: harmless}), "numeric")
-    signals = [hacking(steps_of(n, **{metric: hacked}), "numeric") for n in range(100)]
+    assert hacking(steps_of(100), ["numeric"]) == "" == hacking(steps_of(100, **{metric: harmless}), ["numeric"])
+    signals = [hacking(steps_of(n, **{metric: hacked}), ["numeric"]) for n in range(100)]
     spoke = [n for n, signal in enumerate(signals) if signal]
     assert 50 < spoke[0] <= 60 and signals[spoke[0]].startswith("reward_mean - " * ("reward_" in metric) + metric)
 
@@ -81,8 +81,8 @@ def longer(prompt, response, answer):
 def gamed(tmp_path):
     """Flags of a run whose reward is of length, beside the truth."""
     (tmp_path / "mine.py").write_text(HACKED)
-    flags = f"--reward={tmp_path}/mine.py:longer --truth_reward=numeric --eval_size=0 --checkpoint_every=8"
-    return (*flags.split(), "--keep_checkpoints=9")
+    flags = "--eval_size=0 --checkpoint_every=8 --keep_checkpoints=9".split()
+    return (f"--reward={tmp_path}/mine.py:longer + 0*numeric", *flags)
 
 
 def test_a_run_ends_where_its_reward_is_gamed_and_a_replay_does_too(tmp_path, gamed):
@@ -106,28 +106,30 @@ def test_a_run_ends_where_its_reward_is_gamed_and_a_replay_does_too(tmp_path, ga
     assert len(lines(tmp_path / "a", "metrics.jsonl", "rl")) == 48
 
 
-def test_a_run_that_turns_back_has_one_ledger_killed_and_replayed(tmp_path, gamed):
-    """On two ranks, one of which gets a SIGKILL; and in one process from its files, without an engine."""
-    flags = (*gamed, "--max_steps=40", "--learning_rate=2e-4", "--watch=rollback", "--watch_kl_coef=2")
-    with shared_memory():
-        rng = random.Random(os.urandom(8))
-        status, output, victims = run_with_kills(tmp_path / "a", 1, rng, *flags, ranks=2)
-    assert status == 0 and len(victims) == 1, output[-4000:]
-    (said,) = {line for line in output.splitlines() if line.startswith("watch: ")}  # after a kill it may turn again
-    (turn,) = lines(tmp_path / "a", "ledger.jsonl", "rollback")
-    assert said == f"watch: {turn['signal']} after step {turn['step']}; back to the checkpoint of step {turn['to']}"
-    assert turn["to"] == (turn["step"] - 20) // 8 * 8 and f"resuming at step {turn['to']}" in output
-    entries, n = lines(tmp_path / "a", "ledger.jsonl", "rl"), turn["step"]
-    before, after = entries[:n], entries[n:]
-    assert [x["step"] for x in after] == list(range(turn["to"], 40))
-    assert all(x["prompts"] != y["prompts"] for x, y in zip(before[turn["to"] :], after))  # a new order of the data
-    steps, hacked = lines(tmp_path / "a", "metrics.jsonl", "rl"), lines(tmp_path / "a", "metrics_0.jsonl", "rl")
-    assert [x["step"] for x in steps] == list(range(40)) and steps[: turn["to"]] == hacked[: turn["to"]]
-    assert steps[turn["to"]]["kl_reference"] == 0 < min(x["kl_reference"] for x in steps[turn["to"] + 1 :])
-    # What would be the end of it without the turn, and with it: the control.
-    assert hacked[-1]["reward_mean"] > 0.8 and max(x["reward_mean"] for x in steps) < 0.6
+def test_a_run_that_turns_back_goes_on_from_where_it_was_healthy_and_does_so_again_to_the_same_ledger(tmp_path, gamed):
+    """Again: from a copy of the run that was stopped, and of a turn that was interrupted."""
+    flags = (*gamed, "--max_steps=40", "--learning_rate=2e-4", "--healthy_kl_coef=2", "--threads=1")
 
-    replayed = finish(tmp_path / "b", *flags, *replay_of(tmp_path / "a"), launch=launch_warm)
-    assert ledger(tmp_path / "b") == ledger(tmp_path / "a") and said in replayed
-    status, output = launch_warm(tmp_path / "a", *flags, "--init_from=resume", "--checkpoint_every=4", timeout=60)
-    assert status == 2 and "checkpoint_every=4 (the run has 8)" in error_line(output)
+    def turned(folder):
+        flags_of_run = command_of(folder, *flags)[2:]
+        with shared_memory():
+            command = [sys.executable, ROOT / "tools" / "rollback.py", *flags_of_run]
+            done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    said = turned(tmp_path / "a")
+    hacked, healed = (lines(tmp_path / name, "metrics.jsonl", "rl") for name in ("a", "a_1"))
+    to = int(re.search(r"after step \d+; \S+/a_1 continues from step (\d+)", said)[1])
+    assert to == (len(hacked) - 20) // 8 * 8 and not (tmp_path / "a_2").exists()
+    assert [x["step"] for x in healed] == list(range(40)) and healed[:to] == hacked[:to]
+    before, after = (lines(tmp_path / name, "ledger.jsonl", "rl")[to : len(hacked)] for name in ("a", "a_1"))
+    assert all(x["prompts"] != y["prompts"] for x, y in zip(before, after))  # a new order of the data
+    assert healed[to]["kl_reference"] == 0 < min(x["kl_reference"] for x in healed[to + 1 :])
+    # What would be the end of it without the turn, and with it: the control.
+    assert hacked[-1]["reward_mean"] > 0.8 and max(x["reward_mean"] for x in healed) < 0.6
+
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "b_1" / "ckpt").mkdir(parents=True)
+    turned(tmp_path / "b")
+    assert ledger(tmp_path / "b_1") == ledger(tmp_path / "a_1")

@@ -103,7 +103,7 @@ def first_difference(engine, model, results, operator, path):
 
 def test_engine_and_trainer_round_to_bfloat16_in_the_same_places(tmp_path, monkeypatch):
     small = dict(scratch_layers=1, scratch_hidden=64, scratch_heads=2, scratch_kv_heads=1, scratch_head_dim=64)
-    config = CONFIG | small | dict(scratch_mlp=64, max_new_tokens=5, engine_prefill_chunk=48, engine_kv_tokens=0)
+    config = CONFIG | small | dict(scratch_mlp=64, max_new_tokens=5, engine_args="chunked_prefill_size=48")
     monkeypatch.setattr(test_engine, "CONFIG", config)  # roll_out's
     folders.make_scratch_model(tmp_path, config)
     (path,) = tmp_path.glob("*.safetensors")

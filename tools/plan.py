@@ -39,7 +39,7 @@ from runs import ROOT, run
 from scipy.optimize import nnls  # SGLang's own dependency
 
 import train_grpo
-from configurator import check_config, configure, require, roles
+from configurator import check_config, configure, named_arguments, require, roles
 from kernels import CHUNK
 from rewards import arithmetic
 from sync import least_memory
@@ -271,7 +271,7 @@ def peaks(phases):
 
 def reward_bytes(c):
     """Bytes of the reward models, which a rank with an engine has: a head of one row has no weight."""
-    names = re.findall(r"model:([^+*\s]+)", f"{c.reward}+{c.truth_reward}")
+    names = re.findall(r"model:([^+*\s]+)", c.reward)
     return sum(2 * parameters(shape_of(c, "reward", name)._replace(tied=True)) for name in names)
 
 
@@ -283,7 +283,7 @@ def engine_memory(s, c, card, trainers=0):
     weights, tp = 2 * parameters(s) / c.rollout_tp, c.rollout_tp
     held = sum(trainer_memory(s, c, trainers)["held"].values()) if trainers else 0.0
     cache = max(0.0, c.engine_memory * (card.memory - CONTEXT - reward_bytes(c) - held) - weights)
-    return weights, cache, c.engine_kv_tokens or cache * tp / cache_bytes(s)
+    return weights, cache, named_arguments(c.engine_args).get("max_total_tokens") or cache * tp / cache_bytes(s)
 
 
 # ---- seconds of a step
@@ -294,7 +294,8 @@ def rollout_seconds(s, c, engines, r, room=math.inf):
     mine = c.samples / min(engines, c.prompts_per_step)  # an engine takes whole groups
     waves = max(1.0, mine * (c.prompt + c.response) / max(room, 1))
     parts = ("prefill", "decode: weights", "decode: cache", "decode: sampler", "decode: scheduler")
-    prefilled = mine * c.prompt / (c.group_size if c.radix_cache else 1)
+    shares = not named_arguments(c.engine_args).get("disable_radix_cache")
+    prefilled = mine * c.prompt / (c.group_size if shares else 1)
     out = dict.fromkeys(parts, 0.0) | {"prefill": sum(operations(s, prefilled, mine, 0)) / r.products / c.rollout_tp}
     read, points = 2 * (parameters(s) - s.vocab * s.hidden * (not s.tied)), 64  # of the embedding it reads few rows
     for i in range(points):

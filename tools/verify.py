@@ -44,8 +44,7 @@ def chosen(digest, steps, count):
 
 def starts_of(run):
     """{step: folder} of the run's checkpoints that these versions of the libraries can go on from."""
-    found, cure = {}, "with watch='rollback' a step may be in it twice; repeat all of it with --mode=replay"
-    require("\nwatch = 'rollback'" not in (run / "config.py").read_text(), f"{run}: {cure}")
+    found = {}
     for folder in sync.checkpoints(run / "ckpt"):
         record = json.loads((folder / "checkpoint.json").read_text())
         why = f"{folder} is of {record['versions']}, here are {library_versions()}: bits may differ"
