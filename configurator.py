@@ -188,14 +188,17 @@ def _run_file(name, folder, defaults):
 
 def _help(defaults, script):
     """Every key with its default, its comment in the script and the comment lines above it."""
-    notes, above, in_function = {}, [], False
+    notes = {}
+    above = []
+    in_function = False
     source = script.read_text(encoding="utf-8") if script.is_file() else ""
     for line in source.partition("(globals()")[0].splitlines():  # up to the end of the block
         key = line.partition("=")[0].strip()
         if line[:1].isalpha():  # not the ) that may end a function's head
             in_function = line.startswith(("def ", "class "))
         if key in defaults and not in_function:  # else a local variable of the same name
-            notes[key], above = (above, line.partition("  # ")[2]), []
+            notes[key] = (above, line.partition("  # ")[2])
+            above = []
         elif line.strip():
             above = [*(above or [""]), line.strip()] if line.lstrip().startswith("#") else []
     lines = [f"usage: {script.name} [config/file.py ...] [--key=value ...]"]
@@ -274,8 +277,10 @@ def resolve(namespace, defaults):
     nothing that takes time. Returns (the config; on a resume the saved config of the run in out_dir, else {}; whether
     torchrun has restarted the run, and not the user).
     """
-    config, saved = configure(namespace), {}
-    path, by_user = Path(config["out_dir"], "config.py"), config["init_from"] == "resume"
+    config = configure(namespace)
+    saved = {}
+    path = Path(config["out_dir"], "config.py")
+    by_user = config["init_from"] == "resume"
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     restarted = not by_user and again and path.exists()
     if by_user or restarted:
@@ -306,7 +311,8 @@ def roles(config, world):
         return world, 0
     if config["mode"] in ("rollout", "eval", "serve"):
         return 0, max(1, world // config["rollout_tp"])
-    both, last = world == 1 or config["colocate"], config["rollout_ranks"]
+    both = world == 1 or config["colocate"]
+    last = config["rollout_ranks"]
     return (world, world) if both else (world - last, last // config["rollout_tp"])
 
 
@@ -322,7 +328,8 @@ def key_rules(c, world, defaults):
 
 
 def algorithm_rules(c, world, defaults):
-    grouped, distills = c.advantage not in ("reinforce++", "gae", "distill"), c.advantage == "distill"
+    grouped = c.advantage not in ("reinforce++", "gae", "distill")
+    distills = c.advantage == "distill"
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
     yield "group_size", c.group_size > 1 or not grouped, why
     why = f"advantage={c.advantage!r} learns from groups of equal rewards, too; use 0"
@@ -389,7 +396,8 @@ def agent_rules(c, world, defaults):
         yield key, not (used and c.agent), "is for samples of one turn, which an agent's are not"
     discounts = c.advantage == "gae" or c.credit == "turn"
     yield "gamma", c.gamma == 1 or discounts, "is for --advantage=gae or --credit=turn"
-    by_turn, known = c.credit == "turn", ("grpo", "dr_grpo", "rloo", "gae")
+    by_turn = c.credit == "turn"
+    known = ("grpo", "dr_grpo", "rloo", "gae")
     yield "credit", c.agent or not by_turn, "is for an agent"
     yield "credit", not by_turn or c.advantage in known, f"is for advantage {', '.join(known)}"
     yield "credit", not (by_turn and (c.kl_in_reward or c.overlong_cache)), "not with kl_in_reward or overlong_cache"
@@ -408,7 +416,8 @@ def rank_rules(c, world, defaults):
     except ValueError as e:
         yield "engine_args", False, f"{e}; use arguments of SGLang's ServerArgs, such as 'max_running_requests=64'"
     # An engine's ranks are of one node, and train nothing.
-    here, of = int(os.environ.get("LOCAL_WORLD_SIZE", world)), c.rollout_ranks if c.mode == "grpo" else world
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    of = c.rollout_ranks if c.mode == "grpo" else world
     fill = of % c.rollout_tp == 0 and (here == world or here % c.rollout_tp == 0) and trainers != world
     why = f"{of} ranks that sample, of {world}, do not make engines of {c.rollout_tp}; use others, or 1"
     yield "rollout_tp", c.rollout_tp == 1 or fill or c.mode in ("serve", "replay", "sft", "rm"), why

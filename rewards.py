@@ -72,7 +72,8 @@ def final_number(text):
     """
     text = _plain(text)
     if marked := MARK.findall(text):
-        text, which = "".join(marked[-1]), 0  # one of the two groups is empty
+        text = "".join(marked[-1])
+        which = 0  # one of the two groups is empty
     else:
         *before, text = ANSWER_IS.split(text)
         which = 0 if before else -1
@@ -151,7 +152,8 @@ def load_reward(spec, config=None):
         require(False, f"reward={spec!r}: {error}")
 
     def weighted_sum(prompt, response, answer):
-        noted, summands = {}, []
+        noted = {}
+        summands = []
         for weight, name, f in terms:
             # User code is not asked to be thread-safe; what is built in may wait for another process or machine.
             with ONE_AT_A_TIME if ".py:" in name else nullcontext():
@@ -241,7 +243,8 @@ def reward_metrics(groups):
 
 WATCHED = HEALTHY // 2  # steps of a mean
 # A signal is, of means over WATCHED steps,
-KL_TIMES, KL_LEAST = 4.0, 0.02  # a KL to the reference above KL_LEAST nats per token and KL_TIMES the mean before
+KL_TIMES = 4.0
+KL_LEAST = 0.02  # a KL to the reference above KL_LEAST nats per token and KL_TIMES the mean before
 SHARE = 0.1  # less than this share of the start's diversity
 MORE = 0.5  # a share (repeated bigrams, symbols, samples cut off) higher than at the start by more than this
 LONGER = 4.0  # responses more than this number of times as long as at the start
@@ -258,7 +261,8 @@ def text_metrics(groups):
     rows = [(t[k].split(t["lengths"].tolist()) for k in ("tokens", "loss_mask")) for t, _ in groups]
     samples = [ids[mask].tolist() for tokens, masks in rows for ids, mask in zip(tokens, masks)]
     bigrams = [list(zip(ids, ids[1:])) for ids in samples]
-    everything, characters = [pair for pairs in bigrams for pair in pairs], "".join(texts)
+    everything = [pair for pairs in bigrams for pair in pairs]
+    characters = "".join(texts)
     repeated = math.fsum(1 - len({*pairs}) / len(pairs) for pairs in bigrams if pairs)
     symbols = sum(not (c.isalnum() or c.isspace()) for c in characters)
     return dict(
@@ -279,7 +283,9 @@ def hacking(steps, truths=()):
     """
     if len(steps) < 3 * WATCHED:
         return ""
-    start, before, now = steps[:WATCHED], steps[-2 * WATCHED : -WATCHED], steps[-WATCHED:]
+    start = steps[:WATCHED]
+    before = steps[-2 * WATCHED : -WATCHED]
+    now = steps[-WATCHED:]
 
     def mean(part, name):
         return math.fsum(x[name] for x in part) / len(part)
@@ -366,7 +372,8 @@ def pass_at_k(n, right, k):
 
 def pass_rates(rewards, pass_reward):
     """{metric: value} of rewards (P, n): the mean, and pass@k for k = 1, 2, 4 .. n with 95 % intervals over prompts."""
-    n, right = rewards.shape[1], (rewards >= pass_reward).sum(1).tolist()
+    n = rewards.shape[1]
+    right = (rewards >= pass_reward).sum(1).tolist()
     scores = {"eval_reward_mean": float(rewards.double().mean())}
     for k in (2**i for i in range(n.bit_length())):
         chances = torch.tensor([pass_at_k(n, m, k) for m in right], dtype=torch.float64)
@@ -400,7 +407,8 @@ def sides(mode):
 
 def with_wrong_sum(row):
     """A pair from a sum's row: its answer, and the answer with digits changed as a hash of the prompt says."""
-    right, h = row["answer"], int(content_hash(row["prompt"]), 16)
+    right = row["answer"]
+    h = int(content_hash(row["prompt"]), 16)
     h, changed = divmod(h, 2 ** len(right) - 1)  # a bit for each digit; 0 stands for all of them
     wrong = ""
     for i, digit in enumerate(right):
@@ -414,7 +422,8 @@ def programs():
     Rows {"prompt": "plus 13, times 4:", "answer": tests, "program": "def f(x):return(x+13)*4"} of all pairs of steps
     with numbers from 2 to 19. Of the programs that need parentheses, about every other one lacks them.
     """
-    words, rows = {"+": "plus", "-": "minus", "*": "times"}, []
+    words = {"+": "plus", "-": "minus", "*": "times"}
+    rows = []
     for first, a, second, b in product(words, range(2, 20), words, range(2, 20)):
         prompt = f"{words[first]} {a}, {words[second]} {b}:"
         careful = f"(x{first}{a}){second}{b}"
@@ -444,12 +453,16 @@ def rows_of_step(n, per_step, step, *key):
 
 def load_rows(config):
     """(training rows, held-out rows), dicts with prompt and answer (str), or with mode='rm' chosen and rejected."""
-    name, size, texts = config["dataset"], config["eval_size"], sides(config["mode"])
+    name = config["dataset"]
+    size = config["eval_size"]
+    texts = sides(config["mode"])
     if name == "arithmetic":
-        data, held_out = arithmetic(config["arithmetic_size"], config["arithmetic_min"]), None
+        data = arithmetic(config["arithmetic_size"], config["arithmetic_min"])
+        held_out = None
         data = [with_wrong_sum(row) for row in data] if config["mode"] == "rm" else data
     elif name == "programs":
-        data, held_out = programs(), None
+        data = programs()
+        held_out = None
     else:
         import datasets
 
@@ -489,7 +502,8 @@ def load_rows(config):
     if held_out is None:
         require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all; use less")
         order = permutation(len(data), "held out")  # the same for every seed
-        data, held_out = [data[i] for i in order[size:]], [data[i] for i in order[:size]]
+        held_out = [data[i] for i in order[:size]]
+        data = [data[i] for i in order[size:]]
     return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
 
 

@@ -51,7 +51,7 @@ import kernels
 from configurator import close_bars, lean_imports, named_arguments
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
-from sync import RunError, group_path, hidden_torchrun, tensor_hashes, write_group
+from sync import RunError, group_path, hidden_torchrun, rank_is_lost, tensor_hashes, write_group
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
 SIGN_OF_LIFE = 50  # tokens of a sample after which SGLang sends what it has of it; SGLang's own number
@@ -67,7 +67,8 @@ def check_weights(scheduler, expected):
     hashes `expected`, {Hugging Face's name: hash}.
     """
     found = [x for x in hugging_face_parameters(scheduler.tp_worker.model_runner.model) if x[0].name in expected]
-    hashes, group = {}, scheduler.tp_group
+    hashes = {}
+    group = scheduler.tp_group
     for cut, among in ((False, None), (True, group.device_group)):
         if shards := [shard for shard, is_cut in found if is_cut == cut]:
             hashes |= tensor_hashes([s.data for s in shards], shards, among)
@@ -130,10 +131,12 @@ def decode_results(self, by_sglang, batch, result):
     """
     if not batch.return_logprob:
         return by_sglang(self, batch, result)
-    logits, special = result.logits_output, []
+    logits = result.logits_output
+    special = []
     rows = zip(batch.reqs, result.next_token_ids.tolist(), logits.next_token_logprobs.tolist())
     for i, (req, token, logprob) in enumerate(rows):
-        params, length = req.sampling_params, len(req.output_ids) + 1
+        params = req.sampling_params
+        length = len(req.output_ids) + 1
         stops = token in (params.stop_token_ids or ()) or token in (req.eos_token_ids or ())
         ends = stops and not params.ignore_eos or length >= params.max_new_tokens or req.to_finish
         if ends or params.stop_strs or req.stream or length % SIGN_OF_LIFE == 0:
@@ -143,10 +146,13 @@ def decode_results(self, by_sglang, batch, result):
             req.logprob.output_token_logprobs_val.append(logprob)
             req.logprob.output_token_logprobs_idx.append(token)
     if special:
-        logits, batch, result = copy.copy(logits), copy.copy(batch), copy.copy(result)
+        logits = copy.copy(logits)
+        batch = copy.copy(batch)
+        result = copy.copy(result)
         batch.reqs = [batch.reqs[i] for i in special]
         logits.next_token_logprobs = logits.next_token_logprobs[special]
-        result.logits_output, result.next_token_ids = logits, result.next_token_ids[special]
+        result.logits_output = logits
+        result.next_token_ids = result.next_token_ids[special]
         by_sglang(self, batch, result)
 
 
@@ -247,10 +253,12 @@ def started_early(run, count):
     Spawned, not forked: a rank has threads of gloo and OpenMP, whose locks a fork would copy in whatever state they
     are, and its lock on the run's folder.
     """
-    spawn, started = multiprocessing.get_context("spawn"), []
+    spawn = multiprocessing.get_context("spawn")
+    started = []
     with ExitStack() as stack:
         for _ in range(count):
-            (orders, commands), (reader, writer) = spawn.Pipe(duplex=False), spawn.Pipe(duplex=False)
+            orders, commands = spawn.Pipe(duplex=False)
+            reader, writer = spawn.Pipe(duplex=False)
             process = spawn.Process(target=early_scheduler, args=(run, orders, writer))
             process.start()
             orders.close(), writer.close()  # so that each end notices when the other dies
@@ -258,7 +266,8 @@ def started_early(run, count):
         with lean_imports():
             from sglang.srt.entrypoints import engine
 
-        processes, readers = iter(started), (reader for _, _, reader in started)
+        processes = iter(started)
+        readers = (reader for _, _, reader in started)
 
         def stand_in(target, args):  # its last argument is the writer, which the process has
             process, commands, _ = next(processes)
@@ -350,12 +359,20 @@ class RolloutEngine:
     """
 
     def __init__(self, index, model_path, hf, config, device, dtype, log, gpu=0, lends=False):
-        self.index, self.config, self.log, self.version = index, config, log, 0  # as loaded
+        self.index = index
+        self.config = config
+        self.log = log
+        self.version = 0  # as loaded
         self.sign = log.with_suffix(".alive")  # touched while SGLang lives and works (sync.Queue)
-        self.name, self.stderr = f"engine {index}", os.dup(2)  # while it starts, 2 is the log
+        self.name = f"engine {index}"
+        self.stderr = os.dup(2)  # while it starts, 2 is the log
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
-        self.lends, self.asleep, self.model_type = lends, False, hf.model_type
-        self.asked, self.since, self.busy = 0, 0.0, 0.0  # open requests, since when, seconds with any before that
+        self.lends = lends
+        self.asleep = False
+        self.model_type = hf.model_type
+        self.asked = 0  # open requests
+        self.since = 0.0  # when there was one
+        self.busy = 0.0  # seconds with any before that
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         if device == "cuda":
@@ -369,14 +386,17 @@ class RolloutEngine:
             raise RunError(f"{self.name}: SGLang did not start: {e} (see {log})")
         from sglang.srt.managers import io_struct
 
-        self.loop, self.manager, self.requests = self.sglang.loop, self.sglang.tokenizer_manager, io_struct
+        self.loop = self.sglang.loop
+        self.manager = self.sglang.tokenizer_manager
+        self.requests = io_struct
         self.loop.run_until_complete(self._take_signals_back())
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu):
         threads = max(kernels.threads, torch.get_num_threads())
         tokenizer = str(model_path) if self.config["agent"] or self.config["mode"] == "serve" else ""
-        split, tp = self.config["tp_split"], self.config["rollout_tp"]
+        split = self.config["tp_split"]
+        tp = self.config["rollout_tp"]
         run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer, split)
         if device == "cpu":
             if tp > 1:  # SGLang would want a NUMA node for each
@@ -446,7 +466,8 @@ class RolloutEngine:
 
     async def ask(self, request):
         """The result of one of SGLang's coroutines."""
-        self.asked, self.since = self.asked + 1, self.since if self.asked else time.time()
+        self.since = self.since if self.asked else time.time()
+        self.asked += 1
         try:
             return await request
         finally:
@@ -535,7 +556,8 @@ class RolloutEngine:
             free, _ = torch.cuda.mem_get_info()
             request = self.requests.ReleaseMemoryOccupationReqInput(tags=LENT)
             self._call(self.manager.release_memory_occupation(request), "giving its memory back")
-            self.version, self.asleep = None, True
+            self.version = None
+            self.asleep = True
             if torch.cuda.mem_get_info()[0] <= free:  # all else goes on as if it had
                 print(f"{self.name}: SGLang lends no memory, its torch_memory_saver is not loaded; see {self.log}")
                 self.lends = False
@@ -553,9 +575,11 @@ class RolloutEngine:
         self.wake()
         if last:  # SGLang flushes too and asserts that it worked: old keys under new weights would spoil every sample
             self.flush()
-        request.flush_cache, request.weight_version = last, str(version) if last else None
+        request.flush_cache = last
+        request.weight_version = str(version) if last else None
         ok, message, *_ = self._call(update(request), f"loading weights {version}")
         if not ok:
+            rank_is_lost(message)
             raise RunError(f"{self.name}: did not load weights {version}: {message}")
         self.version = version if last else None
 
@@ -622,8 +646,13 @@ class Sampler:
     """
 
     def __init__(self, engine, config, run, engines, reward, decode, stop_tokens):
-        self.engine, self.config, self.run, self.engines = engine, config, run, engines
-        self.reward, self.decode, self.stop_tokens = reward, decode, stop_tokens
+        self.engine = engine
+        self.config = config
+        self.run = run
+        self.engines = engines
+        self.reward = reward
+        self.decode = decode
+        self.stop_tokens = stop_tokens
         self.params = dict(ignore_eos=config["ignore_eos"], stop_token_ids=stop_tokens)
 
     def sample(self, folder, job, prompts):
@@ -644,7 +673,8 @@ class Sampler:
         for index in prompts:
             if group_path(folder, index).exists():
                 continue
-            row, began = job.rows[index], time.time()
+            row = job.rows[index]
+            began = time.time()
             tensors, meta = await self._group(folder, index, job)
             elapsed, worked = (now - then for now, then in zip((time.time(), self.engine.worked()), self.began))
             meta |= dict(
@@ -656,13 +686,16 @@ class Sampler:
 
     async def _group(self, folder, index, job):
         """A prompt's samples of one turn: (tensors, meta) of the group file."""
-        row, began = job.rows[index], time.time()
+        row = job.rows[index]
+        began = time.time()
         born, group = job.begun.get(index, ((job.step, index), None))
         seeds = [sampling_seed(self.config["seed"], job.stream, *born, g, 0) for g in range(job.samples)]
         samples = self._drawn(group) if group else [Drawn([], [], []) for _ in seeds]
         retractions = await self._draw(samples, row["prompt_tokens"], seeds, job)
-        seconds, texts = time.time() - began, [self.decode(sample.tokens) for sample in samples]
-        finished, scored = all(map(self._is_finished, samples)), [(0.0, {})] * len(samples)
+        seconds = time.time() - began
+        texts = [self.decode(sample.tokens) for sample in samples]
+        finished = all(map(self._is_finished, samples))
+        scored = [(0.0, {})] * len(samples)
         if finished:
             where = f"{job.stream} step {job.step}, prompt {index}, sample "
             calls = [(self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
@@ -697,7 +730,8 @@ class Sampler:
 
     def _drawn(self, group):
         """The samples of a group file."""
-        tensors, lengths = group[0], group[0]["lengths"].tolist()
+        tensors = group[0]
+        lengths = group[0]["lengths"].tolist()
         fields = (tensors[k].split(lengths) for k in ("tokens", "logprobs", "weight_version"))
         return [Drawn(*(part.tolist() for part in sample)) for sample in zip(*fields)]
 
@@ -743,9 +777,11 @@ def sample_step(queue, step, rows, c, version, flight):
     """
     if c.segment_tokens:
         return sample_segments(queue, step, rows, c, version, flight)
-    kept, dropped = [], []
+    kept = []
+    dropped = []
     rounds = 1 + c.dynamic_sampling
-    P, stream = c.prompts_per_step, "rl"
+    P = c.prompts_per_step
+    stream = "rl"
     for k in range(rounds):
         chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, stream)
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
@@ -766,7 +802,9 @@ def sample_segments(queue, step, rows, c, version, flight):
     prompts fill the flight up. The step trains on the first P finished groups in the order in which they were begun;
     where fewer are finished, all go on under the same weights.
     """
-    P, places, stream = c.prompts_per_step, c.groups_in_flight, "rl"
+    P = c.prompts_per_step
+    places = c.groups_in_flight
+    stream = "rl"
     sampled = []
     begun = flight.begun + places - len(flight.groups)
     born = [tuple(meta["born"]) for _, meta in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]

@@ -63,17 +63,27 @@ class RunError(SystemExit):
         super().__init__(f"error: {message}")
 
 
+def rank_is_lost(error):
+    """Whether what an exception or a library says comes from another rank's end; that one gets time to say why."""
+    lost = isinstance(error, dist.DistError) or re.search("gloo|NCCL", str(error))
+    if lost:
+        time.sleep(5)
+    return bool(lost)
+
+
 def report_error(kind, error, trace):
     """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
     refused = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
     if kind is KeyboardInterrupt:
-        line, when = "interrupted", ""
-    elif isinstance(error, dist.DistError) or kind is RuntimeError and "gloo" in str(error):
-        time.sleep(5)  # where a rank has died, that one says why
+        line = "interrupted"
+        when = ""
+    elif (isinstance(error, dist.DistError) or kind is RuntimeError) and rank_is_lost(error):
         gone = "torchrun's store is gone, with the node that had it"
-        line, when = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost", ""
+        line = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost"
+        when = ""
     elif getattr(error, "errno", None) in refused:
-        line, when = f"{error.filename or 'writing to out_dir'}: {error.strerror}", "when that is mended, "
+        line = f"{error.filename or 'writing to out_dir'}: {error.strerror}"
+        when = "when that is mended, "
     else:
         return sys.__excepthook__(kind, error, trace)
     close_bars()
@@ -155,7 +165,8 @@ def least_memory(parameters, learned, config, world, reward=0):
     """
     trainers, engines = roles(config, world)
     reward *= engines > 0
-    needs, held = {}, 0
+    needs = {}
+    held = 0
     if trainers:
         frozen = 2 * parameters * (learned < parameters)  # in bfloat16
         held = (frozen + 3 * 4 * learned) / trainers
@@ -211,7 +222,9 @@ def start_process_groups(trainers, engines, device, tp=1):
     """
     if device == "cuda":  # what SGLang sets in its own processes: the ends of a weight group must agree on it
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0"), os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    store, rank, world = dist.HashStore(), 0, 1
+    store = dist.HashStore()
+    rank = 0
+    world = 1
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=FOREVER))
         if several_nodes(world):  # left alone, gloo takes the address of the host's name, often 127.0.1.1
@@ -253,7 +266,8 @@ def name_start(store, rank, world):
     A name for this start of all ranks: starts share torchrun's store, and a rank must not find the addresses of the
     dead. torchrun counts a restart only on the node where a rank died; here all ranks learn the highest count.
     """
-    count, present = "TORCHELASTIC_RESTART_COUNT", []
+    count = "TORCHELASTIC_RESTART_COUNT"
+    present = []
     mine = f"{uuid4().hex} {os.environ.get(count, '0')}"
     if rank == 0:
         store.set("start", mine)
@@ -299,7 +313,9 @@ class LeafSum:
     """
 
     def __init__(self, lanes):
-        self.lanes, self.subtrees, self.total = lanes, [], None  # (leaves, [tensors]), sizes strictly falling
+        self.lanes = lanes
+        self.subtrees = []  # (leaves, [tensors]), sizes strictly falling
+        self.total = None
 
     def add(self, grads):
         """Adds the tensors [(rows here, ..)] of one leaf, and keeps and overwrites them."""
@@ -307,7 +323,8 @@ class LeafSum:
         while self.subtrees and self.subtrees[-1][0] == leaves:
             _, left = self.subtrees.pop()
             torch._foreach_add_(left, grads)
-            grads, leaves = left, 2 * leaves
+            grads = left
+            leaves = 2 * leaves
         if leaves < self.lanes:
             self.subtrees.append((leaves, grads))
         elif self.total is None:
@@ -369,12 +386,14 @@ def grad_norm(grads, shards, group):
 
 def buckets(shapes, dtype, max_bytes=1 << 30):
     """Cuts [(name, shape)] into lists of at most `max_bytes` each (a larger tensor is a bucket by itself)."""
-    out, filled = [[]], 0
+    out = [[]]
+    filled = 0
     for name, shape in shapes:
         size = math.prod(shape) * dtype.itemsize
         filled += size
         if out[-1] and filled > max_bytes:
-            out, filled = [*out, []], size
+            out = [*out, []]
+            filled = size
         out[-1].append((name, shape))
     return out
 
@@ -384,7 +403,8 @@ def meet(group=None):
     Waits until all ranks (of the group) are here. By polling: a rank blocked inside a collective would not see its
     engine die.
     """
-    work, pause = dist.barrier(group, async_op=True), 1e-5  # seconds; the others are often here already
+    work = dist.barrier(group, async_op=True)
+    pause = 1e-5  # seconds; the others are often here already
     while not work.is_completed():
         time.sleep(pause)
         pause = min(2 * pause, 0.001)
@@ -413,7 +433,10 @@ class WeightSync:
     """
 
     def __init__(self, how, ranks, shards, engine, device, dtype, overlap=False):
-        self.ranks, self.engine, self.device, self.dtype = ranks, engine, device, dtype
+        self.ranks = ranks
+        self.engine = engine
+        self.device = device
+        self.dtype = dtype
         both = ranks.trainers == ranks.engines == ranks.world
         how = how or ("ipc" if device == "cuda" and both else "broadcast")
         if ranks.rank == 0:
@@ -496,7 +519,7 @@ class WeightSync:
                     self._deliver(*delivery)
                     del delivery  # or a version that nobody needs would stay until the next one comes
         except BaseException as e:
-            time.sleep(5 * (not isinstance(e, RunError)))  # where a rank has died, that one says why
+            rank_is_lost(e)
             print(e if isinstance(e, RunError) else f"error: sending weights: {reason(e)}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -602,7 +625,11 @@ class Queue:
     """
 
     def __init__(self, folder, sampler, run, timeout=0, signs=(), store=None):
-        self.folder, self.sampler, self.run, self.timeout, self.signs = folder, sampler, run, timeout, signs
+        self.folder = folder
+        self.sampler = sampler
+        self.run = run
+        self.timeout = timeout
+        self.signs = signs
         self.store = store or dist.HashStore()
 
     def sample(self, job):
@@ -628,11 +655,13 @@ class Queue:
 
     def _wait(self, folder, keys):
         """Returns when all engines have said that what they took is written."""
-        since, before = time.monotonic(), None
+        since = time.monotonic()
+        before = None
         while keys and not self.store.check(keys):
             waited = time.monotonic() - since
             if (latest := max((sign.stat().st_mtime_ns for sign in self.signs if sign.exists()), default=0)) != before:
-                since, before = time.monotonic(), latest
+                since = time.monotonic()
+                before = latest
             elif waited > self.timeout:
                 raise RunError(f"{folder}: no rollout came for {self.timeout:.0f} s; see the engine logs")
             time.sleep(0.002 + min(0.02, waited / 100))
@@ -652,7 +681,8 @@ def open_run(folder, config, resumed, restarted, gpu):
 
     resumed: the saved config of the run that is to go on, or {}; restarted: torchrun resumes it, not the user.
     """
-    lock, owner = folder / "lock", f"torchrun {os.getppid()}"
+    lock = folder / "lock"
+    owner = f"torchrun {os.getppid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(lock, "a")
@@ -685,7 +715,8 @@ def check_shared(folder, rank):
     if rank == 0:
         path.touch()
     meet()
-    hosts, cure = [None] * dist.get_world_size(), "choose one on a file system that all nodes share"
+    hosts = [None] * dist.get_world_size()
+    cure = "choose one on a file system that all nodes share"
     dist.all_gather_object(hosts, "" if appears(path, 20) else socket.gethostname())
     if rank == 0:
         path.unlink()
@@ -724,7 +755,10 @@ class Record:
     """
 
     def __init__(self, folder, saved, c, origin, agent=None):
-        self.folder, self.c, self.origin, self.agent = folder, c, origin, agent
+        self.folder = folder
+        self.c = c
+        self.origin = origin
+        self.agent = agent
         sizes = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
         self.ledger = Ledger(folder / LOGS[0], "onecurve 1", sizes[LOGS[0]], c.strict)
         if saved and self.ledger.digest != saved["digest"]:
@@ -765,7 +799,8 @@ class Record:
         kind = "RL steps"
         what = f"{prompts} prompts, {c.eval_samples} samples each, {scored}, temperature {c.eval_temperature}"
         if c.mode == "rm":
-            kind, what = "steps", f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
+            kind = "steps"
+            what = f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
         tqdm.write(f"held out after {step} {kind}: {', '.join(rates)} ({what})")
 
     def step(self, step, batch, metrics, hashes, times, sent):
@@ -773,7 +808,9 @@ class Record:
         Records an RL step; returns its line of metrics.jsonl. metrics, hashes: the trainer's, {} where nobody trains.
         times: when the step began, had its samples, had learned, had published. sent: bytes of weights.
         """
-        c, groups, sampled = self.c, batch.groups, batch.sampled
+        c = self.c
+        groups = batch.groups
+        sampled = batch.sampled
         meta = [m for _, m in groups]
         named = ("tokens", "logprobs", "rewards") + ("weight_version",) * bool(c.lag or c.segment_tokens)
         named += ("loss_mask", "turn_rewards") * bool(self.agent)
@@ -820,7 +857,8 @@ class Record:
 
     def alarm(self, alarm):
         """A line for a run that its watch ends: why, and how to go on from where it was healthy."""
-        done, cure = self.steps[-1]["step"] + 1, "none is kept (--keep_checkpoints)"
+        done = self.steps[-1]["step"] + 1
+        cure = "none is kept (--keep_checkpoints)"
         if healthy := healthy_checkpoint(self.folder, done):
             step = int(healthy.name[5:])
             cure = f"{healthy}, from which tools/branch.py {self.folder} --step={step} goes on with other flags"
@@ -837,7 +875,8 @@ def write_tensors(folder, prefix, shards, mesh, max_bytes=4 << 30, **metadata):
     with Hugging Face's index; with max_bytes=inf as <prefix>.safetensors. The trainers take turns with the files.
     Collective over the trainers.
     """
-    plan, index = buckets([(s.name, s.shape) for s in shards], shards[0].data.dtype, max_bytes), max_bytes < math.inf
+    plan = buckets([(s.name, s.shape) for s in shards], shards[0].data.dtype, max_bytes)
+    index = max_bytes < math.inf
     files = [prefix + f"-{i + 1:05d}-of-{len(plan):05d}" * index + ".safetensors" for i in range(len(plan))]
     rest = iter(shards)
     for i, (file, bucket) in enumerate(zip(files, plan)):
@@ -917,7 +956,8 @@ def delete_checkpoints(folder, unwanted):
 
 def reseal_checkpoint(old, new, copy_function=os.link, **changes):
     """Makes `new` a copy of the checkpoint `old` with these fields of its record changed."""
-    record, partial = json.loads((old / "checkpoint.json").read_text()), new.with_name(f".{new.name}")
+    record = json.loads((old / "checkpoint.json").read_text())
+    partial = new.with_name(f".{new.name}")
     shutil.copytree(old, partial, copy_function=copy_function)
     (partial / "checkpoint.json").unlink()
     seal_checkpoint(partial, new, **{k: x for k, x in record.items() if k not in ("files", "sha256")} | changes)
@@ -997,7 +1037,8 @@ class Ledger:
     """
 
     def __init__(self, path, start, size=0, strict=True):
-        self.path, self.strict = path, strict
+        self.path = path
+        self.strict = strict
         self.digest = hashlib.sha256(start.encode()).hexdigest()
         path.touch()
         text = path.read_bytes()

@@ -232,7 +232,8 @@ def gae(rewards, values, gamma, lam):
     equation 16.
     """
     deltas = rewards + gamma * values[..., 1:] - values[..., :-1]
-    out, later = [], torch.zeros(())
+    out = []
+    later = torch.zeros(())
     for delta in reversed(deltas.unbind(-1)):
         later = delta + gamma * lam * later
         out.append(later)
@@ -295,7 +296,8 @@ def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     if kind == "cispo":
         return -bounded.detach() * advantages * logprobs, bounded != ratio
-    plain, clipped = ratio * advantages, bounded * advantages
+    plain = ratio * advantages
+    clipped = bounded * advantages
     objective = torch.minimum(plain, clipped)
     if dual_clip:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
@@ -421,19 +423,22 @@ def samples_of(groups, step=None, overlong_filter=False):
     The samples of rollout groups [(tensors, meta)] in their order, for training at `step` (None: with the weights that
     sampled them). overlong_filter: those cut off teach nothing.
     """
-    samples, begun = [], 0  # begun: samples of the groups before
+    samples = []
+    begun = 0  # samples of the groups before
     for t, meta in groups:
         age = torch.zeros_like(t["weight_version"]) if step is None else step - t["weight_version"]
         lengths = t["lengths"].tolist()
         fields = (x.split(lengths) for x in (t["tokens"], t["loss_mask"], t["logprobs"], age))
-        of, turns = range(len(lengths)), [None] * len(lengths)  # without an agent a row is a sample of one turn
+        of = range(len(lengths))
+        turns = [None] * len(lengths)  # without an agent a row is a sample of one turn
         if "sample" in t:
             of = t["sample"].tolist()
             turns = zip(t["turn"].split(lengths), t["turn_rewards"].split(t["turns"].tolist()))
         # A partial rollout may be trained on at a later step than its file's; then the name says which.
         where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step not in (None, meta["step"]))
         for g, turn, cut, tokens, mask, logprobs, stale in zip(of, turns, t["truncated"].tolist(), *fields):
-            mask, name = mask & (not (cut and overlong_filter)), f"{where}, sample {g}"
+            mask = mask & (not (cut and overlong_filter))
+            name = f"{where}, sample {g}"
             samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, name, cut, stale, begun + g, turn))
         begun += len(t["rewards"])
     return samples
@@ -514,7 +519,8 @@ def turn_advantages(samples, kind, group_size, gamma):
     per turn; it is compared with the returns of the turns of the same number in the group's other dialogues. A turn
     that has none to compare with gets 0.
     """
-    returns, peers = [], {}  # {(group, number of a turn): [(sample, turn)]}
+    returns = []
+    peers = {}  # {(group, number of a turn): [(sample, turn)]}
     for i, s in enumerate(samples):
         returns.append(gae(s.turn_rewards, torch.zeros(len(s.turn_rewards) + 1), gamma, 1.0))
         for k in range(len(s.turn_rewards)):
@@ -539,7 +545,8 @@ def critic_advantages(samples, gains, gamma, lam):
     at_the_end = dict(batch_first=True, padding_side="left")
     padded = (torch.nn.utils.rnn.pad_sequence(x, **at_the_end) for x in (gains, states))
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
-    mean, std = torch.cat(advantages).mean(), torch.cat(advantages).std()
+    mean = torch.cat(advantages).mean()
+    std = torch.cat(advantages).std()
     each = zip(samples, advantages, states)
     return [s._replace(advantages=(a - mean) / (std + 1e-6), returns=a + v[:-1]) for s, a, v in each]
 
@@ -558,7 +565,8 @@ def with_advantages(samples, rewards, c):
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
     if costs:
-        of, costs = torch.tensor([s.of for s in samples]), torch.stack([cost.sum() for cost in costs])
+        of = torch.tensor([s.of for s in samples])
+        costs = torch.stack([cost.sum() for cost in costs])
         costs = torch.zeros_like(rewards.flatten()).index_add(0, of, costs.to(rewards))
         rewards = rewards - costs.view(rewards.shape)
     advantages = advantages_of(rewards, c.advantage).flatten().tolist()
@@ -578,7 +586,8 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     logprobs, entropy, values, _ = output
     counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
-    bounds, old = (c.clip_low, c.clip_high, c.dual_clip), leaf.old_logprobs
+    bounds = (c.clip_low, c.clip_high, c.dual_clip)
+    old = leaf.old_logprobs
     losses, figures["clip_fraction"] = policy_loss(c.loss, logprobs, old, leaf.advantages, counts, *bounds)
     if c.importance:
         w = importance_weights(old, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
@@ -627,7 +636,8 @@ def derived(metrics):
     """The metrics (means over the loss tokens), with what follows from the moments of the probability ratio."""
     if "ratio_mean" not in metrics:
         return metrics
-    mean_square, square = metrics["ratio_mean"] ** 2, metrics["ratio_square"]
+    mean_square = metrics["ratio_mean"] ** 2
+    square = metrics["ratio_square"]
     others = {name: x for name, x in metrics.items() if name != "ratio_square"}
     return others | dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
 
@@ -667,18 +677,24 @@ class Trainer:
     """
 
     def __init__(self, c, ranks, hf, folder, device, checkpoint=None, optimizer_steps=0, versions=()):
-        self.c, self.mesh, self.device = c, ranks.mesh, device
-        self.rank, self.process_group, self.control = ranks.rank, ranks.mesh.get_group(), ranks.control
+        self.c = c
+        self.mesh = ranks.mesh
+        self.device = device
+        self.rank = ranks.rank
+        self.process_group = ranks.mesh.get_group()
+        self.control = ranks.control
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
-        critic, lora = c.advantage == "gae", adapters.lora_settings(c)
+        critic = c.advantage == "gae"
+        lora = adapters.lora_settings(c)
         self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic, lora, c.tp_split)
         if c.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.model.train()
         kind = adapters.Adapters if lora else folders.FullWeights
         self.parts = kind(self.model, c, self.mesh, device)
-        self.shards, self.policy = self.parts.trained, self.parts.policy
+        self.shards = self.parts.trained
+        self.policy = self.parts.policy
         # Heads begin with 0: so the first advantages come from the rewards alone, and no side of a pair is preferred.
         for s in self.shards:
             if s.name in folders.HEADS:
@@ -695,7 +711,8 @@ class Trainer:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
             self.optimizer.state[w] = dict(step=torch.tensor(float(optimizer_steps)), **zeros)
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
-        self.versions, self.mismatches = {version: self.snapshot() for version in versions}, []
+        self.versions = {version: self.snapshot() for version in versions}
+        self.mismatches = []
         if optimizer_steps:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
@@ -790,7 +807,8 @@ class Trainer:
         groups in flight. record: the first rank's Record; None on others.
         """
         # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
-        finished, unfinished = ckpt / f"step_{step:06d}", ckpt / f".step_{step:06d}"
+        finished = ckpt / f"step_{step:06d}"
+        unfinished = ckpt / f".step_{step:06d}"
         earlier = {version: kept for version, kept in self.versions.items() if version != step}
         if record:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -837,7 +855,8 @@ class Trainer:
         ages = torch.cat([s.staleness for s in samples]).unique()
         for age in ages[ages > 0].tolist():
             cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
-            where, parts = list(cut), list(cut.values())
+            where = list(cut)
+            parts = list(cut.values())
             token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
@@ -861,7 +880,8 @@ class Trainer:
             split = (x.cpu().split(leaf.counts.tolist()) for x in per_token)
             mine |= zip(chosen, zip(*split, [0.0] * len(chosen) if bootstraps is None else bootstraps.tolist()))
         # Every rank needs every sample: advantages are normalised over the batch.
-        everyone, filled = [None] * self.mesh.size(), list(samples)
+        everyone = [None] * self.mesh.size()
+        filled = list(samples)
         dist.all_gather_object(everyone, mine, group=self.control)
         for i, (*per_token, bootstrap) in (pair for part in everyone for pair in part.items()):
             ours, theirs, values = per_token
@@ -882,7 +902,9 @@ class Trainer:
         # The denominators are the whole step's, so that leaves of any size add up to one mean.
         tokens = len(samples) // 2 if objective is PAIRS else max(1, loss_tokens(samples))
         temperature = self.c.temperature if objective is POLICY else 1.0
-        total, rows, mismatches = sync.LeafSum(self.c.lanes // self.mesh.size()), [], []
+        total = sync.LeafSum(self.c.lanes // self.mesh.size())
+        rows = []
+        mismatches = []
         for chosen, leaf, output in self.passes(samples, temperature, objective.unit):
             loss, figures = objective.loss(output, leaf, self.c, len(samples), tokens)
             if torch.is_grad_enabled():
@@ -949,7 +971,8 @@ class Trainer:
             if mismatches and self.c.strict:
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
-        where, value = f"{objective.phase} step {step}", metrics["loss"]
+        where = f"{objective.phase} step {step}"
+        value = metrics["loss"]
         require(math.isfinite(value), f"{where}: the loss is {value}; the weights are as they were")
         norm, hashes = self.apply(grads, lr, where)
         if objective is POLICY:
@@ -1023,7 +1046,8 @@ def due(step, every, last):
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    c, folder = types.SimpleNamespace(**config), Path(out_dir)
+    c = types.SimpleNamespace(**config)
+    folder = Path(out_dir)
     # joblib (through transformers) and tqdm leave semaphores in /dev/shm: the engine's exit kills the process that
     # would remove them. So neither may make one.
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
@@ -1031,7 +1055,9 @@ if __name__ == "__main__":
     sys.excepthook = sync.report_error
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
     scored = mode in ("grpo", "rollout", "eval")
-    supervised, only_eval, publishes = mode in ("sft", "rm"), mode == "eval", mode == "grpo"
+    supervised = mode in ("sft", "rm")
+    only_eval = mode == "eval"
+    publishes = mode == "grpo"
     rl_steps = 0 if supervised or only_eval else max_steps
     sft_steps = max_steps if supervised else warmup_sft_steps
     sft_schedule = sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
@@ -1042,7 +1068,8 @@ if __name__ == "__main__":
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
     # then the folder is nobody's, and a corrected command may have it.
-    world, gpu = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    gpu = int(os.environ.get("LOCAL_RANK", 0))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chip = sync.take_gpu(config, world, gpu) if place == "cuda" else ""
     if mode == "serve":
@@ -1082,21 +1109,24 @@ if __name__ == "__main__":
     if scored and not episodes:
         rewards.check_answers(reward_function, train_rows + eval_rows, answer_column)
     encode = partial(rewards.encode_prompts, tokenizer=tokenizer, config=config)
-    train_rows, eval_rows = encode(train_rows, "training"), encode(eval_rows, "held-out")
+    train_rows = encode(train_rows, "training")
+    eval_rows = encode(eval_rows, "held-out")
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads())
 
     # ---- the state of the loop, and where an interrupted run goes on. All else that a step needs is a function of the
     # config and the step's number: that is why so little has to be saved.
     start = 0  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
-    saved, flight = {}, Flight()  # what the latest checkpoint says of itself, and the groups that it has in flight
+    saved = {}  # what the latest checkpoint says of itself
+    flight = Flight()  # the groups that it has in flight
     run_id = sync.run_id(config)
     origin = dict(run=run_id, versions=library_versions(), device=sync.one_device(place))
     latest = (sync.checkpoints(folder / "ckpt") or [None])[-1] if resumed else None
     if latest:
         saved = sync.read_checkpoint(latest, ranks.rank, ranks.world, **origin)
         # An engine, too, starts from the checkpoint; with LoRA from the base, as adapters are no model.
-        model_path, start = model_path if lora_rank else latest, saved["step"]
+        model_path = model_path if lora_rank else latest
+        start = saved["step"]
         in_flight = (sync.read_group(latest / "flight", i, {}) for i in range(saved["in_flight"]))
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
@@ -1113,7 +1143,8 @@ if __name__ == "__main__":
         record.ledger.append(phase="device", step=0, device=origin["device"])
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
-        optimizer_steps, versions = saved.get("optimizer_steps", 0), saved.get("earlier", ())
+        optimizer_steps = saved.get("optimizer_steps", 0)
+        versions = saved.get("earlier", ())
         trainer = Trainer(c, ranks, hf, model_path, place, latest, optimizer_steps, versions)
         if record and lora_rank and not saved:
             record.ledger.append(phase="base", step=0, weights=trainer.parts.base)
@@ -1196,7 +1227,8 @@ if __name__ == "__main__":
             engine.sleep()  # until the next weights come
         times.append(time.monotonic())
         # 2. Learn.
-        metrics, hashes = {}, {}
+        metrics = {}
+        hashes = {}
         if batch and trainer:
             metrics, hashes = learn(trainer, s, batch.groups, c)
         times.append(time.monotonic())

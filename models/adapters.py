@@ -42,7 +42,8 @@ def add_adapters(model, rank, scale, targets):
     Freezes the model and puts LoRA's A (rank, in) and B (out, rank) beside the weights of its linear layers of these
     names, all of them if there are none. The names are PEFT's, and so are the meanings.
     """
-    layers, names = [(name.rpartition(".")[2], m) for name, m in model.named_modules()], targets or LINEAR
+    layers = [(name.rpartition(".")[2], m) for name, m in model.named_modules()]
+    names = targets or LINEAR
     known = f"the linear layers of attention and MLP are {', '.join(LINEAR)}"
     for name in names:
         require(name in LINEAR and name in dict(layers), f"lora_targets: no layer has {name!r} to adapt; {known}")
@@ -113,7 +114,9 @@ def load_adapters(adapters, folder, c, base):
     the folder's are of another kind.
     """
     if folder:
-        name, theirs, ours = f"lora={str(folder)!r}", read_adapter_config(folder), adapter_config(c, adapters)
+        name = f"lora={str(folder)!r}"
+        theirs = read_adapter_config(folder)
+        ours = adapter_config(c, adapters)
         for flag, key in dict(lora_rank="r", lora_alpha="lora_alpha", lora_targets="target_modules").items():
             use = f"use {theirs[key]!r}".translate(dict.fromkeys(b"[' ]"))
             require(theirs[key] == ours[key], f"{flag}={getattr(c, flag)!r}: the adapters of {name} have others; {use}")
@@ -137,7 +140,9 @@ class Adapters:
     """
 
     def __init__(self, model, c, mesh, device):
-        self.model, self.c, self.mesh = model, c, mesh
+        self.model = model
+        self.c = c
+        self.mesh = mesh
         every = [*zip(shards(model, mesh), model.parameters())]
         self.trained = [s for s, p in every if p.requires_grad]
         self.frozen = self.sent = [s for s, p in every if not p.requires_grad]
@@ -161,11 +166,13 @@ class Adapters:
         return anchor
 
     def published(self, policy):
-        adapters, merged = {s.name: s for s in policy}, []
+        adapters = {s.name: s for s in policy}
+        merged = []
         for s in self.frozen:
             stem = s.name.removesuffix("weight") + "lora_"
             if f"{stem}A.weight" in adapters:  # B's rows are where W's are
-                A, B = whole(adapters[f"{stem}A.weight"], self.mesh), adapters[f"{stem}B.weight"].data
+                A = whole(adapters[f"{stem}A.weight"], self.mesh)
+                B = adapters[f"{stem}B.weight"].data
                 s = Merged(s.name, s.shape, s.first, s.data, A, B, lora_settings(self.c).scale)
             merged.append(s)
         return merged

@@ -40,7 +40,8 @@ def check_model(folder, config, key="init_from"):
     require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
     sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", 0) or ())
     require(not sliding, f"{name}: sliding-window attention is not supported; use a model without it")
-    tokens, most = config["max_prompt_tokens"] + config["max_new_tokens"], hf.max_position_embeddings
+    tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
+    most = hf.max_position_embeddings
     fits = f"max_new_tokens={config['max_new_tokens']}: {tokens} tokens with the prompt, and 8 to spare"
     require(tokens + 8 <= most, f"{fits}; the model has {most} positions; use less")
     if key == "reward":
@@ -48,7 +49,9 @@ def check_model(folder, config, key="init_from"):
         require(hf.num_labels == 1, f"{name}: it gives {hf.num_labels} numbers; a reward model gives one")
     else:
         require(not gives_scores(hf), f"{name}: a reward model, which writes nothing; use the model that it began with")
-    heads, key_heads, width = hf.num_attention_heads, hf.num_key_value_heads, hf.intermediate_size
+    heads = hf.num_attention_heads
+    key_heads = hf.num_key_value_heads
+    width = hf.intermediate_size
     attended = heads * (getattr(hf, "head_dim", None) or hf.hidden_size // heads)
     for what, n, by in (
         (f"attention's width, {attended},", attended, "tp_split"), (f"the MLP's width, {width},", width, "tp_split"),
@@ -56,7 +59,8 @@ def check_model(folder, config, key="init_from"):
     ):  # fmt: skip
         require(n % config[by] == 0, f"{by}={config[by]}: does not divide {what} of {name}; use another power of two")
     if key == "init_from" and config["mode"] == "rm":
-        hf.architectures, hf.num_labels = [hf.model_type.capitalize() + SCORES], 1
+        hf.architectures = [hf.model_type.capitalize() + SCORES]
+        hf.num_labels = 1
         if hf.pad_token_id == hf.eos_token_id:  # Hugging Face's class would read the score before the EOS
             hf.pad_token_id = None
     return hf
@@ -169,7 +173,8 @@ def token_logprobs(model, leaf, temperature):
     token (samples,)); without a critic the values are None. Of a reward model (None, None, None, scores (samples,)).
     """
     plan = kernels.packed_plan(leaf.lengths)
-    ids, positions = leaf.ids[None], leaf.positions[None]
+    ids = leaf.ids[None]
+    positions = leaf.positions[None]
     hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).last_hidden_state[0]
     last = leaf.lengths.cumsum(0) - 1
     if gives_scores(model.config):  # in float32: the difference of two scores counts
@@ -229,7 +234,8 @@ def paged_attention(inv_freq):
 
         def __init__(self, runner):
             super().__init__()
-            self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+            self.req_to_token_pool = runner.req_to_token_pool
+            self.token_to_kv_pool = runner.token_to_kv_pool
             self.layers = runner.model.model.layers
             self.inv_freq = torch.tensor(inv_freq, device=runner.device)
 
@@ -256,7 +262,8 @@ def paged_attention(inv_freq):
 
 def layer_on_cpu(decoder):
     """The kernels.CpuLayer of one of SGLang's decoder layers."""
-    attention, norms = decoder.self_attn, (decoder.input_layernorm, decoder.post_attention_layernorm)
+    attention = decoder.self_attn
+    norms = (decoder.input_layernorm, decoder.post_attention_layernorm)
     parts = attention.qkv_proj, attention.o_proj, decoder.mlp.gate_up_proj, decoder.mlp.down_proj
     return kernels.CpuLayer(
         [(part.weight, part.bias) for part in parts], [n.weight for n in norms], head_norms(attention)[:2],
@@ -306,7 +313,8 @@ def install_operators(backend, inv_freq, tp_split):
         if kernels.kept is not None and tp_split == 1:  # the first layer's call does the work of all
             return layers_on_cpu(x, batch) if residual is None else (x, residual)
         if residual is None:
-            x, residual = norm(self.input_layernorm, x), x
+            residual = x
+            x = norm(self.input_layernorm, x)
         else:
             x, residual = norm(self.input_layernorm, x, residual)
         x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
@@ -325,7 +333,8 @@ def install_operators(backend, inv_freq, tp_split):
         assert more is None
         return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
 
-    RMSNorm.forward, GroupCoordinator.all_reduce = norm, add_rows
+    RMSNorm.forward = norm
+    GroupCoordinator.all_reduce = add_rows
     # SGLang's own layers do the same, but ask at each part for several GPUs, for quantization and for a platform
     for decoder in (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer, qwen3.Qwen3DecoderLayer):
         decoder.forward = layer
@@ -342,9 +351,11 @@ def hugging_face_parameters(model):
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for module_name, module in model.named_modules():
         path, _, last = module_name.rpartition(".")
-        rank, ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+        rank = getattr(module, "tp_rank", 0)
+        ranks = getattr(module, "tp_size", 1)
         for kind, p in module.named_parameters(recurse=False):
-            data, by_columns = p.data, last in ROW_PARALLEL
+            data = p.data
+            by_columns = last in ROW_PARALLEL
             if by_columns:
                 columns = p.shape[1] if kind == "weight" else 0
                 shape = (len(p), columns * ranks)[: p.dim()]

@@ -482,7 +482,7 @@ def test_a_saved_config_with_a_flipped_bit_or_cut_off_is_one_line_or_still_a_con
         for content in (data[:i], data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :]):
             saved.write_bytes(content)
             try:
-                config = configurator.resume_config(configure(dict(block), []), saved, lambda _: ())[1]
+                config = configurator.resume_config(configure(dict(block), []), saved, ())[1]
             except SystemExit as ended:
                 assert ended.code == 2
                 refused += 1

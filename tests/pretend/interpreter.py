@@ -1,7 +1,10 @@
 """
 Triton's interpreter as a card computes, after `install()`: bfloat16 is decoded before a product and rounded to nearest
-even, and `tl.dot` adds as a tensor core does.
+even, and `tl.dot` adds as a tensor core does. Threads take turns: a kernel that is interpreted changes Triton's module
+`language` for as long as it runs.
 """
+
+import threading
 
 import numpy as np
 import triton.language as tl
@@ -50,6 +53,13 @@ def convert(otherwise):
 
 
 def install():
+    launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
+
+    def one_at_a_time(self, *args, **kwargs):
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = one_at_a_time
     builder = interpreter.InterpreterBuilder
     builder.create_dot = dot
     builder.cast_impl = convert(plain_cast)
