@@ -253,13 +253,12 @@ GAP = 0.2  # a gap of training reward and truth larger than the smallest so far 
 
 def text_metrics(groups):
     """
-    {metric: value} of what groups [(tensors, meta)] say: different responses per prompt, the share of different bigrams
+    {metric: value} of what Groups say: different responses per prompt, the share of different bigrams
     among all (distinct-2: Li et al. 2016, arXiv:1510.03055), the mean share that a sample repeats, and that of
     characters which are neither letters, digits nor white space.
     """
-    texts = [text for _, meta in groups for text in meta["responses"]]
-    rows = [(t[k].split(t["lengths"].tolist()) for k in ("tokens", "loss_mask")) for t, _ in groups]
-    samples = [ids[mask].tolist() for tokens, masks in rows for ids, mask in zip(tokens, masks)]
+    texts = [text for group in groups for text in group.meta["responses"]]
+    samples = [ids[mask].tolist() for group in groups for ids, mask in group.rows("tokens", "loss_mask")]
     bigrams = [list(zip(ids, ids[1:])) for ids in samples]
     everything = [pair for pairs in bigrams for pair in pairs]
     characters = "".join(texts)

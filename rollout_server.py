@@ -627,7 +627,7 @@ def sampling_seed(*key):
 class Job(NamedTuple):
     """Prompts that the engines are to sample together: a step's, or the held-out ones."""
 
-    stream: str  # 'rl' or 'eval', and how often the watch has turned back; samples of two streams never share a seed
+    stream: str  # 'rl' or 'eval'; samples of two streams never share a seed
     step: int  # RL steps done before it
     version: int  # of the weights to sample with
     rows: dict  # {prompt's index in the step: dict(prompt text, answer text, prompt_tokens list)}
@@ -730,10 +730,8 @@ class Sampler:
 
     def _drawn(self, group):
         """The samples of a group file."""
-        tensors = group[0]
-        lengths = group[0]["lengths"].tolist()
-        fields = (tensors[k].split(lengths) for k in ("tokens", "logprobs", "weight_version"))
-        return [Drawn(*(part.tolist() for part in sample)) for sample in zip(*fields)]
+        rows = group.rows("tokens", "logprobs", "weight_version")
+        return [Drawn(*(part.tolist() for part in row)) for row in rows]
 
     def _tensors(self, row, samples, seeds, rewards):
         """The tensors of a group file: the samples' tokens end to end, T in all, which `lengths` cuts apart again."""
@@ -748,6 +746,10 @@ class Sampler:
             truncated=torch.tensor([s.tokens[-1] not in self.stop_tokens for s in samples]),  # (G,)
             seeds=torch.tensor(seeds),  # (G,)
             rewards=torch.tensor(rewards, dtype=torch.float32),  # (G,)
+            sample=torch.arange(len(samples)),  # (G,) as all below: a row each, of one turn
+            turns=torch.ones(len(samples), dtype=torch.int64),
+            turn_rewards=torch.tensor(rewards, dtype=torch.float32),
+            turn=torch.zeros(len(tokens), dtype=torch.int64),  # (T,)
         )
 
 
@@ -759,11 +761,11 @@ class Flight(NamedTuple):
     """Groups that were begun and that no step has trained on yet: all that one step's samples pass on to the next's."""
 
     begun: int = 0  # number of prompts begun so far, in the order of the data
-    groups: tuple = ()  # (tensors, meta) each, in that order
+    groups: tuple = ()  # in that order
 
 
 class Batch(NamedTuple):
-    groups: list  # (tensors, meta) of each of the P groups to train on
+    groups: list  # the P Groups to train on
     sampled: list  # of all that were sampled for the step
     flight: Flight  # what is in flight after it
 
@@ -786,9 +788,10 @@ def sample_step(queue, step, rows, c, version, flight):
         chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, stream)
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
         prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
-        for t, meta in queue.sample(Job(stream, step, version, prompts, c.group_size, c.temperature)):
-            equal = c.dynamic_sampling and (t["rewards"] == t["rewards"][0]).all()
-            (dropped if equal else kept).append((t, meta))
+        for group in queue.sample(Job(stream, step, version, prompts, c.group_size, c.temperature)):
+            scores = group.tensors["rewards"]
+            equal = c.dynamic_sampling and (scores == scores[0]).all()
+            (dropped if equal else kept).append(group)
         if len(kept) >= P:
             break
     sampled = kept + dropped
@@ -807,11 +810,11 @@ def sample_segments(queue, step, rows, c, version, flight):
     stream = "rl"
     sampled = []
     begun = flight.begun + places - len(flight.groups)
-    born = [tuple(meta["born"]) for _, meta in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]
+    born = [tuple(group.meta["born"]) for group in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]
     prompts = [rows[rows_of_step(len(rows), P, s, c.seed, stream)[i]] for s, i in born]
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
-        todo = {first + i: i for i, group in enumerate(groups) if not (group and group[1]["finished"])}
+        todo = {first + i: i for i, group in enumerate(groups) if not (group and group.meta["finished"])}
         job = Job(
             stream, step, version, {n: prompts[i] for n, i in todo.items()}, c.group_size, c.temperature,
             c.segment_tokens, {n: (born[i], groups[i]) for n, i in todo.items()},
@@ -820,7 +823,7 @@ def sample_segments(queue, step, rows, c, version, flight):
         sampled += grown
         for i, group in zip(todo.values(), grown):
             groups[i] = group
-        finished = [i for i, group in enumerate(groups) if group[1]["finished"]]
+        finished = [i for i, group in enumerate(groups) if group.meta["finished"]]
         if len(finished) >= P:
             break
     rest = tuple(group for i, group in enumerate(groups) if i not in finished[:P])

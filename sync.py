@@ -581,15 +581,40 @@ def group_path(folder, index):
     return folder / f"group_{index:04d}.safetensors"
 
 
+class Group(NamedTuple):
+    """
+    One prompt's G scored samples, as a group file has them. A row is a dialogue with its model; without an agent each
+    sample is one row of one turn.
+
+    tensors, all on the CPU: prompt_tokens; of each row: lengths (tokens), sample (0 .. G-1), turns (how many),
+    truncated; of each token, the rows end to end: tokens, logprobs, loss_mask, weight_version, turn (its index in the
+    row; -1: the model did not write it); of each turn: turn_rewards; of each sample: rewards, without an agent seeds.
+    meta: what was asked and said in words, by whom and when: str, int and list values.
+    """
+
+    tensors: dict
+    meta: dict
+
+    def rows(self, *names):
+        """For each row the tensors of its tokens under these names."""
+        lengths = self.tensors["lengths"].tolist()
+        return zip(*(self.tensors[name].split(lengths) for name in names))
+
+    def response_lengths(self):
+        """(G,) tokens that the model wrote in each sample."""
+        of = self.tensors["sample"].repeat_interleave(self.tensors["lengths"])
+        return torch.bincount(of[self.tensors["loss_mask"]], minlength=len(self.tensors["rewards"]))
+
+
 def write_group(folder, index, tensors, meta):
-    """One prompt's scored samples: CPU tensors, and `meta` of str, int and list values, under one checksum."""
+    """Writes the file of a Group, under one checksum."""
     header = {"meta": json.dumps(meta), "sha256": _digest(tensors, meta)}
     write_atomic(group_path(folder, index), save(tensors, header))
 
 
 def read_group(folder, index, expected):
     """
-    (tensors, meta) of a group file. Raises RunError for a torn or altered file, and where meta differs from
+    The Group of a file. Raises RunError for a torn or altered file, and where meta differs from
     `expected` (run, step, prompt, version): a file of another run must not be trained on.
     """
     path = group_path(folder, index)
@@ -605,7 +630,7 @@ def read_group(folder, index, expected):
     for key, value in expected.items():
         if meta.get(key) != value:
             raise RunError(f"{path}: has {key} {meta.get(key)!r}, expected {value!r}: not a file of this run and step")
-    return tensors, meta
+    return Group(tensors, meta)
 
 
 def appears(path, seconds):
@@ -633,7 +658,7 @@ class Queue:
         self.store = store or dist.HashStore()
 
     def sample(self, job):
-        """Samples the job's prompts: their groups [(tensors, meta)] in prompt order, on every rank, when all exist."""
+        """Samples the job's prompts: their Groups in prompt order, on every rank, when all exist."""
         folder = self.folder / f"{job.stream}_{job.step:06d}"
         key = f"{folder.name} from {next(iter(job.rows))}"
         if self.sampler is not None:
@@ -733,14 +758,6 @@ def one_device(device):
     return several
 
 
-def response_lengths(t):
-    """(G,) tokens that the model wrote in each sample of a group."""
-    if "sample" not in t:
-        return t["lengths"]
-    rows = torch.stack([mask.sum() for mask in t["loss_mask"].split(t["lengths"].tolist())])
-    return torch.zeros_like(rows)[: len(t["rewards"])].index_add(0, t["sample"], rows)
-
-
 def healthy_checkpoint(folder, done):
     """The last checkpoint of a run that counts as healthy where the watch speaks after `done` steps; None: none is."""
     before = [path for path in checkpoints(folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY]
@@ -820,7 +837,7 @@ class Record:
         prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t, _ in groups))
         self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
         rewards = torch.stack([t["rewards"] for t, _ in groups])
-        lengths = torch.stack([response_lengths(t) for t, _ in groups])
+        lengths = torch.stack([group.response_lengths() for group in groups])
         cut = torch.cat([t["truncated"] for t, _ in groups])
         right = [t["rewards"] >= c.pass_reward for t, m in sampled if m["finished"]]
         last = {m["engine"]: m for m in sorted((m for _, m in sampled), key=lambda m: m["elapsed"])}.values()  # of each

@@ -420,26 +420,23 @@ FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0
 
 def samples_of(groups, step=None, overlong_filter=False):
     """
-    The samples of rollout groups [(tensors, meta)] in their order, for training at `step` (None: with the weights that
+    The samples of rollout Groups in their order, for training at `step` (None: with the weights that
     sampled them). overlong_filter: those cut off teach nothing.
     """
     samples = []
     begun = 0  # samples of the groups before
-    for t, meta in groups:
-        age = torch.zeros_like(t["weight_version"]) if step is None else step - t["weight_version"]
-        lengths = t["lengths"].tolist()
-        fields = (x.split(lengths) for x in (t["tokens"], t["loss_mask"], t["logprobs"], age))
-        of = range(len(lengths))
-        turns = [None] * len(lengths)  # without an agent a row is a sample of one turn
-        if "sample" in t:
-            of = t["sample"].tolist()
-            turns = zip(t["turn"].split(lengths), t["turn_rewards"].split(t["turns"].tolist()))
+    for group in groups:
+        t, meta = group
+        rows = group.rows("tokens", "loss_mask", "logprobs", "weight_version", "turn")
+        gained = t["turn_rewards"].split(t["turns"].tolist())
         # A partial rollout may be trained on at a later step than its file's; then the name says which.
         where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step not in (None, meta["step"]))
-        for g, turn, cut, tokens, mask, logprobs, stale in zip(of, turns, t["truncated"].tolist(), *fields):
+        for g, cut, gains, row in zip(t["sample"].tolist(), t["truncated"].tolist(), gained, rows):
+            tokens, mask, logprobs, version, turn = row
             mask = mask & (not (cut and overlong_filter))
-            name = f"{where}, sample {g}"
-            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, name, cut, stale, begun + g, turn))
+            age = None if step is None else step - version
+            of = (f"{where}, sample {g}", cut, age, begun + g, (turn, gains))
+            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, *of))
         begun += len(t["rewards"])
     return samples
 
@@ -996,7 +993,7 @@ def learn(trainer, step, groups, c):
     metrics = dict(check_seconds=time.monotonic() - began)
     samples = trainer.forward_only(samples)
     scores = torch.stack([t["rewards"] for t, _ in groups])  # (P, G)
-    lengths = torch.stack([sync.response_lengths(t) for t, _ in groups])
+    lengths = torch.stack([group.response_lengths() for group in groups])
     penalty = overlong_penalty(lengths, c.max_new_tokens, c.overlong_cache)
     samples = with_advantages(samples, scores + penalty, c)
     rate = learning_rate_at(step, c.learning_rate, c.warmup_steps, c.lr_decay_steps, c.min_lr)

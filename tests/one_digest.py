@@ -112,9 +112,10 @@ def made_up_groups(step):
             prompt_tokens=torch.zeros(0).long(), tokens=tokens, logprobs=logprobs, loss_mask=mask,
             lengths=torch.tensor([len(row[0]) for row in rows[first : first + 4]]),
             truncated=torch.tensor([i % 3 == 0 for i in range(first, first + 4)]),
-            rewards=scores[first : first + 4], weight_version=torch.full_like(tokens, step),
+            rewards=scores[first : first + 4], weight_version=torch.full_like(tokens, step), sample=torch.arange(4),
+            turns=torch.ones(4).long(), turn=torch.zeros_like(tokens), turn_rewards=scores[first : first + 4],
         )  # fmt: skip
-        yield tensors, dict(prompt=first // 4, step=step)
+        yield sync.Group(tensors, dict(prompt=first // 4, step=step))
 
 
 def updates(folder, ranks):

@@ -671,13 +671,13 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
     assert rows == [c.ids for e in episodes for c in e.chats]
     first = template.tokenizer.decode(rows[0])
     assert first == "<user>abc<eos><assistant>1<eos><user>go on<eos><assistant>2<eos>"
-    assert sync.response_lengths(t).tolist() == [8, 8]
+    assert sync.Group(t, {}).response_lengths().tolist() == [8, 8]
     counts = counts_of(episodes)
     assert (counts["forks"], counts["turns"], counts["written_tokens"]) == (4, 8, 16)
     made = dict(counts=counts | dict(cached_tokens=0, prompt_tokens=1))
     assert Agent.metrics(None, [(t, made), (t, made)])["turn_reward_mean"] == (0.25 + 1 + 1.5 + 1.5) / 4
     meta = dict(prompt=3, step=0)
-    samples = train.samples_of([(t, meta), (t, meta)])
+    samples = train.samples_of([sync.Group(t, meta)] * 2)
     assert [s.of for s in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert [s.name for s in samples[:4]] == ["prompt 3, sample 0"] * 3 + ["prompt 3, sample 1"]
     rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]])

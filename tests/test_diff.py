@@ -31,7 +31,7 @@ def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=
             logprobs = torch.arange(7) * -0.5
             tensors = dict(
                 tokens=torch.arange(7), lengths=torch.tensor([3, 4]), logprobs=logprobs, rewards=torch.ones(2),
-                weight_version=torch.zeros(7, dtype=torch.int64),
+                weight_version=torch.zeros(7, dtype=torch.int64), sample=torch.arange(2),
             )  # fmt: skip
             if i == 1:
                 change(step, tensors)

@@ -83,7 +83,7 @@ def make_run(folder, texts, steps=3, change=None, rewards=(1.0, 0.0), **figures)
         tensors = dict(
             prompt_tokens=torch.tensor([1]), tokens=tokens, lengths=torch.tensor([len(texts)] * 2),
             logprobs=torch.linspace(0, -9, len(tokens)), loss_mask=torch.ones(len(tokens), dtype=torch.bool),
-            rewards=torch.tensor(rewards),
+            rewards=torch.tensor(rewards), sample=torch.arange(2),
         )  # fmt: skip
         sync.write_group(queue, 0, tensors, dict(prompt=0, answer=texts[0], finished=True))
         ledger.append(phase="rl", step=step, tokens="0", rewards="1" if step == change else "0")

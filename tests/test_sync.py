@@ -506,6 +506,7 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
         tensors = dict(
             tokens=torch.arange(6) + i, logprobs=torch.zeros(6), rewards=torch.tensor(rewards),
             prompt_tokens=torch.tensor([i]), lengths=torch.tensor([1, 2, 3]), truncated=torch.tensor([i == 0] * 3),
+            sample=torch.arange(3), loss_mask=torch.ones(6).bool(),
         )  # fmt: skip
         meta = dict(
             prompt_text=f"p{i}",
@@ -520,7 +521,7 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
             elapsed=4.0 + i,
             idle=1.0 + i % 2,
         )
-        made.append((tensors, meta))
+        made.append(sync.Group(tensors, meta))
     line = record.step(0, Batch(made[:3], made, None), dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0], 10**9)
     whole = torch.cat([t["rewards"] for t, _ in made[:3]]).double()
     assert line["reward_mean"] == float(whole.mean()) and line["reward_std"] == float(whole.std())

@@ -16,6 +16,7 @@ import torch
 import train_grpo as train
 from configurator import CHOICES, check_config, configure
 from rewards import pass_at_k
+from sync import Group
 
 ROOT = Path(train.__file__).parent
 DEFAULTS = train.DEFAULTS
@@ -307,9 +308,10 @@ def make_group(prompt, rewards, lengths=(2, 3), truncated=(False, True)):
     tensors = dict(
         tokens=tokens, loss_mask=mask, logprobs=-tokens.float(), lengths=torch.tensor(lengths),
         truncated=torch.tensor(truncated), prompt_tokens=torch.tensor([prompt]), rewards=torch.tensor(rewards),
-        weight_version=torch.arange(sum(lengths)) // 2,
+        weight_version=torch.arange(sum(lengths)) // 2, sample=torch.arange(2), turns=torch.ones(2).long(),
+        turn=torch.zeros_like(tokens), turn_rewards=torch.tensor(rewards),
     )  # fmt: skip
-    return tensors, dict(prompt=prompt, step=5)
+    return Group(tensors, dict(prompt=prompt, step=5))
 
 
 @pytest.mark.parametrize("overlong_filter", [False, True])
@@ -381,7 +383,7 @@ class Segments:
             (step, place), group = job.begun[i]
             n, versions = step * self.per_step + place, [*(group[0]["versions"] if group else ()), job.version]
             meta = dict(born=[step, place], prompt=i, number=n, finished=len(versions) == self.draws(n))
-            self.made.append((dict(versions=versions), meta))
+            self.made.append(Group(dict(versions=versions), meta))
         return self.made[-len(job.rows) :]
 
 

@@ -15,6 +15,7 @@ import torch
 from conftest import finish, launch_warm, shared_memory
 
 from rewards import hacking, text_metrics
+from sync import Group
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from prove import ROOT, command_of, lines, replay_of  # noqa: E402
@@ -64,7 +65,7 @@ def test_the_figures_of_texts_are_those_of_a_count_by_hand():
         tokens=torch.tensor([1, 2, 1, 2, 9, 5, 5, 5, 7]), lengths=torch.tensor([5, 4]),
         loss_mask=torch.tensor([1, 1, 1, 1, 0, 1, 1, 1, 1]).bool(),
     )  # fmt: skip
-    groups = [(t, dict(responses=["ab!!", "a b"])), (t, dict(responses=["ab!!", "ab!!"]))]
+    groups = [Group(t, dict(responses=["ab!!", last])) for last in ("a b", "ab!!")]
     # 1 2, 2 1, 1 2 | 5 5, 5 5, 5 7, twice; four different pairs of twelve
     assert text_metrics(groups) == dict(
         unique_answers=1.0, distinct_2=pytest.approx(4 / 12), repetition=pytest.approx(1 / 3), symbols=6 / 15

@@ -67,8 +67,7 @@ def describe_rollouts(folder_a, folder_b, stage):
             for t, (p, q) in enumerate(zip(u, v)):
                 if hexadecimal(p) != hexadecimal(q):
                     token = f", token {t}" if per_token else ""
-                    # An agent's file has a row for each dialogue.
-                    of = f"{int(a['sample'][g])}, row {g}" if per_token and "sample" in a else g
+                    of = f"{int(a['sample'][g])}, row {g}" if len(a["sample"]) > len(a["rewards"]) and per_token else g
                     yield f"  prompt {int(name[6:10])}, sample {of}{token}:"
                     yield f"    {p.item():.9g}  {hexadecimal(p)}"
                     yield f"    {q.item():.9g}  {hexadecimal(q)}"

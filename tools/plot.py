@@ -247,10 +247,9 @@ def group_html(t, meta, config, decode):
     )
     advantages = advantages_of(rewards[None], kind if known else "dr_grpo")[0]  # if not known, for the border only
     columns = [t[key].split(sizes) for key in ("tokens", "logprobs", "loss_mask")]
-    columns.append(t["turn"].split(sizes) if "turn" in t else [None] * len(sizes))
-    of = t["sample"].tolist() if "sample" in t else range(len(sizes))
+    columns.append(t["turn"].split(sizes) if config.get("agent") else [None] * len(sizes))
     rows = []  # HTML
-    for g, *row in zip(of, *columns):
+    for g, *row in zip(t["sample"].tolist(), *columns):
         sign = "more" if advantages[g] > 0 else "less" if advantages[g] < 0 else "same"
         figure = f"reward {rewards[g]:g}" if finished else "not finished"
         figure += f", advantage {advantages[g]:+.3f}" * known
