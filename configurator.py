@@ -105,8 +105,8 @@ def configure(namespace, argv=None):
         for key, value in assigned.items():
             name, where = (f"--{key}", "") if is_flag else (key, f"{arg}: ")
             guess = "".join(f"; did you mean {near}?" for near in get_close_matches(key, defaults, n=1))
-            cure = f"; {REMOVED[key]}" if key in REMOVED else guess
-            require(key in defaults, f"{where}{name}: no such key{cure}  (--help lists all keys)")
+            known = f": {REMOVED[key]}" if key in REMOVED else f"{guess}  (--help lists all keys)"
+            require(key in defaults, f"{where}{name}: no such key{known}")
             kind = type(defaults[key])
             try:
                 config[key] = _typed(value, kind, is_text=is_flag and value is not True)
@@ -216,7 +216,7 @@ FREE_KEYS = """
     out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing
     rollout_tp engine_memory engine_args engine_timeout strict
     weight_sync checkpoint_every keep_checkpoints keep_rollouts sample_every eval_samples pass_reward
-    host port api_key judge judge_tries watch""".split()
+    judge judge_tries watch""".split()
 # keys, and values of keys, that are gone: what does their work now
 REMOVED = {
     "track": "tools/track.py out/run --to=wandb, or tensorboard, follows the run's metrics.jsonl",
@@ -232,11 +232,18 @@ REMOVED = {
     "overlap": "with a lag, ranks that only train and ranks that only sample always overlap; one process alternates",
     "loss=decoupled": "--importance=full is the same: PPO with importance weights without bounds",
     "watch=rollback": "tools/rollback.py starts a run and turns it back where watch='stop' stops it",
+    "host": "a model is served by: python episodes/serve.py --init_from=..",
+    "port": "a model is served by: python episodes/serve.py --init_from=..",
+    "api_key": "it is in the environment of episodes/serve.py: ONECURVE_API_KEY",
+    "max_calls": "MOST_CALLS in episodes/chat.py",
+    "max_forks": "MOST_FORKS in episodes/chat.py",
+    "max_result_chars": "MOST_RESULT in episodes/chat.py",
+    "mode=serve": "a program of its own: python episodes/serve.py --init_from=..",
     "mode=reject": "use --mode=rollout, and then tools/best.py on its folder",
 }
 CHOICES = {
     "device": ("", "cpu", "cuda"),
-    "mode": ("grpo", "replay", "sft", "rm", "rollout", "eval", "serve"),
+    "mode": ("grpo", "replay", "sft", "rm", "rollout", "eval"),
     "weight_sync": ("", "broadcast", "ipc"),
     "credit": ("sample", "turn"),
     "sandbox": ("bwrap", "none"),
@@ -249,14 +256,13 @@ CHOICES = {
 }
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
-    keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns max_result_chars agent_timeout
+    keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
     judge_tries sandbox_seconds sandbox_memory""".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # keys that have no effect unless another key has this value
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"queue_dir": ("mode", "replay")}
 ONLY_WITH |= {"tp_split": ("batch_invariant", True)}
-ONLY_WITH |= dict.fromkeys(("host", "port", "api_key"), ("mode", "serve"))
 ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm"))
 
 
@@ -309,7 +315,7 @@ def roles(config, world):
     """(trainers, engines) of `world` ranks. Engines have the last ranks, rollout_tp each; a rank may be both."""
     if config["mode"] in ("replay", "sft", "rm"):
         return world, 0
-    if config["mode"] in ("rollout", "eval", "serve"):
+    if config["mode"] in ("rollout", "eval"):
         return 0, max(1, world // config["rollout_tp"])
     both = world == 1 or config["colocate"]
     last = config["rollout_ranks"]
@@ -375,14 +381,6 @@ def lora_rules(c, world, defaults):
     yield "lora_rank", not (c.lora_rank and c.mode == "rm"), "a reward model's score has no adapters; use 0"
 
 
-def serving_rules(c, world, defaults):
-    if c.mode == "serve":
-        yield "mode", world == 1, f"one process serves a model, and these are {world}; without torchrun"
-        trained = c.init_from != "scratch"
-        yield "init_from", trained, "nobody has trained it; use a model folder or a run's ckpt/step_.."
-        yield "port", 0 <= c.port < 2**16, "use 1 .. 65535, or 0: any that is free"
-
-
 def agent_rules(c, world, defaults):
     try:
         named_arguments(c.chat_template_args)
@@ -420,7 +418,7 @@ def rank_rules(c, world, defaults):
     of = c.rollout_ranks if c.mode == "grpo" else world
     fill = of % c.rollout_tp == 0 and (here == world or here % c.rollout_tp == 0) and trainers != world
     why = f"{of} ranks that sample, of {world}, do not make engines of {c.rollout_tp}; use others, or 1"
-    yield "rollout_tp", c.rollout_tp == 1 or fill or c.mode in ("serve", "replay", "sft", "rm"), why
+    yield "rollout_tp", c.rollout_tp == 1 or fill or c.mode in ("replay", "sft", "rm"), why
     why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
     yield "rollout_ranks", c.mode != "grpo" or trainers > 0 < engines, why
     for key in ("lanes", "tp_split"):
@@ -436,7 +434,7 @@ def rank_rules(c, world, defaults):
 
 
 RULES = (
-    key_rules, algorithm_rules, lag_rules, lora_rules, serving_rules, agent_rules, watch_rules, rank_rules,
+    key_rules, algorithm_rules, lag_rules, lora_rules, agent_rules, watch_rules, rank_rules,
 )  # fmt: skip
 
 

@@ -394,7 +394,7 @@ class RolloutEngine:
 
     def _start(self, model_path, device, dtype, gpu):
         threads = max(kernels.threads, torch.get_num_threads())
-        tokenizer = str(model_path) if self.config["agent"] or self.config["mode"] == "serve" else ""
+        tokenizer = str(model_path) if self.config["agent"] else ""
         split = self.config["tp_split"]
         tp = self.config["rollout_tp"]
         run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer, split)

@@ -37,8 +37,7 @@ from configurator import block, lean_imports, library_versions, require, resolve
 out_dir = "out/run"  # everything the run writes
 # grpo: sample and train. Modes without an engine: replay trains again on the rollouts in queue_dir, sft trains on the
 # data's answers, rm trains a reward model on the data's pairs. Modes without a trainer: rollout generates and scores,
-# eval samples and scores the held-out prompts only, serve answers requests in OpenAI's protocol with the model in
-# init_from
+# eval samples and scores the held-out prompts only
 mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
@@ -95,9 +94,6 @@ dynamic_sampling = 0  # number of further rounds, at most, that replace groups o
 # (episodes/endpoint.py); '': no agent: one turn, scored by `reward`
 agent = ""
 max_turns = 8  # turns of a dialogue
-max_calls = 32  # tool calls of a dialogue; each further call gets an error as its result
-max_forks = 16  # forks of a sample
-max_result_chars = 8192  # characters of a tool's result; the rest is cut off
 agent_timeout = 600.0  # seconds without progress after which an episode counts as hanging
 chat_template_args = ""  # such as 'enable_thinking=False'
 tool_call_parser = ""  # SGLang's name for the format of tool calls; '': qwen25, or llama3 for a llama
@@ -165,10 +161,6 @@ keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
 queue_dir = ""  # only with mode='replay': the folder of a run's rollouts, such as 'out/tiny/queue'
 keep_rollouts = 0  # steps of rollout files to keep; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
-# mode='serve'
-host = "127.0.0.1"  # reached from this machine only; '0.0.0.0': from others, too
-port = 8000  # 0: any free port
-api_key = ""  # key that requests must carry; '': a random one, which is printed
 # a model made by init_from='scratch'
 scratch_layers = 4
 scratch_hidden = 128
@@ -1069,11 +1061,6 @@ if __name__ == "__main__":
     gpu = int(os.environ.get("LOCAL_RANK", 0))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chip = sync.take_gpu(config, world, gpu) if place == "cuda" else ""
-    if mode == "serve":
-        from episodes.endpoint import serve
-
-        torch.set_num_threads(threads or os.cpu_count())
-        sys.exit(serve(config, place))
     ranks = sync.start_process_groups(*roles(config, world), place, rollout_tp)
     if not resumed:  # only now is it known whether torchrun has restarted us because a rank of another node died
         _, resumed, restarted = resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS)

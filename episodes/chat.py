@@ -34,22 +34,22 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
-from configurator import fail, named_arguments, require
+from configurator import require
 from graders.sandbox import SandboxError
-from rewards import describe, find_function, finite
+from rewards import describe, finite
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 AFTER_THE_END = 100  # an agent that asks an ended dialogue for more turns than this counts as one that never ends
+# Limits are counts, the same in every run.
+MOST_CALLS = 32  # tool calls of a dialogue; each further call gets an error as its result
+MOST_FORKS = 16  # of a sample
+MOST_RESULT = 8192  # characters of a tool's result; the rest is cut off
 MARK = "\u2042"  # no template has this character
 WORKERS = ThreadPoolExecutor(512, "tool")  # what tools and journals wait in; its threads are made as they are needed
 
@@ -298,11 +298,14 @@ class Episode:
     journal has their results, and must give the same. most_tokens: of a dialogue with its prompt.
     """
 
-    def __init__(self, config, template, where, sample, key, source, parse, journal, again=False, most_tokens=2**62):
+    def __init__(
+        self, config, template, where, sample, key, source, parse, journal, again=False, most_tokens=2**62,
+        most_forks=MOST_FORKS,
+    ):  # fmt: skip
         self.config, self.template, self.where, self.sample, self.key = config, template, where, sample, key
         self.source, self.parse, self.journal, self.again = source, parse, journal, again
         self.chats, self.errors = [], 0
-        self.most_tokens = most_tokens
+        self.most_tokens, self.most_forks = most_tokens, most_forks
         self.in_order = asyncio.Lock()  # of the methods of an object, which may change it
         self.moved, self.doing, self.asking = time.monotonic(), "its start", 0  # for the watchdog
 
@@ -409,8 +412,8 @@ class Chat:
     def fork(self):
         """A new dialogue, empty, of the same sample: its turns are trained on with the sample's reward, too."""
         episode, self.forks = self.episode, self.forks + 1
-        if len(episode.chats) > episode.config["max_forks"]:
-            raise self._error(f"more than max_forks={episode.config['max_forks']} forks")
+        if len(episode.chats) > episode.most_forks:
+            raise self._error(f"more than {episode.most_forks} forks (MOST_FORKS)")
         return Chat(episode, (*self.path, self.forks - 1))
 
     async def generate(self, tools=None, max_new_tokens=0, stop=()):
@@ -501,10 +504,10 @@ class Chat:
         return results
 
     async def _call(self, call, number):
-        limit, episode = self.episode.config["max_calls"], self.episode
+        episode = self.episode
         f, at = self.tools.get(call.name), f"{self.now()}, call {number}"
-        if f is None or number >= limit:
-            return f"Error: no tool {call.name!r}" if f is None else f"Error: no more than {limit} calls"
+        if f is None or number >= MOST_CALLS:
+            return f"Error: no tool {call.name!r}" if f is None else f"Error: no more than {MOST_CALLS} calls"
         method = hasattr(f, "__self__")
         # The calls of its methods bring an object to its state, so a resume makes them again.
         known = not method and (not episode.again or getattr(f, "impure", False))
@@ -522,8 +525,7 @@ class Chat:
             value = f"Error: {type(error).__name__}: {error}"
         text = ADDRESS.sub("0x0", value if isinstance(value, str) else self._json(value, at))
         text = text.encode(errors="replace").decode()  # half of a character, JSON's "\ud83d", has no tokens
-        most = self.episode.config["max_result_chars"]
-        return text if len(text) <= most else f"{text[:most]} .. ({len(text)} characters, cut)"
+        return text if len(text) <= MOST_RESULT else f"{text[:MOST_RESULT]} .. ({len(text)} characters, cut)"
 
     def _json(self, value, at):
         try:
@@ -548,119 +550,3 @@ class Chat:
                 raise AgentError(f"{self.episode.where}, {at}: {name}: {describe(error)}") from error
 
         return await self.episode.once(self, at, name, [*arguments], act)
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# rule 7
-
-
-def load_agent(spec):
-    """(solve, replies or None) of agent=`spec`. Ends the run with one line if there is no such function or program."""
-    if " " in spec.strip():
-        from episodes.endpoint import program
-
-        return program(spec), None
-    try:
-        found = find_function(spec, {}, "agent")
-    except ValueError as error:
-        require(False, f"agent={spec!r}: {error}")
-    replies = getattr(sys.modules[found.__module__], "replies", None)
-    if inspect.isclass(found):
-        missing = [name for name in ("reset", "get_reward") if not hasattr(found, name)]
-        require(not missing, f"agent={spec!r}: a class without {' and '.join(missing)}; use an async function")
-        return environment(found), replies
-    require(inspect.iscoroutinefunction(found), f"agent={spec!r}: no async def function(chat, row)")
-    return found, replies
-
-
-def record_of(chat):
-    """What is noted of a dialogue beside its tokens: JSON."""
-    turns = [turn._replace(tool_calls=[call._asdict() for call in turn.tool_calls])._asdict() for turn in chat.turns]
-    return dict(path=chat.path, turns=turns, messages=chat.messages[: chat.said])
-
-
-def recorded(rows, ids, template):
-    """(source, parse) of an Episode that repeats what was sampled. rows: of `record_of`; ids: the tokens of each."""
-    known = {tuple(row["path"]): (row["turns"], tokens) for row, tokens in zip(rows, ids)}
-
-    async def source(chat, stop, most):
-        turns, tokens = known.get(chat.path, ((), ()))
-        where, k = chat.episode.where, len(chat.turns)
-        turn = turns[k] if k < len(turns) else None
-        if turn is None or chat.ids != tokens[: turn["start"]]:
-            told = [tokens[: turn["start"]] if turn else [], chat.ids]
-            same = len(os.path.commonprefix(told))
-            was, now = (template.decode(x[max(0, same - 20) :])[:80] for x in told)
-            why = "not a function of what it is told: a clock, random numbers, a global, the order of a set?"
-            raise AgentError(f"{where}, {chat.now()}: run again, the agent says {now!r} and not {was!r}; {why}")
-        await asyncio.sleep(0)
-        return tokens[turn["start"] : turn["end"]], [0.0] * (turn["end"] - turn["start"])
-
-    def parse(chat, text):
-        turn = known[chat.path][0][len(chat.turns)]
-        return turn["text"], [(call["name"], call["arguments"]) for call in turn["tool_calls"]]
-
-    return source, parse
-
-
-def scripted(replies, template):
-    """
-    (source, parse) of an Episode in which the model says these replies: each a text, or [(name, arguments)], a turn's
-    calls. Raises AgentError where the agent asks for more.
-    """
-
-    def parse(chat, text):
-        reply = replies[len(chat.turns)]
-        return (text, []) if isinstance(reply, str) else ("", reply)
-
-    async def source(chat, stop, most):
-        if len(chat.turns) == len(replies):
-            raise AgentError(f"{chat.episode.where}: {len(replies)} replies, and the agent asks for one more")
-        ids = template.turn(replies[len(chat.turns)])
-        return ids[:most], [0.0] * min(most, len(ids))
-
-    return source, parse
-
-
-def run_again(job):
-    """
-    Runs the agents of rollout files again on what was sampled and journaled for them; ends the process with one line if
-    one of them then says or returns anything else. job: dict(config, model folder, paths).
-    """
-    import sync
-    from models import folders
-
-    config, (solve, _) = job["config"], load_agent(job["config"]["agent"])
-    template = Template(*folders.load_tokenizer(job["model"]), named_arguments(config["chat_template_args"]))
-
-    async def play(path):
-        tensors, meta = sync.read_group(Path(path).parent, int(Path(path).stem[-4:]), {})
-        prompt, rewards = tensors["prompt_tokens"].tolist(), meta["returned"]
-        rows = iter(tensors["tokens"].split(tensors["lengths"].tolist()))
-        for g, (chats, journal) in enumerate(zip(meta["episodes"], meta["journal"])):
-            ids = [prompt + next(rows).tolist() for _ in chats]
-            where = f"{meta['stream']} step {meta['step']}, prompt {meta['prompt']}, sample {g}"
-            entries = types.SimpleNamespace(entries={(g, entry["at"]): entry for entry in journal})
-            key = [meta["stream"], meta["step"], meta["prompt"], g]
-            episode = Episode(config, template, where, g, key, *recorded(chats, ids, template), entries, again=True)
-            reward = await episode.play(solve, meta["row"])
-            if reward != rewards[g]:
-                raise AgentError(f"{where}: run again, the agent returns {reward!r} and not {rewards[g]!r}")
-
-    async def play_all():
-        await asyncio.gather(*map(play, job["paths"]))
-
-    try:
-        asyncio.run(play_all())
-    except AgentError as error:
-        fail(str(error))
-
-
-def check_again(job):
-    """`run_again` in another process, in which strings have other hashes, and so sets another order."""
-    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    env = os.environ | dict(PYTHONHASHSEED=seed, PYTHONPATH=os.pathsep.join(sys.path), CUDA_VISIBLE_DEVICES="")
-    code = "import json, sys; from episodes.chat import run_again; run_again(json.load(sys.stdin))"
-    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(job), env=env, text=True, capture_output=True)
-    if done.returncode:
-        raise AgentError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))

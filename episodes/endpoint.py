@@ -33,7 +33,6 @@ import hashlib
 import hmac
 import itertools
 import json
-import logging
 import os
 import secrets
 import shlex
@@ -42,9 +41,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,8 +51,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from configurator import named_arguments, require
-from episodes.chat import AgentError, Chat, Episode, Template, ToolCall, told_calls
+from configurator import require
+from episodes.chat import AgentError, Chat, ToolCall, told_calls
 from rewards import describe, finite
 
 INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR PYTHONPATH PYTHONHASHSEED LD_LIBRARY_PATH VIRTUAL_ENV".split()
@@ -669,79 +666,3 @@ async def run_program(words, env, guard):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has left behind
         await process.wait()
         guard.stdin.write(f"-{process.pid}\n")
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# a served model
-
-
-class Prompt(Template):
-    """No chat template: the prompt of /completions, as it is."""
-
-    def first(self, messages, tools):
-        prompt = messages[0]["content"]
-        if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
-        if max(prompt) >= len(self.tokenizer):
-            raise ValueError(f"there is no token {max(prompt)}")
-        return prompt
-
-
-def serve(config, device):
-    """mode='serve': answers requests with the model in init_from until SIGINT or SIGTERM."""
-    import torch
-
-    import kernels
-    from episodes.sampler import AgentSampler
-    from models import folders
-    from models.dense import check_card, check_model
-    from rollout_server import Job, RolloutEngine
-
-    model = folders.fetch_model(config["init_from"])
-    hf = check_model(model, config)
-    check_card(hf, config)
-    tokenizer, stop_tokens = folders.load_tokenizer(model)
-    sock, key = listen(config["host"], config["port"]), config["api_key"] or secrets.token_urlsafe()
-    if config["batch_invariant"]:
-        kernels.enable_batch_invariant(torch.get_num_threads())
-    templates = [
-        kind(tokenizer, stop_tokens, named_arguments(config["chat_template_args"])) for kind in (Prompt, Template)
-    ]
-    total = config["max_prompt_tokens"] + config["max_new_tokens"]
-    # A request has its whole history in it.
-    limits = config | dict(max_prompt_tokens=total - 1, max_new_tokens=total, max_forks=MOST_OPEN)
-    journal = types.SimpleNamespace(entries={})
-
-    async def run():
-        ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        # SGLang would log an error for each token that still comes for a client that is gone.
-        told = logging.getLogger("sglang.srt.managers.tokenizer_manager")
-        told.addFilter(lambda record: "the state was deleted" not in record.getMessage())
-        engine.manager.auto_create_handle_loop()  # SGLang takes the signals with its first request
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ended.set)
-        loop.remove_signal_handler(signal.SIGQUIT)
-        signal.signal(signal.SIGQUIT, engine._died)  # SGLang's sign that it has died: one line
-
-        def serves(asked, i, chat):
-            if chat and not tokenizer.chat_template:
-                raise Refusal(400, "the model's tokenizer has no chat template; use /v1/completions")
-            job, used = Job("serve", 0, 0, {}, 1, max(asked.temperature, COLDEST)), dict(cached_tokens=0)
-            source = functools.partial(sampler._turn, job, used)
-            key = ["serve", config["seed"] if asked.seed is None else asked.seed, i]
-            return Episode(limits, templates[chat], "serve", i, key, source, sampler._calls, journal, most_tokens=total)
-
-        names = [str(model.resolve().name), POLICY]
-        endpoint = Endpoint(sock, key, names, functools.partial(templates[1].decode, special=True), serves)
-        print(f"serving {names[0]} at {endpoint.url}/v1, OPENAI_API_KEY={key}", flush=True)
-        await ended.wait()
-        await endpoint.close()
-
-    with tempfile.TemporaryDirectory() as folder:
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        engine = RolloutEngine(0, model, hf, config, device, dtype, Path(folder, "engine_0.log"))
-        agent = types.SimpleNamespace(solve=None, template=templates[1], model=model)
-        # A request's own seed is in its Episode's key.
-        sampler = AgentSampler(agent, engine, config | dict(seed=0), "", 1, None, None, stop_tokens)
-        engine.run([run()], "while it serves")
-        engine.close()

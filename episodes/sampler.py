@@ -19,7 +19,7 @@ import types
 import torch
 
 from configurator import named_arguments, require
-from episodes import chat
+from episodes import again, chat
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
 
@@ -32,7 +32,7 @@ class Agent:
 
     def __init__(self, config, model, tokenizer, stop_tokens):
         self.config, self.model = config, model
-        self.solve, self.replies = chat.load_agent(config["agent"])
+        self.solve, self.replies = again.load_agent(config["agent"])
         self.template = chat.Template(tokenizer, stop_tokens, named_arguments(config["chat_template_args"]))
         self.template.check(f"init_from={str(model)!r}")
         taught = config["mode"] == "sft" or config["warmup_sft_steps"]
@@ -45,7 +45,7 @@ class Agent:
 
     async def _demonstrate(self, rows):
         journals = [types.SimpleNamespace(entries={}, write=lambda entry: None) for _ in rows]
-        scripts = [chat.scripted(self.replies(row), self.template) for row in rows]
+        scripts = [again.scripted(self.replies(row), self.template) for row in rows]
         known = [
             chat.Episode(self.config, self.template, f"replies({row})", i, ["sft", i], *script, journal)
             for i, (row, script, journal) in enumerate(zip(rows, scripts, journals))
@@ -102,7 +102,7 @@ class AgentSampler(Sampler):
                 super().sample(folder, job, prompts)
             if self.made and (job.stream, job.step) == ("rl", 0):
                 paths = [str(group_path(folder, index)) for index in self.made]
-                chat.check_again(dict(config=self.config, model=str(self.model), paths=paths))
+                again.check_again(dict(config=self.config, model=str(self.model), paths=paths))
         except chat.AgentError as error:
             self.engine.fail(str(error))
         there = os.listdir(folder)  # not `exists`, which a network file system would remember (sync.Queue)
@@ -130,7 +130,7 @@ class AgentSampler(Sampler):
         meta = dict(
             born=[job.step, index], finished=True, responses=[e.chats[0].turns[-1].text for e in episodes],
             retractions=used.pop("num_retractions"), seconds=time.time() - began, row=row, returned=returned,
-            episodes=[[chat.record_of(c) for c in e.chats] for e in episodes],
+            episodes=[[again.record_of(c) for c in e.chats] for e in episodes],
             journal=[journal.of(e.sample) for e in episodes],
             counts=used | counts_of(episodes),
         )  # fmt: skip

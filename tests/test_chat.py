@@ -18,13 +18,13 @@ from transformers import AutoTokenizer
 import sync
 import train_grpo as train
 from configurator import named_arguments
-from episodes import chat
+from episodes import again, chat
 from episodes.sampler import Agent, counts_of, tensors_of
 from examples.calculator import add
 from graders import sandbox
 from models import folders
 
-CONFIG = train.DEFAULTS | dict(agent="x", max_prompt_tokens=400, max_new_tokens=600, max_calls=4)
+CONFIG = train.DEFAULTS | dict(agent="x", max_prompt_tokens=400, max_new_tokens=600)
 
 # As Qwen3's does: the thought of a turn that is not the last one is dropped, results of tools are a user's message
 THINKING = """
@@ -77,7 +77,7 @@ def in_memory(entries=None):
 
 def play(solve, replies, template, journal=None, sample=0, config=CONFIG, row=None, **options):
     """(the episode, its reward) of a dialogue in which the model says `replies`."""
-    source, parse = chat.scripted(replies, template)
+    source, parse = again.scripted(replies, template)
     where, journal = f"rl step 3, prompt 2, sample {sample}", journal or in_memory()
     key = ["rl", 3, 2, sample]
     episode = chat.Episode(config, template, where, sample, key, source, parse, journal, **options)
@@ -204,7 +204,7 @@ def test_a_turn_that_is_cut_ends_the_dialogue_and_an_agent_that_goes_on_asking_e
     assert line.startswith("rl step 3, prompt 2, sample 0, turn 0: asked 100 times")
 
 
-def test_limits_are_counts_of_turns_of_calls_of_tokens_and_of_forks(template):
+def test_limits_are_counts_of_turns_of_calls_of_tokens_and_of_forks(template, monkeypatch):
     async def ask(chat, row):
         for n in range(20):
             chat.user(str(n))
@@ -215,6 +215,7 @@ def test_limits_are_counts_of_turns_of_calls_of_tokens_and_of_forks(template):
     assert play(ask, ["x"] * 20, template)[1] == CONFIG["max_turns"]
     assert play(ask, ["x"] * 20, template, config=CONFIG | dict(max_prompt_tokens=10, max_new_tokens=9))[1] == 2
     many = [[("add", dict(a=i, b=1)) for i in range(3)], [("add", dict(a=i, b=1)) for i in range(3)], "7"]
+    monkeypatch.setattr(chat, "MOST_CALLS", 4)
     (c,) = play(calculate, many, template)[0].chats
     results = [m["content"] for m in c.messages if m["role"] == "tool"]
     assert results == ["1", "2", "3", "1", "Error: no more than 4 calls", "Error: no more than 4 calls"]
@@ -225,7 +226,7 @@ def test_limits_are_counts_of_turns_of_calls_of_tokens_and_of_forks(template):
         while True:
             chat.fork()
 
-    assert "more than max_forks=16 forks" in error_of(split, [], template)
+    assert "more than 16 forks (MOST_FORKS)" in error_of(split, [], template)
 
 
 # ---- rules 5 and 6: tools
@@ -310,7 +311,7 @@ def test_what_a_tool_raises_or_returns_reaches_the_model_in_a_form_that_recurs(t
 
     calls = [("look", dict(what=w)) for w in ("object", "long", "list", "zero", "exit", "nothing")]
     calls += [("look", dict(where=1)), ("sing", {})]
-    play(outer, [calls], template, config=CONFIG | dict(max_calls=32))
+    play(outer, [calls], template, config=CONFIG)
     assert seen[0] == "<object object at 0x0>" and seen[1] == "x" * 8192 + " .. (9000 characters, cut)"
     assert seen[2:6] == [
         '[1, {"a": null}]',
@@ -420,7 +421,7 @@ def test_what_never_ends_is_named_by_the_watchdog_whatever_it_hangs_in(hang, tem
         said.append(line)
         over.set()
 
-    source, parse = chat.scripted([[("forever", dict(a=1))]], template)
+    source, parse = again.scripted([[("forever", dict(a=1))]], template)
     episode = chat.Episode(CONFIG, template, "rl step 3, prompt 2, sample 5", 5, [], source, parse, in_memory())
     began = time.monotonic()
     with chat.watched({episode}, 0.5, end):
@@ -562,12 +563,12 @@ async def two_turns(chat, row, say=lambda: "again", give=lambda: 0.5):
     return give()
 
 
-def again(solve, replies, template, tools=True):
+def play_again(solve, replies, template, tools=True):
     """Runs an agent, and then again on what the first run has noted."""
     journal = in_memory()
     episode, reward = play(solve, replies, template, journal)
-    noted = json.loads(json.dumps([chat.record_of(c) for c in episode.chats]))
-    source, parse = chat.recorded(noted, [c.ids for c in episode.chats], template)
+    noted = json.loads(json.dumps([again.record_of(c) for c in episode.chats]))
+    source, parse = again.recorded(noted, [c.ids for c in episode.chats], template)
     second = chat.Episode(
         CONFIG, template, "rl step 0, prompt 2, sample 0", 0, episode.key, source, parse, journal, True
     )
@@ -580,20 +581,20 @@ REPLIES = [[("add", dict(a=1, b=2))], "x"]
 
 
 def test_a_second_run_of_a_pure_agent_says_the_same(template):
-    again(two_turns, REPLIES, template)
-    again(calculate, CALLS, template)
+    play_again(two_turns, REPLIES, template)
+    play_again(calculate, CALLS, template)
 
 
 def test_a_clock_a_global_and_random_numbers_are_named_by_the_second_run(template):
     count = []
     for say in (lambda: str(time.time_ns()), lambda: str(random.random()), lambda: str(count.append(1) or len(count))):
         with pytest.raises(chat.AgentError, match="rl step 0, prompt 2, sample 0, turn 0: run again, the agent says"):
-            again(lambda chat, row, say=say: two_turns(chat, row, say), REPLIES, template)
+            play_again(lambda chat, row, say=say: two_turns(chat, row, say), REPLIES, template)
 
     async def drawn(chat, row):
         return await two_turns(chat, row, lambda: str(chat.random.random()))
 
-    again(drawn, REPLIES, template)  # the random numbers that an agent is given
+    play_again(drawn, REPLIES, template)  # the random numbers that an agent is given
 
 
 def test_a_tool_with_a_clock_is_named_unless_it_is_marked(template):
@@ -607,9 +608,9 @@ def test_a_tool_with_a_clock_is_named_unless_it_is_marked(template):
         return 0.0
 
     with pytest.raises(chat.AgentError, match=r"turn 0, call 0: now gave '\d+' and now '\d+'; .* @impure"):
-        again(solve, [[("now", {})]], template)
+        play_again(solve, [[("now", {})]], template)
     chat.impure(now)
-    again(solve, [[("now", {})]], template)
+    play_again(solve, [[("now", {})]], template)
 
 
 async def a_set(chat, row):
@@ -624,16 +625,16 @@ def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, 
         episodes, returned = zip(*[play(solve, REPLIES, template, in_memory(), g) for g in range(2)])
         tensors = tensors_of(episodes, returned, 0)
         meta = dict(stream="rl", step=3, prompt=2, returned=returned, row=dict(prompt="3+4=", answer="7"))
-        meta["episodes"] = [[chat.record_of(c) for c in e.chats] for e in episodes]
+        meta["episodes"] = [[again.record_of(c) for c in e.chats] for e in episodes]
         meta["journal"] = [[*e.journal.entries.values()] for e in episodes]
         sync.write_group(tmp_path, index, tensors, meta)
         paths[solve.__name__] = str(sync.group_path(tmp_path, index))
     job = lambda name: dict(  # noqa: E731
         config=CONFIG | dict(agent=f"{__file__}:{name}"), model=template.tokenizer.name_or_path, paths=[paths[name]]
     )
-    chat.check_again(job("two_turns"))
+    again.check_again(job("two_turns"))
     with pytest.raises(chat.AgentError, match="^rl step 3, prompt 2, sample 0, turn 0: run again, the agent says"):
-        chat.check_again(job("a_set"))
+        again.check_again(job("a_set"))
 
 
 # ---- forks, rewards of turns, and what the trainer gets
@@ -657,7 +658,7 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
     source = {(): ["1", "2"], (0,): ["3"], (1,): ["4"]}
     episodes, returned = [], []
     for g in range(2):
-        scripts = {path: chat.scripted(replies, template)[0] for path, replies in source.items()}
+        scripts = {path: again.scripted(replies, template)[0] for path, replies in source.items()}
         episode = chat.Episode(
             CONFIG, template, "", g, ["rl", 0, 0, g], lambda c, *args: scripts[c.path](c, *args), None, in_memory()
         )
@@ -722,6 +723,6 @@ def test_the_advantage_of_a_turn_is_its_discounted_return_among_turns_of_its_num
 def test_an_agent_that_is_not_there_is_refused_with_one_line(source, spec, why, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(SystemExit) as end:
-        chat.load_agent(spec.format(tmp_path / "mine.py"))
+        again.load_agent(spec.format(tmp_path / "mine.py"))
     line = capsys.readouterr().err
     assert end.value.code == 2 and line.startswith("error: agent=") and why in line and line.count("\n") == 1

@@ -274,6 +274,7 @@ def test_a_typo_in_a_file_is_refused_with_a_suggestion(refuse, write):
 
 def test_a_key_like_no_other_is_refused_without_a_suggestion(refuse, write):
     assert refuse("--zzz=1") == "--zzz: no such key  (--help lists all keys)"
+    assert refuse("--max_calls=1") == "--max_calls: no such key: MOST_CALLS in episodes/chat.py"
     assert refuse("--") == "--: no such key  (--help lists all keys)"
     assert ": STEPS: no such key" in refuse(write("STEPS = 1\n"))
     assert ": pi: no such key" in refuse(write("from math import pi\n"))
@@ -519,10 +520,7 @@ BAD = [
     (dict(mode="replay", queue_dir="no/queue"), 1, "queue_dir='no/queue': mode='replay' needs"),
     (dict(queue_dir="out/x"), 1, "queue_dir='out/x': is for --mode=replay"),
     (dict(mode="server"), 1, "mode='server': use grpo, replay, sft"),
-    (dict(mode="serve"), 1, "init_from='scratch': nobody has trained it; use a model folder"),
-    (dict(mode="serve", init_from="model"), 2, "mode='serve': one process serves a model, and these are 2"),
-    (dict(mode="serve", init_from="model", port=70000), 1, "port=70000: use 1 .. 65535"),
-    (dict(port=9000), 1, "port=9000: is for --mode=serve"),
+    (dict(mode="serve"), 1, "mode='serve': a program of its own: python episodes/serve.py --init_from=.."),
     (dict(chosen_column="best"), 1, "chosen_column='best': is for --mode=rm"),
     (dict(mode="rm", agent="examples/guess.py:solve"), 1, "mode='rm': is for samples of one turn"),
     (dict(watch="rewind"), 1, "watch='rewind': use stop"),

@@ -29,7 +29,7 @@ from test_train import DEFAULTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from episodes import chat, endpoint
+from episodes import again, chat, endpoint
 from episodes.sampler import AgentSampler
 from examples import client as example
 from models import folders
@@ -55,17 +55,18 @@ def serving(model, *flags):
     """The address of a process that serves the model until it gets a SIGTERM, and leaves nothing behind."""
     command = [
         sys.executable,
-        "train_grpo.py",
-        "config/small.py",
-        "--mode=serve",
+        "episodes/serve.py",
         f"--init_from={model}",
-        *SIZES,
+        "--tool_call_parser=pythonic",
+        "--threads=1",
+        "--context=200",
         *flags,
     ]
     before = orphans()
     process = subprocess.Popen(
-        [*command, "--port=0", f"--api_key={KEY}"],
+        [*command, "--port=0"],
         cwd=ROOT,
+        env=os.environ | dict(ONECURVE_API_KEY=KEY),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -88,7 +89,7 @@ def serving(model, *flags):
 
 @pytest.fixture(scope="module")
 def address(model):
-    with serving(model, "--max_prompt_tokens=160") as address:
+    with serving(model) as address:
         yield address
 
 
@@ -231,7 +232,7 @@ def test_keys_routes_and_bodies_are_checked(address):
             assert answer.is_success or answer.json()["error"].keys() == {"message", "type", "code"}
             return answer.status_code
 
-        assert [model["id"] for model in http.get("/models").json()["data"]] == ["step_000100", "policy"]
+        assert [model["id"] for model in http.get("/models").json()["data"]] == ["taught/step_000100", "policy"]
         for key in ("", "Bearer", f"Bearer {KEY}x", KEY.upper()):
             assert status("GET", "/models", headers={"Authorization": key}) == 401
             assert status("POST", "/chat/completions", headers={"Authorization": key}, content=b"{}") == 401
@@ -251,7 +252,7 @@ def test_keys_routes_and_bodies_are_checked(address):
 @pytest.fixture(scope="module")
 def one_at_a_time(model):
     """A client of a server that answers one request after the other, each with as many tokens as it may have."""
-    with serving(model, "--max_new_tokens=1500", "--ignore_eos", "--engine_args=max_running_requests=1") as address:
+    with serving(model, "--context=1532", "--ignore_eos", "--engine_args=max_running_requests=1") as address:
         yield openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
 
 
@@ -625,7 +626,7 @@ def test_a_program_gives_a_reward_or_ends_the_run_in_one_line(template, monkeypa
 
     def play():
         Path(tmp_path, "agent.py").write_text(code)
-        solve, _ = chat.load_agent(f"python {tmp_path}/agent.py")
+        solve, _ = again.load_agent(f"python {tmp_path}/agent.py")
         return asyncio.run(episode_of(template, source, sample=3).play(solve, dict(n=7)))
 
     if isinstance(what, float):
@@ -645,7 +646,7 @@ def test_a_turn_is_trained_on_although_its_program_did_not_wait_for_it(template,
         await asyncio.sleep(2)
         return "x"
 
-    episode, (solve, _) = episode_of(template, source), chat.load_agent(f"python {tmp_path}/agent.py")
+    episode, (solve, _) = episode_of(template, source), again.load_agent(f"python {tmp_path}/agent.py")
     assert asyncio.run(episode.play(solve, {})) == 1
     assert [turn.text for dialogue in episode.chats for turn in dialogue.turns] == ["x"]
 
@@ -653,7 +654,7 @@ def test_a_turn_is_trained_on_although_its_program_did_not_wait_for_it(template,
 def test_a_program_that_is_not_there_is_named(capsys):
     for command, why in (("no_such_program x", "no program 'no_such_program'"), ("python 'x", "No closing quotation")):
         with pytest.raises(SystemExit):
-            chat.load_agent(command)
+            again.load_agent(command)
         assert why in capsys.readouterr().err
 
 

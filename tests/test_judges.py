@@ -27,7 +27,7 @@ from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
 
 import rewards
-from episodes import chat
+from episodes import again, chat
 from graders import judges
 from graders.judges import judge, score_of
 from models import folders
@@ -363,7 +363,7 @@ def test_an_agent_asks_a_judge_by_chat_do_and_a_resume_does_not_ask_again(settin
 
     def play():
         journal = chat.Journal(tmp_path / "journal", "run")
-        source, parse = chat.scripted(["seven"], template)
+        source, parse = again.scripted(["seven"], template)
         episode = chat.Episode(config, template, "here", 0, ["rl"], source, parse, journal)
         return asyncio.run(episode.play(solve, dict(prompt="3+4=", answer="7")))
 
