@@ -26,8 +26,9 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from traceback import walk_tb
+from typing import NamedTuple
 
-WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string", tuple: "a tuple"}
+WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
 ORIGINS = {}  # key -> the config file or "command line" that last set it, filled by configure
 
 
@@ -76,7 +77,7 @@ def require(condition, message):
 
 
 def block(namespace):
-    """{key: default} of the config block in `namespace`: the lower-case names of int, float, bool, str or tuple."""
+    """{key: default} of the config block in `namespace`: the lower-case names of int, float, bool or str."""
     return {key: x for key, x in namespace.items() if key.islower() and key[0] != "_" and type(x) in WANTED}
 
 
@@ -165,7 +166,7 @@ def _typed(value, kind, is_text):
     number = isinstance(value, (int, float)) and not isinstance(value, bool)  # 1 will do for a float, 1e3 for an int
     fits = number and kind(value) == value if kind in (int, float) else isinstance(value, kind)
     value = kind(value)
-    if not fits or literal_eval(repr(value)) != value:  # inf and nan, also in a tuple, have no literal to be saved as
+    if not fits or literal_eval(repr(value)) != value:  # inf and nan have no literal to be saved as
         raise ValueError
     return value
 
@@ -241,9 +242,28 @@ REMOVED = {
     "mode=serve": "a program of its own: python episodes/serve.py --init_from=..",
     "mode=reject": "use --mode=rollout, and then tools/best.py on its folder",
 }
+
+
+class Mode(NamedTuple):
+    """What a run of this mode does; nothing but this table knows the modes' names."""
+
+    trains: bool
+    samples: bool  # with engines; a mode that trains and samples sends them its weights
+    steps: str  # 'rl', 'supervised', or '' for none
+    pairs: bool = False  # learns which of two texts is preferred
+
+
+MODES = {
+    "grpo": Mode(trains=True, samples=True, steps="rl"),
+    "replay": Mode(trains=True, samples=False, steps="rl"),
+    "sft": Mode(trains=True, samples=False, steps="supervised"),
+    "rm": Mode(trains=True, samples=False, steps="supervised", pairs=True),
+    "rollout": Mode(trains=False, samples=True, steps="rl"),
+    "eval": Mode(trains=False, samples=True, steps=""),
+}
 CHOICES = {
     "device": ("", "cpu", "cuda"),
-    "mode": ("grpo", "replay", "sft", "rm", "rollout", "eval"),
+    "mode": tuple(MODES),
     "weight_sync": ("", "broadcast", "ipc"),
     "credit": ("sample", "turn"),
     "sandbox": ("bwrap", "none"),
@@ -295,7 +315,8 @@ def resolve(namespace, defaults):
             del ORIGINS["init_from"]  # it is this command's; the run has its own
         saved, config = resume_config(config, path, FREE_KEYS)
         why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
-        require((config["mode"] == "rm") == (saved["mode"] == "rm"), f"mode={config['mode']!r}: {why}")
+        same = MODES[config["mode"]].pairs == MODES[saved["mode"]].pairs
+        require(same, f"mode={config['mode']!r}: {why}")
         namespace.update(config)
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
     check_versions()
@@ -313,9 +334,10 @@ def check_versions():
 
 def roles(config, world):
     """(trainers, engines) of `world` ranks. Engines have the last ranks, rollout_tp each; a rank may be both."""
-    if config["mode"] in ("replay", "sft", "rm"):
+    mode = MODES[config["mode"]]
+    if not mode.samples:
         return world, 0
-    if config["mode"] in ("rollout", "eval"):
+    if not mode.trains:
         return 0, max(1, world // config["rollout_tp"])
     both = world == 1 or config["colocate"]
     last = config["rollout_ranks"]
@@ -357,7 +379,11 @@ def algorithm_rules(c, world, defaults):
     yield "dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0"
     yield "temperature", c.temperature > 0, "samples of a group must differ; use more than 0"
     yield "eval_temperature", c.eval_temperature >= 0, "use 0 (greedy) or more"
-    yield "eval_size", c.eval_size > 0 or c.mode != "eval", "mode='eval' is of held-out prompts; use more than 0"
+    yield (
+        "eval_size",
+        c.eval_size > 0 or MODES[c.mode].steps,
+        f"mode={c.mode!r} is of held-out prompts; use more than 0",
+    )
 
 
 def lag_rules(c, world, defaults):
@@ -378,7 +404,7 @@ def lora_rules(c, world, defaults):
     yield "lora_alpha", c.lora_alpha > 0, "must be more than 0"
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
     yield "lora_rank", not c.lora_rank or roles(vars(c), world)[0], f"mode={c.mode!r}: {why}"
-    yield "lora_rank", not (c.lora_rank and c.mode == "rm"), "a reward model's score has no adapters; use 0"
+    yield "lora_rank", not (c.lora_rank and MODES[c.mode].pairs), "a reward model's score has no adapters; use 0"
 
 
 def agent_rules(c, world, defaults):
@@ -389,7 +415,7 @@ def agent_rules(c, world, defaults):
         yield "chat_template_args", False, f"{e}; {cure}"
     renders = c.agent or c.chat_template or not c.chat_template_args
     yield "chat_template_args", renders, "is for an agent, or for --chat_template"
-    single = dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=c.mode == "rm")
+    single = dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=MODES[c.mode].pairs)
     for key, used in single.items():
         yield key, not (used and c.agent), "is for samples of one turn, which an agent's are not"
     discounts = c.advantage == "gae" or c.credit == "turn"
@@ -402,8 +428,7 @@ def agent_rules(c, world, defaults):
 
 
 def watch_rules(c, world, defaults):
-    samples = c.mode in ("grpo", "replay", "rollout")
-    yield "watch", samples or not c.watch, f"watches RL steps, and mode={c.mode!r} has none"
+    yield "watch", MODES[c.mode].steps == "rl" or not c.watch, f"watches RL steps, and mode={c.mode!r} has none"
 
 
 def rank_rules(c, world, defaults):
@@ -415,12 +440,14 @@ def rank_rules(c, world, defaults):
         yield "engine_args", False, f"{e}; use arguments of SGLang's ServerArgs, such as 'max_running_requests=64'"
     # An engine's ranks are of one node, and train nothing.
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    of = c.rollout_ranks if c.mode == "grpo" else world
+    mode = MODES[c.mode]
+    both = mode.trains and mode.samples
+    of = c.rollout_ranks if both else world
     fill = of % c.rollout_tp == 0 and (here == world or here % c.rollout_tp == 0) and trainers != world
     why = f"{of} ranks that sample, of {world}, do not make engines of {c.rollout_tp}; use others, or 1"
-    yield "rollout_tp", c.rollout_tp == 1 or fill or c.mode in ("replay", "sft", "rm"), why
+    yield "rollout_tp", c.rollout_tp == 1 or fill or not mode.samples, why
     why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
-    yield "rollout_ranks", c.mode != "grpo" or trainers > 0 < engines, why
+    yield "rollout_ranks", not both or trainers > 0 < engines, why
     for key in ("lanes", "tp_split"):
         yield key, vars(c)[key] & (vars(c)[key] - 1) == 0, "not a power of two; use 1, 2, 4, .."
     why = f"does not divide tp_split={c.tp_split}, the parts of a sum; use a tp_split of which it is a divisor"

@@ -29,7 +29,7 @@ from traceback import walk_tb
 
 import torch
 
-from configurator import HEALTHY, named_arguments, require
+from configurator import HEALTHY, MODES, named_arguments, require
 from sync import content_hash, reason
 
 
@@ -401,7 +401,7 @@ def arithmetic(size_max=100, size_min=0):
 
 def sides(mode):
     """The names of a row's responses: ("chosen", "rejected") with mode='rm', else ("answer",)."""
-    return ("chosen", "rejected") if mode == "rm" else ("answer",)
+    return ("chosen", "rejected") if MODES[mode].pairs else ("answer",)
 
 
 def with_wrong_sum(row):
@@ -458,7 +458,7 @@ def load_rows(config):
     if name == "arithmetic":
         data = arithmetic(config["arithmetic_size"], config["arithmetic_min"])
         held_out = None
-        data = [with_wrong_sum(row) for row in data] if config["mode"] == "rm" else data
+        data = [with_wrong_sum(row) for row in data] if len(texts) == 2 else data
     elif name == "programs":
         data = programs()
         held_out = None
@@ -491,7 +491,7 @@ def load_rows(config):
             require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
         others = example if config["agent"] else {}  # an agent gets all columns
         known = {side: example[config[f"{side}_column"]] for side in texts}
-        for side in texts if config["mode"] == "rm" else ():
+        for side in texts if len(texts) == 2 else ():
             why = f"for prompt {prompt!r:.60} it is no text but {known[side]!r:.60}; use a column of responses"
             require(isinstance(known[side], str), f"{side}_column={config[f'{side}_column']!r}: {why}")
         if config["sft_column"]:

@@ -46,7 +46,7 @@ from torch.distributed.tensor import Shard as ByRows
 from tqdm import tqdm
 
 import kernels
-from configurator import FREE_KEYS, HEALTHY, close_bars, config_source, fail, provenance, require, roles
+from configurator import FREE_KEYS, HEALTHY, MODES, close_bars, config_source, fail, provenance, require, roles
 from kernels import tree_sum
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
@@ -815,7 +815,7 @@ class Record:
         scored = f"agent {c.agent!r}" if c.agent else f"reward {c.reward!r}"
         kind = "RL steps"
         what = f"{prompts} prompts, {c.eval_samples} samples each, {scored}, temperature {c.eval_temperature}"
-        if c.mode == "rm":
+        if MODES[c.mode].pairs:
             kind = "steps"
             what = f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
         tqdm.write(f"held out after {step} {kind}: {', '.join(rates)} ({what})")
@@ -868,7 +868,7 @@ class Record:
                     f.write(f"- {r:g}: `{text!r}`\n")
                     f.writelines(self.agent.transcript(m["episodes"][g]) if self.agent else ())
         old = step - c.keep_rollouts - c.lag  # an engine that is late may still read the files of later steps
-        if c.mode == "grpo" and c.keep_rollouts and old >= 0:
+        if c.keep_rollouts and old >= 0:
             shutil.rmtree(self.folder / "queue" / f"rl_{old:06d}", ignore_errors=True)
         return line
 

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import block, lean_imports, library_versions, require, resolve, roles
+from configurator import MODES, block, lean_imports, library_versions, require, resolve, roles
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -1043,16 +1043,16 @@ if __name__ == "__main__":
     tqdm.set_lock(threading.RLock())
     sys.excepthook = sync.report_error
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
-    scored = mode in ("grpo", "rollout", "eval")
-    supervised = mode in ("sft", "rm")
-    only_eval = mode == "eval"
-    publishes = mode == "grpo"
+    does = MODES[mode]
+    supervised = does.steps == "supervised"
+    only_eval = not does.steps
+    publishes = does.trains and does.samples
     rl_steps = 0 if supervised or only_eval else max_steps
     sft_steps = max_steps if supervised else warmup_sft_steps
     sft_schedule = sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
     if supervised:
         sft_schedule = learning_rate, warmup_steps, lr_decay_steps, min_lr
-    if scored:  # else what a reward needs, a judge or a sandbox, may be missing
+    if does.samples:  # else what a reward needs, a judge or a sandbox, may be missing
         reward_function = rewards.load_reward(reward, config)
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
@@ -1090,7 +1090,7 @@ if __name__ == "__main__":
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
     train_rows, eval_rows = rewards.load_rows(config)
-    if scored and not episodes:
+    if does.samples and not episodes:
         rewards.check_answers(reward_function, train_rows + eval_rows, answer_column)
     encode = partial(rewards.encode_prompts, tokenizer=tokenizer, config=config)
     train_rows = encode(train_rows, "training")
@@ -1140,8 +1140,8 @@ if __name__ == "__main__":
     if trainer and (supervised or sft_steps and not saved):
         encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
         answered = train_rows if episodes else encode(train_rows)
-        objective = PAIRS if mode == "rm" else ANSWERS
-        pairs = supervised_samples(encode(eval_rows), c) if mode == "rm" else []
+        objective = PAIRS if does.pairs else ANSWERS
+        pairs = supervised_samples(encode(eval_rows), c) if does.pairs else []
         if pairs and not saved:
             evaluate_pairs(trainer, start, pairs, record)
         if saves and supervised and not saved:

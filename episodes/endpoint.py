@@ -2,7 +2,7 @@
 OpenAI's protocol over HTTP: for agents that are programs, and to serve a model.
 
     python train_grpo.py --agent="python examples/client.py" ..                   # a process per sample
-    python train_grpo.py --mode=serve --init_from=out/run/ckpt/step_000100      # until Ctrl-C
+    python episodes/serve.py --init_from=out/run/ckpt/step_000100      # until Ctrl-C
 
 A program finds in its environment OPENAI_BASE_URL (a session of its own), OPENAI_API_KEY and ROW, its row as JSON, and
 otherwise only the variables in INHERITED; give it more by agent="env KEY=value python x.py". Its last line of output

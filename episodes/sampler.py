@@ -18,7 +18,7 @@ import types
 
 import torch
 
-from configurator import named_arguments, require
+from configurator import MODES, named_arguments, require
 from episodes import again, chat
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
@@ -35,7 +35,7 @@ class Agent:
         self.solve, self.replies = again.load_agent(config["agent"])
         self.template = chat.Template(tokenizer, stop_tokens, named_arguments(config["chat_template_args"]))
         self.template.check(f"init_from={str(model)!r}")
-        taught = config["mode"] == "sft" or config["warmup_sft_steps"]
+        taught = MODES[config["mode"]].steps == "supervised" or config["warmup_sft_steps"]
         missing = f"agent={config['agent']!r}: its file has no function replies(row) for the supervised steps"
         require(self.replies or not taught, missing)
 
