@@ -4,6 +4,7 @@ Wrong lines in what only CUDA executes, each of which the pretended runs must ca
     python tests/pretend_mutants.py [NAME ..]       # some two minutes each: not part of the tests
 
 A mutant is a copy of the project in which one text is another, and the test of test_pretend_cuda.py that has to fail.
+In the first copy nothing is changed, and no test may fail.
 """
 
 import shutil
@@ -17,6 +18,7 @@ LEARNS, PLACES = "test_it_learns_and", "test_no_function"
 ORDER, HOLDS, GROUPS, THREADS = "test_streams_wait", "test_a_trainer_holds", "test_every_group", "test_collectives"
 
 MUTANTS = dict(
+    nothing_changed=("sync.py", "", "", "test_"),
     engine_never_leaves=(
         "sync.py",
         "        if self.groups:\n            self._at_both_ends(",
@@ -86,12 +88,13 @@ def main():
             ignored = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__")
             shutil.copytree(ROOT, copy, ignore=ignored)
             source = (copy / file).read_text()
-            assert source.count(text) >= 1, f"{name}: {file} has changed"
+            assert text in source, f"{name}: {file} has changed"
             (copy / file).write_text(source.replace(text, other))
             command = [sys.executable, "-m", "pytest", "-n0", "-x", "-k", test, "tests/test_pretend_cuda.py"]
             status = subprocess.run(command, cwd=copy, capture_output=True, text=True).returncode
-        print(f"{name}: {'caught' if status == 1 else f'NOT CAUGHT (pytest ended with {status})'}", flush=True)
-        missed += [name] * (status != 1)
+        right = status == (text != other)
+        print(f"{name}: {'as it must be' if right else 'WRONG'}, pytest ended with {status}", flush=True)
+        missed += [name] * (not right)
     sys.exit(bool(missed))
 
 
