@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import block, lean_imports, library_versions, require, resolve, roles
+from configurator import block, end_with_parent, lean_imports, library_versions, require, resolve, roles
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -86,7 +86,7 @@ judge_prompt = ""
 judge_tries = 3  # requests for one verdict; the run ends if the last fails, too
 sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
 sandbox_seconds = 2.0  # seconds of CPU time that a program may take
-sandbox_memory = 256  # MiB for each process of a program
+sandbox_memory = 256  # MiB of memory that a program may take
 truth_reward = ""  # a second reward, which is only noted and not trained on: what `reward` stands for
 # what happens when the reward looks gamed (rewards.hacking): 'stop' ends the run with status 3; 'rollback' goes back to
 # a healthy checkpoint and on with other prompts and a KL to that policy, three times at most; '': nobody looks
@@ -191,6 +191,8 @@ scratch_mlp = 384
 # ------------------------------------------------------------------------------------------------------------------
 
 DEFAULTS = block(globals())
+if __name__ == "__mp_main__" or __name__ == "__main__" and "TORCHELASTIC_RUN_ID" in os.environ:
+    end_with_parent()  # a rank of torchrun's, or an engine's process; before anything that takes time
 if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
     config, resumed, restarted = resolve(globals(), DEFAULTS)
