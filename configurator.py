@@ -12,10 +12,12 @@ is a config file itself. A mistake ends in one line and status 2, never in a tra
 All of it serves any script; only the last section knows the keys of train_grpo.py.
 """
 
+import ctypes
 import gc
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -38,6 +40,23 @@ def close_bars():
         bar.close()
 
 
+def end_with_parent():
+    """
+    Has the kernel end this process when the one that started it ends, however that ends: torchrun's agent, or a rank.
+    Ends it now if that is gone already. A shell is no such parent: what it starts may have to outlive it.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    marks = {"maps": b"libtorch", "environ": b"TORCHELASTIC_RUN_ID"}  # an agent or a rank; or a script between them
+    try:
+        alive = any(mark in Path("/proc", str(os.getppid()), file).read_bytes() for file, mark in marks.items())
+    except PermissionError:
+        alive = os.getppid() != 1
+    except OSError:
+        alive = False
+    if not alive:
+        sys.exit("error: the process that started this one is gone")
+
+
 @contextmanager
 def lean_imports():
     """
@@ -58,10 +77,15 @@ def lean_imports():
             del sys.modules[name]
 
 
+def printable(text):
+    """`text` as one line that a terminal shows and does not obey: what others wrote may have escape sequences in it."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.splitlines()))
+
+
 def fail(message, status=2):
     """Ends this process with one line on stderr, whatever its rank."""
     close_bars()
-    print("error:", " ".join(message.splitlines()), file=sys.stderr, flush=True)
+    print("error:", printable(message), file=sys.stderr, flush=True)
     sys.exit(status)
 
 
@@ -124,13 +148,26 @@ def resume_config(config, path, free):
     (the config saved in `path`, the config to resume with): the saved one with what the command line and its files set
     for the keys `free`. Ends the run with one line that names the other keys for which they set new values.
     """
-    saved = {key: x for key, x in _run_file(str(path), path.parent, config).items() if key not in REMOVED}
+    saved = {key: x for key, x in saved_config(path).items() if key not in REMOVED}
     unknown = [key for key in config if key not in saved]
     require(not unknown, f"{path}: has no {', '.join(unknown)}; it was saved by another version of this program")
+    other = [key for key, x in saved.items() if type(x) is not type(config.get(key))]
+    require(not other, f"{path}: {', '.join(other)}: no key of this version, or a value of another type")
     changed = [key for key in ORIGINS if key not in free and config[key] != saved[key]]
     values = ", ".join(f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in changed)
     require(not changed, f"{values}: cannot change on resume; what can: {', '.join(sorted(free))}")
     return saved, saved | {key: config[key] for key in ORIGINS if key in free}
+
+
+def saved_config(path):
+    """{key: value} of a file that `config_source` wrote: it is read and not executed, as it may be a stranger's."""
+    try:
+        return {line.targets[0].id: literal_eval(line.value) for line in parse(path.read_bytes()).body}
+    except OSError as error:
+        problem = error.strerror
+    except (ValueError, SyntaxError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        problem = f"not only lines 'key = literal', as a run saves them: {error}"
+    require(False, f"{path}: {problem}")
 
 
 def config_source(config, origins=ORIGINS):

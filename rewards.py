@@ -29,7 +29,7 @@ from traceback import walk_tb
 
 import torch
 
-from configurator import HEALTHY, MODES, named_arguments, require
+from configurator import HEALTHY, MODES, named_arguments, printable, require
 from sync import content_hash, reason
 
 
@@ -355,7 +355,7 @@ def _near(name, names):
 
 def describe(error):
     """One line for an exception, with the deepest line in the user's own file, not the one in a library it called."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    text = printable(" ".join(f"{type(error).__name__}: {error}".split())[:200])
     chat = str(Path(__file__).parent / "episodes/chat.py")
     others = ("<frozen importlib", os.path.dirname(os.__file__), __file__, chat)
     lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]

@@ -28,19 +28,24 @@ engine is wanted: that takes seconds.
 
 import asyncio
 import copy
+import fcntl
 import functools
 import hashlib
+import importlib
 import itertools
 import multiprocessing
 import os
 import pkgutil
 import re
+import shutil
 import signal
 import sys
+import tempfile
+import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +56,7 @@ import kernels
 from configurator import close_bars, lean_imports, named_arguments
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
-from sync import RunError, group_path, hidden_torchrun, rank_is_lost, tensor_hashes, write_group
+from sync import RunError, group_path, hidden_torchrun, listening_store, rank_is_lost, tensor_hashes, write_group
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
 SIGN_OF_LIFE = 50  # tokens of a sample after which SGLang sends what it has of it; SGLang's own number
@@ -156,6 +161,25 @@ def decode_results(self, by_sglang, batch, result):
         by_sglang(self, batch, result)
 
 
+def leave_nothing_open():
+    """
+    No port for other machines: torch's store listens at all addresses, and gives what it has to whoever asks. No names
+    in /dev/shm, which a kill would leave there: of tqdm's lock, and of statistics for a router.
+    """
+    from sglang.srt.managers import scheduler
+    from tqdm import tqdm
+
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so called
+    connect = rendezvous._create_c10d_store
+
+    def store(host, port, rank, *others):
+        return connect(host, port, rank, *others) if rank else listening_store(host, port)
+
+    rendezvous._create_c10d_store = store
+    tqdm.set_lock(threading.RLock())
+    scheduler.create_load_snapshot_writer = lambda *_, **__: None
+
+
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
@@ -209,8 +233,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     def flush_cache(self, *args, own=Scheduler.flush_cache, **kwargs):
-        if kernels.kept:
-            kernels.kept.clear()
+        (kernels.kept or {}).clear()
         return own(self, *args, **kwargs)
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
@@ -224,6 +247,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         # SGLang's own switch would have it send texts, to a process that we do not start.
         Scheduler.init_tokenizer = init_tokenizer
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
+    leave_nothing_open()
     run_scheduler_process(*args, **kwargs)
 
 
@@ -300,18 +324,33 @@ def output_to(path):
             os.close(old)
 
 
-def unlink_shared_memory(pids):
+@contextmanager
+def folder_for_sockets():
     """
-    Takes from /dev/shm the names of what these processes have there: tqdm's lock, statistics for a router. SGLang's
-    processes are ended by SIGKILL and would leave them behind; nobody opens them by name again, and without the names
-    the memory goes when the processes go, however that happens.
+    A folder for SGLang's sockets, which is deleted at the end: nobody needs their names once both ends have found each
+    other. Deletes those of processes that were killed meanwhile, too.
     """
-    for pid in pids:
-        mapped = re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text())
-        inodes = set(map(int, mapped))  # of files; a semaphore has two names
-        for entry in os.scandir("/dev/shm"):  # its inode came with the name: the file itself may just have gone
-            if entry.inode() in inodes and not entry.name.startswith(("cuda", "nccl")):
-                Path(entry).unlink(missing_ok=True)
+    for left in Path(tempfile.gettempdir()).glob("onecurve_engine_*"):
+        with suppress(OSError), locked_folder(left):  # nor somebody else's
+            shutil.rmtree(left)
+    new = Path(tempfile.mkdtemp(prefix=".onecurve_engine_"))
+    with locked_folder(new):
+        folder = new.rename(new.with_name(new.name[1:]))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def locked_folder(folder):
+    """Holds the folder's lock, as long as this process lives. Raises BlockingIOError if another one has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
@@ -380,19 +419,21 @@ class RolloutEngine:
         for model in MODELS.values():  # SGLang takes its share of what these leave of a card
             model.load()
         try:
-            with hidden_torchrun(), output_to(log):
-                self.sglang = self._start(model_path, device, dtype, gpu)
+            with folder_for_sockets() as folder:
+                with hidden_torchrun(), output_to(log):
+                    self.sglang = self._start(model_path, device, dtype, gpu, folder)
+                from sglang.srt.managers import io_struct
+
+                self.loop = self.sglang.loop
+                self.manager = self.sglang.tokenizer_manager
+                self.requests = io_struct
+                self.loop.run_until_complete(self._take_signals_back())
+                self.flush(), self.check_weights({})  # by each of its sockets a first message
         except Exception as e:
             raise RunError(f"{self.name}: SGLang did not start: {e} (see {log})")
-        from sglang.srt.managers import io_struct
-
-        self.loop = self.sglang.loop
-        self.manager = self.sglang.tokenizer_manager
-        self.requests = io_struct
-        self.loop.run_until_complete(self._take_signals_back())
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
-    def _start(self, model_path, device, dtype, gpu):
+    def _start(self, model_path, device, dtype, gpu, sockets):
         threads = max(kernels.threads, torch.get_num_threads())
         tokenizer = str(model_path) if self.config["agent"] else ""
         split = self.config["tp_split"]
@@ -411,7 +452,11 @@ class RolloutEngine:
             folders = dict.fromkeys([*loaded, *os.environ.get("LD_LIBRARY_PATH", "").split(":")])
             os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
         with started_early(run, tp) if device == "cpu" else nullcontext():
+            from sglang.srt import server_args
             from sglang.srt.entrypoints.engine import Engine
+
+            named = functools.partial(tempfile.NamedTemporaryFile, dir=sockets)
+            server_args.tempfile = types.SimpleNamespace(NamedTemporaryFile=named)
 
             class EngineInRank(Engine):
                 run_scheduler_process_func = run
@@ -420,7 +465,6 @@ class RolloutEngine:
 
             arguments = engine_arguments(self.config, model_path, device, dtype, gpu, self.lends, self._died)
             sglang = EngineInRank(**arguments)
-        unlink_shared_memory(sglang.get_all_child_pids())
         if device == "cpu":  # the first tokens wait for the loops to compile: before anybody counts seconds of silence
             params = dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True)
             sglang.generate(input_ids=[0], sampling_params=params, return_logprob=True)

@@ -46,7 +46,18 @@ from torch.distributed.tensor import Shard as ByRows
 from tqdm import tqdm
 
 import kernels
-from configurator import FREE_KEYS, HEALTHY, MODES, close_bars, config_source, fail, provenance, require, roles
+from configurator import (
+    FREE_KEYS,
+    HEALTHY,
+    MODES,
+    close_bars,
+    config_source,
+    fail,
+    printable,
+    provenance,
+    require,
+    roles,
+)
 from kernels import tree_sum
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
@@ -60,7 +71,7 @@ class RunError(SystemExit):
 
     def __init__(self, message):
         close_bars()
-        super().__init__(f"error: {message}")
+        super().__init__(f"error: {printable(message)}")
 
 
 def rank_is_lost(error):
@@ -231,6 +242,8 @@ def start_process_groups(trainers, engines, device, tp=1):
             _, interface = own_address()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine has to reach it
         store = dist.PrefixStore(name_start(store, rank, world), store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
     mesh = control = None
@@ -241,6 +254,13 @@ def start_process_groups(trainers, engines, device, tp=1):
             mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",))
     engine, other = divmod(rank - (world - engines * tp), tp)
     return Ranks(rank, world, trainers, engines, mesh, None if engine < 0 or other else engine, tp, store, control)
+
+
+def listening_store(host, port=0):
+    """A TCPStore that listens at this address alone; torch's listens at all of them, without a key. 0: a free port."""
+    listener = socket.create_server((host, port))
+    port, options = listener.getsockname()[1], dict(wait_for_workers=False, timeout=FOREVER)
+    return dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
 
 
 def several_nodes(world):
@@ -466,7 +486,7 @@ class WeightSync:
         meeting = None
         if self.ranks.rank == 0:
             host = own_address()[0] if several_nodes(self.ranks.world) else "127.0.0.1"
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FOREVER)  # 0: any free port
+            store = listening_store(host)
             meeting = host, store.port
         host, port = from_first_rank(meeting)
         tp = self.ranks.tp

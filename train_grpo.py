@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import MODES, block, lean_imports, library_versions, require, resolve, roles
+from configurator import MODES, block, end_with_parent, lean_imports, library_versions, require, resolve, roles
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -84,7 +84,7 @@ judge_prompt = ""
 judge_tries = 3  # requests for one verdict; the run ends if the last fails, too
 sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
 sandbox_seconds = 2.0  # seconds of CPU time that a program may take
-sandbox_memory = 256  # MiB for each process of a program
+sandbox_memory = 256  # MiB of memory that a program may take
 watch = ""  # 'stop': ends the run, with status 3, when the reward looks gamed (rewards.hacking)
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: no penalty
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards still count in the group
@@ -171,6 +171,8 @@ scratch_mlp = 384
 # ------------------------------------------------------------------------------------------------------------------
 
 DEFAULTS = block(globals())
+if __name__ == "__mp_main__" or __name__ == "__main__" and "TORCHELASTIC_RUN_ID" in os.environ:
+    end_with_parent()  # a rank of torchrun's, or an engine's process; before anything that takes time
 if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
     config, resumed, restarted = resolve(globals(), DEFAULTS)

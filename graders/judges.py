@@ -3,6 +3,7 @@ Rewards that need more than a pure function: math-verify in processes of its own
 OpenAI-compatible endpoint (`judge`), a reward model in this process (`model:folder`).
 """
 
+import asyncio
 import inspect
 import json
 import os
@@ -19,9 +20,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from queue import SimpleQueue
 
+import httpx
 import torch
 
-from configurator import require
+from configurator import ORIGINS, require
 from models import folders
 from models.dense import build_model, check_model
 from rewards import NUMBER, SETTINGS, answer_ids, exact_value, prompt_ids
@@ -116,30 +118,59 @@ math.check, math.reads = needs_math, expression
 # ------------------------------------------------------------------------------------------------------------------
 # judge: a model behind an OpenAI-compatible endpoint
 
-JUDGE_SECONDS = 120  # longest time of one try
+JUDGE_SECONDS = 120  # longest time of one try, from the connection to the last byte
+JUDGE_BYTES = 2**22  # of an answer
 JUDGE_WAIT = 1.0  # seconds before the second try; twice as many before each next one
 JUDGE_TOKENS = 1024  # of a verdict with its reasons
+TLS = lru_cache(httpx.create_ssl_context)
+
+
+def ask_judge(path, seconds, body=None):
+    """
+    The JSON that the judge answers to a GET of this path, or to a POST of `body`. Raises what goes wrong: it takes
+    longer, it answers more than JUDGE_BYTES, or with another status than 200, a redirect among them.
+
+    OPENAI_API_KEY goes only where the command line says; a config may be somebody else's.
+    """
+    key = os.environ.get("JUDGE_API_KEY")
+    if not key and ORIGINS.get("judge") == "command line":
+        key = os.environ.get("OPENAI_API_KEY")
+    headers = {"authorization": f"Bearer {key or 'none'}", "accept-encoding": "identity"}
+    request = dict(url=SETTINGS["judge"].rstrip("/") + path, json=body, headers=headers)
+
+    async def ask():
+        text = b""
+        async with httpx.AsyncClient(verify=TLS(), timeout=None) as client:
+            async with client.stream("POST" if body else "GET", **request) as answer:
+                async for part in answer.aiter_raw():
+                    text += part
+                    if len(text) > JUDGE_BYTES:
+                        raise ValueError(f"an answer of more than {JUDGE_BYTES} bytes")
+        if answer.status_code != 200:
+            raise ValueError(f"status {answer.status_code}: {text[:100].decode(errors='replace')}")
+        return json.loads(text)
+
+    try:
+        return asyncio.run(asyncio.wait_for(ask(), seconds))
+    except TimeoutError:
+        raise ValueError(f"no whole answer in {seconds} s") from None
 
 
 @lru_cache
-def judge_client():
-    """(client, model, the prompt file's text) of the run's config. Raises ValueError with a cure."""
-    import openai
-
+def judge_and_prompt():
+    """(model, the prompt file's text) of the run's config. Raises ValueError with a cure."""
     url, model, path = (SETTINGS[key] for key in ("judge", "judge_model", "judge_prompt"))
     text = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else ""
     if "{response}" not in text:
         raise ValueError(f"judge_prompt={path!r}: no text file with {{response}} in it, where the judge is to see it")
-    key = os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY") or "none"
     try:
-        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=JUDGE_SECONDS)
-        known = [its.id for its in client.models.list(timeout=10).data]
+        known = [its["id"] for its in ask_judge("/models", 10)["data"]]
     except Exception as error:  # what answers there may be anything
         cure = "an OpenAI-compatible endpoint such as http://127.0.0.1:8000/v1 (its key: JUDGE_API_KEY)"
-        raise ValueError(f"judge={url!r}: {reason(error.__cause__ or error)[:100]}; use {cure}") from error
+        raise ValueError(f"judge={url!r}: {reason(error)[:100]}; use {cure}") from error
     if not known or model not in ("", *known):
-        raise ValueError(f"judge_model={model!r}: the judge has {', '.join(known) or 'none'}")
-    return client, model or known[0], text
+        raise ValueError(f"judge_model={model!r}: the judge has {', '.join(map(str, known)) or 'none'}")
+    return model or known[0], text
 
 
 def judge(prompt, response, answer):
@@ -157,15 +188,17 @@ def judge(prompt, response, answer):
     for i in range(SETTINGS["judge_tries"]):
         time.sleep(JUDGE_WAIT * 2 ** (i - 1) if i else 0)
         try:
-            client, model, template = judge_client()
+            model, template = judge_and_prompt()
             # In one pass: a response may have an {answer} in it.
             asked = re.sub(r"\{(prompt|response|answer)\}", lambda place: texts[place[1]], template)
             asked = dict(model=model, messages=[{"role": "user", "content": asked}], max_tokens=JUDGE_TOKENS)
-            choice = client.chat.completions.create(**asked, temperature=0, seed=0).choices[0]
-            return score_of(choice.message.content, choice.finish_reason), {"judge": choice.message.content}
+            answer = ask_judge("/chat/completions", JUDGE_SECONDS, asked | dict(temperature=0, seed=0))
+            choice = answer["choices"][0]
+            said = choice["message"]["content"]
+            return score_of(said, choice["finish_reason"]), {"judge": said}
         except Exception as error:  # what is no JSON, or JSON of another kind, fails in many ways
             failure = error
-    why = f"failed {i + 1} times: {reason(failure.__cause__ or failure)[:140]}"
+    why = f"failed {i + 1} times: {reason(failure)[:140]}"
     raise RuntimeError(f"judge={SETTINGS['judge']!r} {why}") from failure
 
 
@@ -179,7 +212,7 @@ def score_of(verdict, finish_reason):
     return float(value)
 
 
-judge.check = lambda: os.environ.get("RANK", "0") == "0" and judge_client()  # one rank's word is enough
+judge.check = lambda: os.environ.get("RANK", "0") == "0" and judge_and_prompt()  # one rank's word is enough
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -1,21 +1,27 @@
 """
 Programs that a model wrote, in a sandbox: the reward `code`, which judges them by tests, and the tool `python` for
 agents. bubblewrap isolates them: no network, no files but the interpreter's and a small folder of their own, an empty
-environment, another user, limits of time, memory, processes and output.
+environment, another user, few system calls that reach further, limits of time, memory, threads and output. A program is
+one process, which may have threads: so the kernel's limits of a process are those of the program.
 """
 
 import ast
+import errno
 import inspect
 import json
 import math
 import os
+import re
 import select
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -24,25 +30,64 @@ from rewards import SETTINGS
 from sync import reason
 
 OUTPUT = 65536  # bytes that a program may write to its output, to its errors or to a file
-PROCESSES = 16  # of a program, threads counted
-PASSED, NO_MEMORY, KILLED, FAILED = 64, 65, 66, 67  # exit statuses of INIT; any other one is not the program's doing
-NOBODY = "65534"  # the user of a sandbox that root starts: for root the kernel does not limit the number of processes
+THREADS = 16  # of a program
+FILES = 256  # that a program may have open; each may be a socket, whose buffers no limit of memory counts
+NO_MEMORY, KILLED = 65, 128 + signal.SIGKILL  # exit statuses: of INSIDE; and of what the kernel or somebody has killed
+NOBODY = "65534"  # the user of a sandbox that root starts: for root the kernel does not limit the number of threads
 PATIENCE = 10  # a program may take PATIENCE * (sandbox_seconds + 1) seconds of wall time
 RUNNING = threading.BoundedSemaphore(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
-# The sandbox's first process: a shell, which sets limits that the program cannot raise, is not the program's to signal,
-# and takes all processes with it when it ends. $1: seconds, $2: KiB, $3: processes or 'any', and then the program.
+# A shell that sets limits, which the program cannot raise, and becomes the program: the first process of its namespace,
+# so that nothing in there is left to be signalled, or stays when it ends. $1: seconds, $2: KiB, $3: threads or 'any'.
 INIT = f"""
-ulimit -t $1 && ulimit -v $2 && ulimit -f {OUTPUT // 512} && ulimit -c 0 || exit
+ulimit -t $1 && ulimit -v $2 && ulimit -f {OUTPUT // 512} && ulimit -n {FILES} && ulimit -c 0 || exit
 test $3 = any || ulimit -p $3 2>&- || ulimit -u $3 || exit  # dash, or bash
 shift 3
-"$@"
-case $? in 0) exit {PASSED};; {NO_MEMORY}) exit {NO_MEMORY};; 137) exit {KILLED};; *) exit {FAILED};; esac
+exec "$@"
 """
 BUBBLE = """--unshare-all --unshare-user --disable-userns --as-pid-1 --die-with-parent --new-session --ro-bind /usr /usr
     --ro-bind-try /bin /bin --ro-bind-try /lib /lib --ro-bind-try /lib64 /lib64
     --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache""".split()
 OWN = ["--size", str(2**23), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]  # the program's own folder
+
+
+# By machine, from the kernel's tables: its number in seccomp's data, its calls clone, socket and socketpair, and those
+# that are refused: other processes (fork, vfork); what namespaces do not part (add_key, request_key, keyctl, ptrace,
+# process_vm_readv and writev, kcmp, pidfd_getfd, process_madvise, perf_event_open, bpf, userfaultfd, io_uring_setup,
+# enter and register); memory that no limit counts (shmget, semget, msgget, mq_open, memfd_create, memfd_secret,
+# setxattr, lsetxattr, fsetxattr, setxattrat).
+NEWER = (425, 426, 427, 438, 440, 447, 463)  # the same everywhere
+CALLS = {
+    "x86_64": (
+        0xC000003E, 56, (41, 53),
+        (57, 58, 248, 249, 250, 101, 310, 311, 312, 298, 321, 323, 29, 64, 68, 240, 319, 188, 189, 190, *NEWER),
+    ),
+    "aarch64": (
+        0xC00000B7, 220, (198, 199),
+        (217, 218, 219, 117, 270, 271, 272, 241, 280, 282, 194, 190, 186, 180, 279, 5, 6, 7, *NEWER),
+    ),
+}  # fmt: skip
+CLONE3, CLONE_THREAD, X32 = 435, 0x10000, 1 << 30
+
+
+def seccomp_filter(machine):
+    """
+    The system calls that a program may make, as bytes of Linux's struct sock_filter: (code, instructions to skip if
+    true, if false, number). Raises SandboxError for a machine whose numbers are not known.
+    """
+    if machine not in CALLS:
+        raise SandboxError(f"no list of system calls for {machine}, only for {', '.join(CALLS)}")
+    kind, clone, sockets, refused = CALLS[machine]
+    refuse, unknown, allow = ((6, 0, 0, value) for value in (0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x7FFF0000))
+    load, equal, at_least, has_bits = 0x20, 0x15, 0x35, 0x45
+    program = [(load, 0, 0, 4), (equal, 1, 0, kind), unknown, (load, 0, 0, 0), (at_least, 0, 1, X32), unknown]
+    program += [(equal, 0, 1, CLONE3), unknown]  # its flags are in memory; where it is unknown libc takes clone
+    for number in refused:
+        program += [(equal, 0, 1, number), refuse]
+    program += [(equal, 0, 4, clone), (load, 0, 0, 16), (has_bits, 0, 1, CLONE_THREAD), allow, refuse]
+    program += [(equal, 2, 0, sockets[0]), (equal, 1, 0, sockets[1]), allow]
+    program += [(load, 0, 0, 16), (equal, 0, 1, socket.AF_UNIX), allow, refuse]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
 class SandboxError(ValueError):
@@ -85,54 +130,70 @@ except MemoryError:
 """
 
 
-def sandbox_command(python):
-    """The command that runs `python` (a path) as SETTINGS say, up to its arguments. SandboxError: no bwrap."""
+def sandbox_command(python, rules, status):
+    """
+    The command that runs `python` (a path) as SETTINGS say, up to its arguments. rules, status: files of bubblewrap's,
+    seccomp's program and what it says of the end. SandboxError: no bwrap.
+    """
     limits = [str(math.ceil(SETTINGS["sandbox_seconds"])), str(SETTINGS["sandbox_memory"] * 1024)]
     if SETTINGS["sandbox"] == "none":  # any number of processes, as the kernel would count all of the user's
         return ["/bin/sh", "-c", INIT, "sh", *limits, "any", python]
     # Popen could change the user, but would then copy the page tables of this process, which may be large.
     user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"] if os.geteuid() == 0 else []
-    home, bubble = str(Path(python).parent.parent), shutil.which("bwrap")
+    home, bubble = Path(python).parent.parent, shutil.which("bwrap")
     if not bubble:
         cure = "install it (apt-get install bubblewrap), or --sandbox=none: programs run as you, with all that is yours"
         raise SandboxError(f"programs are run by bubblewrap, and there is no bwrap here; {cure}")
-    inside = [*BUBBLE, *(["--ro-bind", home, home] if home != "/usr" else []), *OWN]
-    return [*user, bubble, *inside, "/bin/sh", "-c", INIT, "sh", *limits, str(PROCESSES), python]
+    own = [python, str(home / "lib"), str(home / "lib64")] if str(home) != "/usr" else []  # not `home`: it may be yours
+    binds = [word for path in own for word in ("--ro-bind-try", path, path)]
+    files = ["--seccomp", str(rules.fileno()), "--json-status-fd", str(status.fileno())]
+    return [*user, bubble, *files, *BUBBLE, *binds, *OWN, "/bin/sh", "-c", INIT, "sh", *limits, str(THREADS), python]
 
 
 def run_program(source, calls=(), stdin="", python="", again=False):
     """
-    A Run of the Python program `source` in a sandbox, with `calls` evaluated after it; blocks. Raises SandboxError
-    where the sandbox does not start or is killed.
+    A Run of the Python program `source` in a sandbox, with `calls` evaluated after it; blocks. What is killed without
+    a limit near runs again, once: the system may be short of memory. Raises SandboxError where no sandbox starts.
     """
     seconds, job = SETTINGS["sandbox_seconds"], ascii((source, [*calls])).encode()
-    command = sandbox_command(python or interpreter(SETTINGS["sandbox"]))
-    command += ["-s", "-S", "-c", INSIDE]  # not -I, which ignores PYTHONHASHSEED
-    with RUNNING, _memory_file() as given, _memory_file() as output, _memory_file() as errors:
-        given.write(b"%08d" % len(job) + job + stdin.encode(errors="replace"))
-        given.seek(0)
-        # files, not pipes: the kernel bounds their size, and nobody has to read while the program runs
+    python = python or interpreter(SETTINGS["sandbox"])
+    job = b"%08d" % len(job) + job + stdin.encode(errors="replace")
+    rules = seccomp_filter(os.uname().machine)
+    # files, not pipes: the kernel bounds their size, and nobody has to read while the program runs
+    with RUNNING, ExitStack() as stack:
+        opened = (stack.enter_context(_memory_file(content)) for content in (job, b"", b"", rules, b""))
+        given, output, errors, rules, status = opened
+        command = [*sandbox_command(python, rules, status), "-s", "-S", "-c", INSIDE]  # -I ignores PYTHONHASHSEED
         files = dict(stdin=given, stdout=output, stderr=errors, cwd=tempfile.gettempdir())
+        files["pass_fds"] = rules.fileno(), status.fileno()
         process = subprocess.Popen(command, env={"PYTHONHASHSEED": "0"}, start_new_session=True, **files)
         ended = _wait(process.pid, PATIENCE * (seconds + 1))
         os.killpg(process.pid, signal.SIGKILL)  # harmless if all have ended
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = code = os.waitstatus_to_exitcode(status)  # so that nobody waits for it again
+        _, wait_status, usage = os.wait4(process.pid, 0)
+        process.returncode = code = os.waitstatus_to_exitcode(wait_status)  # so that nobody waits for it again
         full = max(os.fstat(file.fileno()).st_size for file in (output, errors)) >= OUTPUT
-        said, complaints = (os.pread(file.fileno(), OUTPUT, 0).decode(errors="replace") for file in (output, errors))
+        texts = (os.pread(file.fileno(), OUTPUT, 0).decode(errors="replace") for file in (output, errors, status))
+        said, complaints, told = texts
     cpu = usage.ru_utime + usage.ru_stime
+    own = re.search(r'"exit-code": (\d+)', told)  # the program's, and not bubblewrap's
+    foreign = SETTINGS["sandbox"] != "none" and not own
+    if ended and foreign and code >= 0:
+        raise SandboxError(f"the sandbox itself ended with status {code}: {reason(complaints.strip() or 'no word')}")
+    code = int(own[1]) if own else 128 - code if code < 0 else code  # as a shell says it
+    killed = code == KILLED or foreign
     near = not ended or cpu > seconds / 2 or code == NO_MEMORY
-    if ended and code not in (PASSED, NO_MEMORY, KILLED, FAILED):
-        raise SandboxError(f"the sandbox itself ended with status {code}: {reason(complaints.strip() or 'killed')}")
-    if code == KILLED and not near and not again:  # it killed itself, and will again; or the system was short of memory
+    if killed and not near and not again:
         return run_program(source, calls, stdin, python, again=True)
-    limited = not ended or full or cpu >= seconds or code in (NO_MEMORY, KILLED)
-    verdict = "limit" if limited else "pass" if code == PASSED else "fail"
-    return Run(verdict, near or code == KILLED, cpu, said, complaints)
+    limited = killed or full or cpu >= seconds or code == NO_MEMORY
+    return Run("limit" if limited else "fail" if code else "pass", near or killed, cpu, said, complaints)
 
 
-def _memory_file():
-    return open(os.memfd_create("sandbox"), "r+b", buffering=0)
+def _memory_file(content):
+    """A file in memory, to be read from its beginning."""
+    file = open(os.memfd_create("sandbox"), "r+b", buffering=0)
+    file.write(content)
+    file.seek(0)
+    return file
 
 
 def _wait(pid, seconds):
@@ -175,12 +236,16 @@ def tests_of(answer):
     (MBPP), or JSON {"inputs": [..], "outputs": [..]} of standard input and output (APPS). Raises ValueError.
     """
     if answer.lstrip().startswith("{"):
-        tests = json.loads(answer)
-        fits = tests.keys() == {"inputs", "outputs"} and len(tests["inputs"]) == len(tests["outputs"]) > 0
-        if not fits or not all(isinstance(text, str) for text in tests["inputs"] + tests["outputs"]):
+        try:
+            tests = json.loads(answer)
+        except RecursionError:
+            tests = {}
+        given, wanted = (tests.get(key) for key in ("inputs", "outputs"))
+        fits = len(tests) == 2 and type(given) is type(wanted) is list and len(given) == len(wanted) > 0
+        if not fits or not all(isinstance(text, str) for text in given + wanted):
             raise ValueError(f"answer {answer[:40]!r} wants inputs and outputs alone, as many texts of each")
-        return [((), given, _without_margins(wanted)) for given, wanted in zip(tests["inputs"], tests["outputs"])]
-    calls, wanted = [], []
+        return [((), text, _without_margins(other)) for text, other in zip(given, wanted)]
+    calls, wanted, line = [], [], None
     try:
         if answer.lstrip().startswith("["):
             answer = "\n".join(ast.literal_eval(answer))
@@ -191,9 +256,9 @@ def tests_of(answer):
                     wanted.append(ast.literal_eval(literal))
                 case _:
                     raise ValueError
-    except (ValueError, SyntaxError, TypeError) as error:
-        number = getattr(error, "lineno", 0) or line.lineno
-        wrong = answer.splitlines()[number - 1][:80]
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        number = getattr(error, "lineno", None) or getattr(line, "lineno", 1)
+        wrong = "".join(answer.splitlines()[number - 1 : number])[:80]
         raise ValueError(f"answer, line {number}: {wrong!r} is not 'assert call == literal'") from None
     if not calls:
         raise ValueError("answer has no test, such as 'assert f(1) == 2'")

@@ -9,10 +9,10 @@ import copy
 import functools
 import itertools
 import json
-import mmap
 import multiprocessing
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -441,18 +441,17 @@ def test_an_engine_that_sglang_refuses_to_start_leaves_no_process(tmp_path, give
         assert process.exitcode == 0
 
 
-def test_a_name_that_another_engine_removes_meanwhile_does_not_end_a_start():
-    """Two engines that started at a time raced: a name was listed in /dev/shm, and gone when it was looked at."""
-    mine, gone = (Path(f"/dev/shm/onecurve_{what}_{os.getpid()}") for what in ("mine", "gone"))
-    try:
-        mine.write_bytes(b"lock")
-        gone.symlink_to("/nowhere")  # a name that is listed, and nothing there when it is looked at
-        with open(mine, "r+b") as file, mmap.mmap(file.fileno(), 4):
-            rollout_server.unlink_shared_memory([os.getpid()])
-        assert not mine.exists() and gone.is_symlink()
-    finally:
-        mine.unlink(missing_ok=True)
-        gone.unlink()
+def test_sockets_of_an_engine_that_was_killed_while_it_started_go_when_the_next_one_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if not (child := os.fork()):
+        with rollout_server.folder_for_sockets() as left:
+            (left / "socket").touch()
+            os._exit(0)  # nothing is done at the end, as after SIGKILL
+    os.waitpid(child, 0)
+    assert [path.name for path in tmp_path.glob("*/*")] == ["socket"]
+    with rollout_server.folder_for_sockets() as one, rollout_server.folder_for_sockets() as other:
+        assert {*tmp_path.iterdir()} == {one, other} and one.stat().st_mode & 0o77 == 0
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import torch
 import torch.distributed as dist
-from conftest import error_line, launch_warm
-from prove import interrupt, lines, replay_of
+from conftest import digest, error_line, finish, launch_warm, wait_for
+from prove import ROOT, command_of, interrupt, is_rank, lines, processes_of, replay_of
 
 import sync
 
@@ -109,3 +110,38 @@ def test_what_the_disk_refuses_a_lost_node_and_ctrl_c_are_one_line_and_all_else_
     line = error_line(last_word(lambda: store.check(["something"])))
     assert line.startswith("error: torchrun's store is gone, with the node that had it; nothing")
     assert "ZeroDivisionError" in (text := last_word(lambda: 1 / 0)) and "Traceback" in text
+
+
+# ---- a launcher that is killed
+
+
+def test_ranks_whose_torchrun_is_killed_end_with_it_at_any_moment_and_the_resume_has_the_same_digest(
+    two_ranks, tmp_path
+):
+    """While they meet, sample, train, save and leave; the later ones without an engine, from what it made."""
+    folder, output = tmp_path / "run", tmp_path / "output"
+
+    def written(pattern):
+        return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
+
+    moments = {
+        "start": lambda before: any(is_rank(command) for command in processes_of(folder).values()),
+        "rollout": lambda before: written("queue/rl_*/group_*") > 0,
+        "training": lambda before: written("metrics.jsonl") > before,
+        "saving": lambda before: any(folder.glob("ckpt/.step_*")),
+        "end": lambda before: "digest" in output.read_text(),
+    }
+    for moment, come in moments.items():
+        flags = ["--checkpoint_every=1", "--strict=False", *(["--init_from=resume"] if written("*.jsonl") else [])]
+        flags += replay_of(two_ranks[0]) if moment in ("training", "saving", "end") else []
+        with open(output, "w") as said:
+            torchrun = subprocess.Popen(command_of(folder, *flags, ranks=2), cwd=ROOT, stdout=said, stderr=said)
+        before, began = written("metrics.jsonl"), time.monotonic()
+        while not come(before):
+            assert torchrun.poll() is None and time.monotonic() < began + 300, (moment, output.read_text()[-4000:])
+            time.sleep(0.001)
+        torchrun.kill()
+        torchrun.wait()
+        wait_for(lambda: not processes_of(folder), 10)
+    last = finish(folder, "--init_from=resume", *replay_of(two_ranks[0]), launch=launch_warm)
+    assert digest(last) == digest(two_ranks[1])

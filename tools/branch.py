@@ -8,7 +8,7 @@ the same prompts and the same noise under another config, so what differs comes 
 no checkpoint of that step, one is made first, from the checkpoint before it and the rollout files. The new run is like
 any other: it can be resumed, replayed, compared (tools/diff.py, tools/plot.py) and branched again.
 
-Exit status 2: no such run or step, or flags that the run cannot have.
+Exit status 2: no such run or step, flags that the run cannot have, or a run that asks for trust (tools/verify.py).
 """
 
 import json
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from runs import lines, saved_config
+from runs import check_trusted, lines, saved_config
 from verify import QUIET, copy_run, go_on, link, starts_of
 
 import configurator
@@ -24,11 +24,15 @@ import sync
 from configurator import require
 
 
-def checkpoint_of(run, step, scratch):
-    """The run's checkpoint of this step: its own, or one made in the folder `scratch` from the one before it."""
+def checkpoint_of(run, step, scratch, said):
+    """
+    The run's checkpoint of this step: its own, or one made in the folder `scratch` from the one before it. said: what
+    the command line says, {key: value}.
+    """
     starts = starts_of(run)
     if step in starts:
         return starts[step]
+    check_trusted(run, saved_config(run), said)
     before = max((s for s in starts if s < step), default=None)
     copy_run(run, scratch / "past", starts.get(before))
     problem = go_on(scratch / "past", [f"--max_steps={step}", f"--checkpoint_every={step}", *QUIET])
@@ -60,13 +64,15 @@ def main():
     saved = {key: x for key, x in saved_config(run).items() if key not in configurator.REMOVED}
     config = configurator.configure(saved | {"step": -1, "__file__": ""}, argv[1:])
     step, folder = config.pop("step"), Path(config["out_dir"])
+    said = {key: config[key] for key in configurator.ORIGINS if key in config}
+    check_trusted(run, saved, {key: saved[key] for key in said})  # another value will do: the branch has that one
     steps = len(lines(run, "ledger.jsonl", "rl"))
     require(0 <= step < steps, f"--step={step}: the run has steps 0 to {steps - 1}")
     require(folder != run and not folder.exists(), f"--out_dir={folder}: choose a folder that is not there yet")
     changed = [f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in saved if config[key] != saved[key]]
     print(f"from step {step} on: {', '.join(changed)}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        branch(run, checkpoint_of(run, step, Path(scratch)), folder, config)
+        branch(run, checkpoint_of(run, step, Path(scratch), said), folder, config)
     problem = go_on(folder, [])
     require(not problem, f"{folder}: {problem}")
     for name in "reward_mean", "pass@1":

@@ -138,18 +138,21 @@ def killed_in_step_13():
     sync.Record.supervised = dies
 
 
-def killed_sandbox():
-    """The sandbox of the 100th program is killed as soon as it has begun."""
+def failing_sandbox():
+    """The 50th program's sandbox is killed when it has begun, which breaks nothing; the 100th's does not start."""
     from graders import sandbox
 
-    count, wait = itertools.count(1), sandbox._wait
+    begun, ended, wait, command = itertools.count(1), itertools.count(1), sandbox._wait, sandbox.sandbox_command
 
     def killed(pid, seconds):
-        if next(count) == 100:
+        if next(ended) == 50:
             os.kill(pid, signal.SIGKILL)
         return wait(pid, seconds)
 
-    sandbox._wait = killed
+    def lost(*args):
+        return ["false"] if next(begun) == 100 else command(*args)
+
+    sandbox._wait, sandbox.sandbox_command = killed, lost
 
 
 def slow_engines():

@@ -2,15 +2,17 @@
 How the tools start train_grpo.py, and how they read what a run has left in its folder. No tool by itself.
 """
 
-import ast
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # whoever imports this can import the files there
+import configurator  # noqa: E402
 from configurator import require  # noqa: E402
 
 
@@ -53,7 +55,27 @@ def run(folder, *flags, ranks=1):
 
 
 def saved_config(folder):
-    """{key: value} of a run's config.py, which is read and not executed."""
+    """{key: value} of a run's config.py."""
     path = Path(folder) / "config.py"
     require(path.is_file(), f"{folder}: no config.py in it: not the folder of a run")
-    return {x.targets[0].id: ast.literal_eval(x.value) for x in ast.parse(path.read_text()).body}
+    return configurator.saved_config(path)
+
+
+def check_trusted(run, saved, said):
+    """
+    Ends this process with one line, unless `said`, {key: value} of the command line, repeats all by which a run's saved
+    config, which may be a stranger's, would have programs run here or other machines called.
+    """
+
+    def text(key):
+        return str(saved.get(key, ""))
+
+    def elsewhere(name):
+        return name.strip() not in ("", "scratch", "arithmetic", "programs") and not os.path.exists(name.strip())
+
+    asks = dict(agent=text("agent"), judge=text("judge"), sandbox=text("sandbox") == "none")
+    asks |= {key: elsewhere(text(key)) for key in ("init_from", "reference", "lora", "dataset")}
+    asks["reward"] = ".py:" in text("reward") or any(map(elsewhere, re.findall("model:([^+*]*)", text("reward"))))
+    flags = [f"--{key}={saved[key]}" for key, asked in asks.items() if asked and said.get(key) != saved[key]]
+    why = "its config has programs run here, or other machines called; if you trust it, repeat"
+    require(not flags, f"{run}: {why} {shlex.join(flags)}")

@@ -9,6 +9,10 @@ those of the ledger. Updates up to the step are made from the published rollout 
 and rewards by the engine, and every line of the ledger on the way must come out as published. The digest chooses the
 steps: whoever changes a step to hide something changes the choice.
 
+The run may be a stranger's. Its files are read, none is executed; where its config names what would run here or call
+other machines (an agent, a reward in a file, a judge, a model of the hub), nothing begins until your command line
+repeats it: so no program is run, and no key sent, that you have not named.
+
 config.py and ledger.jsonl are enough; queue/ and ckpt/ save time. Without the rollout files between a checkpoint and a
 step the engine makes them again, without a checkpoint the run begins anew.
 
@@ -25,11 +29,11 @@ import tempfile
 from pathlib import Path
 
 from diff import first_difference
-from runs import command, launch, lines, problem
+from runs import check_trusted, command, launch, lines, problem, saved_config
 from safetensors.torch import load_file
 
 import sync
-from configurator import fail, library_versions, require
+from configurator import ORIGINS, configure, fail, library_versions, printable, require
 from models.adapters import PEFT
 
 # Repeated steps are not to be stopped by a watch.
@@ -134,6 +138,10 @@ def main():
     require(args.steps == "all" or args.steps.isdigit() and args.steps != "0", f"--steps={args.steps}: a number or all")
     if args.keep and args.keep.exists():
         fail(f"--keep={args.keep}: exists; choose another folder")
+    saved = saved_config(run)
+    config = configure({**saved, "__file__": ""}, flags)
+    check_trusted(run, saved | {"track": ""}, {key: config[key] for key in ORIGINS})
+    flags = [flag for flag in flags if not flag.startswith("--init_from=")]  # which is 'resume' for what is repeated
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "ledger.jsonl"
         shutil.copy2(run / "ledger.jsonl", whole)
@@ -153,7 +161,7 @@ def main():
         for start, some in legs.items():
             folder = (args.keep or Path(scratch)) / f"from_{start}"
             if where := parted(run, folder, starts.get(start), some, flags, args.nproc):
-                print(f"parted: {where}")
+                print(f"parted: {printable(where)}")
                 return 1
     print(f"verified: steps {', '.join(map(str, steps))} of {len(everything)}, digest {digest}")
     return 0
