@@ -116,7 +116,10 @@ def configure(namespace, argv=None):
     defaults = block(namespace)
     if "--help" in argv or "-h" in argv:
         if os.environ.get("RANK", "0") == "0":
-            print(_help(defaults, script))
+            try:
+                print(_help(defaults, script), flush=True)
+            except BrokenPipeError:  # --help | head; Python would try once more at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
 
     config = dict(defaults)
@@ -259,7 +262,7 @@ FREE_KEYS = """
 REMOVED = {
     "track": "tools/track.py out/run --to=wandb, or tensorboard, follows the run's metrics.jsonl",
     "reject_best": "tools/best.py out/run --count=2 takes the best samples of any run",
-    "teacher": "--reference=model folder is advantage='distill''s teacher, too",
+    "teacher": "--reference=model folder names the teacher of advantage='distill', too",
     "truth_reward": "--reward='mine.py:f + 0*numeric' notes it: a term of weight 0",
     "radix_cache": "--engine_args='disable_radix_cache=True'",
     "cuda_graphs": "--engine_args='disable_cuda_graph=True'",

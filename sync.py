@@ -50,6 +50,7 @@ from configurator import (
     FREE_KEYS,
     HEALTHY,
     MODES,
+    ORIGINS,
     close_bars,
     config_source,
     fail,
@@ -96,6 +97,7 @@ def report_error(kind, error, trace):
         line = f"{error.filename or 'writing to out_dir'}: {error.strerror}"
         when = "when that is mended, "
     else:
+        close_bars()
         return sys.__excepthook__(kind, error, trace)
     close_bars()
     print(f"error: {line}; nothing written is lost; {when}go on with --init_from=resume", file=sys.stderr, flush=True)
@@ -745,7 +747,8 @@ def open_run(folder, config, resumed, restarted, gpu):
     if begun and not resumed or restarted and lock.read_text() != owner:
         fail(f"out_dir={str(folder)!r}: holds a run already; choose another, or go on with --init_from=resume")
     lock.write_text(owner)
-    print(config_source(config), flush=True)
+    changed = {key: config[key] for key in ORIGINS if key in config}
+    print(f"{config_source(changed)}# all keys: {folder / 'config.py'}", flush=True)
     path = folder / "config.py"
     earlier = "".join(x for x in path.read_text().splitlines(True) if x[0] == "#") if resumed else ""
     # A resume in another mode leaves the run's own mode in its config.
@@ -926,6 +929,7 @@ def write_tensors(folder, prefix, shards, mesh, max_bytes=4 << 30, **metadata):
         if mine:
             try:
                 save_file(content, folder / file, {"format": "pt"} | metadata)
+                os.chmod(folder / file, folder.stat().st_mode & 0o666)  # it makes files that only their owner may read
             except SafetensorError as e:  # a full disk
                 raise RunError(f"{folder / file}: {e}; the checkpoints before it are whole: --init_from=resume")
     if mesh.get_local_rank() == 0 and index:

@@ -83,7 +83,8 @@ class Merged(NamedTuple):
 def adapter_config(c, adapters):
     """adapter_config.json of these shards."""
     targets = sorted({s.name.split(".")[-3] for s in adapters})
-    kind = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=c.init_from, inference_mode=True)
+    base = str(Path(c.out_dir, "model").resolve()) if c.init_from == "scratch" else c.init_from
+    kind = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True)
     return kind | dict(r=c.lora_rank, lora_alpha=c.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none")
 
 

@@ -78,7 +78,8 @@ def main():
     for name in "reward_mean", "pass@1":
         for future in run, folder:
             figures = [f"{x['step']}: {x[name]:.4f}" for x in lines(future) if name in x and x["step"] >= step]
-            print(f"{name} of {future} from step {', '.join(figures[:: -(-len(figures) // 8)])}")
+            if figures:
+                print(f"{name} of {future} from step {', '.join(figures[:: -(-len(figures) // 8)])}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,20 @@ def launch(command, env=None, cwd=None, timeout=None):
     options = dict(cwd=cwd, env=os.environ | (env or {}), timeout=timeout)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
     return done.returncode, done.stdout
+
+
+def launch_with_bar(command, folder, what):
+    """`launch` of a run in this folder, with a bar that follows its metrics.jsonl: engines take seconds to start."""
+    from tqdm import tqdm
+
+    with ThreadPoolExecutor(1) as pool, tqdm(desc=what, unit="step", mininterval=0.5) as bar:
+        running = pool.submit(launch, command)
+        begun = len(lines(folder))
+        while not wait([running], 0.5).done:
+            done = len(lines(folder))
+            begun = min(begun, done)  # a resume cuts the log back first
+            bar.update(done - begun - bar.n)
+        return running.result()
 
 
 def problem(output):

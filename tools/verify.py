@@ -29,7 +29,7 @@ import tempfile
 from pathlib import Path
 
 from diff import first_difference
-from runs import check_trusted, command, launch, lines, problem, saved_config
+from runs import check_trusted, command, launch_with_bar, lines, problem, saved_config
 from safetensors.torch import load_file
 
 import sync
@@ -98,7 +98,8 @@ def copy_run(run, folder, start, without=()):
 
 def go_on(folder, flags, nproc=1):
     """Runs train_grpo.py from the latest checkpoint in the folder; returns its error line, '' if it does not fail."""
-    status, output = launch(command("--init_from=resume", f"--out_dir={folder}", *flags, ranks=nproc))
+    words = command("--init_from=resume", f"--out_dir={folder}", *flags, ranks=nproc)
+    status, output = launch_with_bar(words, folder, f"{folder.name}: making steps")
     return problem(output) if status else ""
 
 
