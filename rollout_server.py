@@ -174,7 +174,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
         sampler.Sampler.forward = functools.partialmethod(sample_tokens, sampler.Sampler.forward)
-        kernels.kept = None if kernels.INTERPRET else {}
+        kernels.panel_cache = {}
         processor = batch_result_processor.SchedulerBatchResultProcessor
         own = processor.process_batch_result_decode
         processor.process_batch_result_decode = functools.partialmethod(decode_results, own)
@@ -203,8 +203,8 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     def flush_cache(self, *args, own=Scheduler.flush_cache, **kwargs):
-        if kernels.kept:
-            kernels.kept.clear()
+        if kernels.panel_cache:
+            kernels.panel_cache.clear()
         return own(self, *args, **kwargs)
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
