@@ -617,6 +617,11 @@ def triton_row_sums(x, out, C, BLOCK: constexpr):
     tl.store(out + row, tl.sum(acc, 0))
 
 
+@functools.cache
+def _lanes(C):
+    return dict(BLOCK=min(LANES, _block(C)), num_warps=LANE_WARPS, **EXACT)
+
+
 def row_sums(x):
     """
     The sums of x (R, C) float64 along its rows -> (R,).
@@ -627,9 +632,7 @@ def row_sums(x):
     x = _aligned(x)
     R, C = x.shape
     out = x.new_empty(R)
-    block = min(LANES, _block(C))
-    config = dict(BLOCK=block, num_warps=LANE_WARPS, **EXACT)
-    on_rows(cpu_row_sums, triton_row_sums, R, R * C, (R,), x, out, C, **config)
+    on_rows(cpu_row_sums, triton_row_sums, R, R * C, (x, out, C), (R,), _lanes(C))
     return out
 
 
@@ -678,7 +681,7 @@ def _turn_row(y, cos, sin, half, sign):
 
 
 @loop
-def cpu_norm_rope(first, last, x, weight, cos, sin, y, eps, x_n, H, D):
+def cpu_norm_rope(first, last, x, weight, cos, sin, y, eps, x_n, R, H, D):
     """Tokens first .. last of x, H rows of D each, x_n apart. An empty weight skips the norm, an empty cos the turn."""
     half = D // 2
     for row in range(first * H, last * H):
@@ -693,15 +696,16 @@ def cpu_norm_rope(first, last, x, weight, cos, sin, y, eps, x_n, H, D):
 
 
 @loop
-def cpu_norm_rope_backward(first, last, grad, x, weight, cos, sin, dx, dw, eps, x_n, H, D):
+def cpu_norm_rope_backward(first, last, grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H, D):
     """dw (blocks, D) gets the sum over each block's rows in order; first .. last are blocks of SUM_ROWS tokens."""
     half = D // 2
-    for row in range(first * SUM_ROWS * H, min(last * SUM_ROWS * H, len(dx) // D)):
+    for row in range(first * SUM_ROWS * H, min(last * SUM_ROWS * H, R)):
         at = row // H * x_n + row % H * D
         x_row = x[at:]
+        grad_row = grad[row * D :]
         g = dx[row * D :]
         for i in range(D):
-            g[i] = grad[row * D + i]
+            g[i] = grad_row[i]
         if len(cos):
             _turn_row(g, cos[row // H * half :], sin[row // H * half :], half, -ONE)
         if len(weight):
@@ -725,7 +729,7 @@ def _turn(cos, sin, row, i, inside, sign, H: constexpr, D: constexpr):
 
 @triton.jit(do_not_specialize=["R"])
 def triton_norm_rope(
-    x, weight, cos, sin, y, eps, x_n, H: constexpr, D: constexpr, R, ROWS: constexpr, BLOCK: constexpr,
+    x, weight, cos, sin, y, eps, x_n, R, H: constexpr, D: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """ROWS of the R rows, which are H for a token. No weight: no norm; no cos: no turn."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -747,7 +751,7 @@ def triton_norm_rope(
 
 @triton.jit(do_not_specialize=["R"])
 def triton_norm_rope_backward(
-    grad, x, weight, cos, sin, dx, dw, eps, x_n, H: constexpr, D: constexpr, R,
+    grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H: constexpr, D: constexpr,
     ROWS: constexpr, BLOCK: constexpr, STEPS: constexpr,
 ):  # fmt: skip
     """dx of STEPS * ROWS rows, a block, and their share of dw (blocks, D)."""
@@ -791,22 +795,21 @@ class NormRope(torch.autograd.Function):
     def forward(ctx, x, weight, cos, sin, eps):
         N, H, D = x.shape
         # as a new tensor would lie, as far as Triton's layout can see
-        aligned = not any(n % 16 for n in (x.data_ptr(), x.stride(0), H * D))
-        lies = aligned and x.stride()[1:] == (D, 1)
+        lies = x.stride()[1:] == (D, 1) and (x.data_ptr() | x.stride(0) | H * D) % 16 == 0  # each of the three
         x = x if lies else _aligned(x)
-        ctx.shape = eps, x.stride(0) if lies else H * D, H, D
-        saved = x, *(t if t is None else _aligned(t) for t in (weight, cos, sin))
-        ctx.save_for_backward(*saved)
+        weight, cos, sin = map(_aligned, (weight, cos, sin))
+        ctx.save_for_backward(x, weight, cos, sin)
+        ctx.tail = eps, x.stride(0) if lies else H * D, N * H, H, D
         y = _contiguous_like(x)
         config = _norm_config(D)
-        programs = -(-N * H // config["ROWS"])
-        twins = cpu_norm_rope, triton_norm_rope
-        on_rows(*twins, N, 8 * x.numel(), (programs,), *saved, y, *ctx.shape, R=N * H, **config)
+        grid = (-(-N * H // config["ROWS"]),)
+        args = x, weight, cos, sin, y, *ctx.tail
+        on_rows(cpu_norm_rope, triton_norm_rope, N, 8 * N * H * D, args, grid, config)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight, *_ = ctx.saved_tensors
+        x, weight, *_ = saved = ctx.saved_tensors
         N, H, D = x.shape
         config = _norm_config(D)
         steps = max(1, SUM_ROWS // config["ROWS"])
@@ -814,10 +817,10 @@ class NormRope(torch.autograd.Function):
         blocks = -(-N * H // rows)
         dx = _contiguous_like(x)
         dw = None if weight is None else x.new_zeros(blocks, D, dtype=torch.float32)
-        twins = cpu_norm_rope_backward, triton_norm_rope_backward
-        args = _aligned(grad), *ctx.saved_tensors, dx, dw, *ctx.shape
-        on_rows(*twins, blocks, 16 * x.numel(), (blocks,), *args, R=N * H, STEPS=steps, **config)
-        return dx, None if weight is None else row_sums(dw.t().double()).to(weight.dtype), None, None, None
+        args = _aligned(grad), *saved, dx, dw, *ctx.tail
+        config = dict(config, STEPS=steps)
+        on_rows(cpu_norm_rope_backward, triton_norm_rope_backward, blocks, 16 * N * H * D, args, (blocks,), config)
+        return dx, None if dw is None else row_sums(dw.t().double()).to(weight.dtype), None, None, None
 
 
 def rms_norm(x, weight, eps, residual=None):
@@ -915,7 +918,7 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         y = _contiguous_like(gate)
-        on_elements(cpu_swiglu, triton_swiglu, 20, y.shape, gate, up, y, gate.stride(0), up.stride(0))
+        on_elements(cpu_swiglu, triton_swiglu, y.shape, 20, gate, up, y, gate.stride(0), up.stride(0))
         return y
 
     @staticmethod
@@ -924,7 +927,7 @@ class SwiGLU(torch.autograd.Function):
         d_gate = _contiguous_like(gate)
         d_up = _contiguous_like(up)
         args = grad.contiguous(), gate, up, d_gate, d_up, gate.stride(0), up.stride(0)
-        on_elements(cpu_swiglu_backward, triton_swiglu_backward, 40, grad.shape, *args)
+        on_elements(cpu_swiglu_backward, triton_swiglu_backward, grad.shape, 40, *args)
         return d_gate, d_up
 
 
@@ -1027,15 +1030,27 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
 
 
 @loop
-def _gather(x, rows, n, head, G, out):
-    """Copies G heads from `head` on, of the first n of these rows of x (any, heads, D), to `out` (n * G, D)."""
-    _, heads, D = x.shape
+def _gather(x, rows, first, n, heads, head, G, D, out):
+    """Copies G heads from `head` on, of n rows of x (any, heads, D) from rows[first] on, to `out` (n * G, D)."""
     width = G * D
+    stride = heads * D
+    start = head * D
     for i in range(n):
-        at = (np.int64(rows[i]) * heads + head) * D
+        at = np.int64(rows[first + i]) * stride + start
         for j in range(0, width, VECTOR):
             part = load(1, 1, x, at + j, 0, width - j)
             store(part, out, i * width + j, 0, width - j)
+
+
+@loop
+def _scatter(x, first, n, heads, head, G, D, out):
+    """Copies x (n * G, D) to these heads of the rows from `first` on of out (any, heads, D)."""
+    width = G * D
+    for i in range(n):
+        at = ((first + i) * heads + head) * D
+        for j in range(0, width, VECTOR):
+            part = load(1, 1, x, i * width + j, 0, width - j)
+            store(part, out, at + j, 0, width - j)
 
 
 @loop
@@ -1048,15 +1063,13 @@ def _scores_to_probabilities(s, at, keys, width, scale, m):
 
 
 @loop
-def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, scale):
+def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, H, HK, D, scale):
     """
     Units are (sequence, key head) pairs. A unit's queries, token by token and within one head by head, are multiplied
     QUERIES rows at a time with its keys and values, which lie together for all of them. stats (N, H, 2): of each row
     the largest score and the sum.
     """
     tokens, rows, q_starts, q_lens, kv_starts, kv_lens = indices
-    _, H, D = all_q.shape
-    HK = all_k.shape[1]
     G = H // HK
     longest = kv_lens.max()
     q = floats(q_lens.max() * G * D)
@@ -1070,11 +1083,10 @@ def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, sca
         head = unit % HK
         T = q_lens[b]
         L = kv_lens[b]
-        of_unit = rows[kv_starts[b] :]
-        _gather(all_q, tokens[q_starts[b] :], T, head * G, G, q)
-        _gather(all_k, of_unit, L, head, 1, k)
+        _gather(all_q, tokens, q_starts[b], T, H, head * G, G, D, q)
+        _gather(all_k, rows, kv_starts[b], L, HK, head, 1, D, k)
         cpu_pack(0, panels(L), k, 1, D, D, padded(L), k_T)
-        _gather(all_v, of_unit, L, head, 1, k)
+        _gather(all_v, rows, kv_starts[b], L, HK, head, 1, D, k)
         cpu_pack(0, panels(D), k, D, 1, L, D, v_panels)
         for r in range(0, T * G, QUERIES):
             R = min(QUERIES, T * G - r)
@@ -1082,27 +1094,25 @@ def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, sca
             cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, 0, panels(seen), p, 0, seen, seen, False)
             for i in range(R):
                 mine = L - T + (r + i) // G + 1
-                stat = stats[q_starts[b] + (r + i) // G, head * G + (r + i) % G]
-                stat[0] = largest(p, i * seen, mine) * scale
-                _scores_to_probabilities(p, i * seen, mine, seen, scale, stat[0])
-                stat[1] = sum_of(p, i * seen, mine)
+                row = (q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G
+                stats[2 * row] = largest(p, i * seen, mine) * scale
+                _scores_to_probabilities(p, i * seen, mine, seen, scale, stats[2 * row])
+                stats[2 * row + 1] = sum_of(p, i * seen, mine)
             cpu_multiply(p, 0, seen, 1, R, seen, v_panels, 0, L, 0, panels(D), out, 0, D, D, False)
             for i in range(R):
-                token = q_starts[b] + (r + i) // G
-                query_head = head * G + (r + i) % G
-                out_row = all_out[token, query_head]
+                row = (q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G
+                mean = out[i * D :]
+                out_row = all_out[row * D :]
                 for j in range(D):
-                    out_row[j] = out[i * D + j] / stats[token, query_head, 1]
+                    out_row[j] = mean[j] / stats[2 * row + 1]
 
 
 @loop
 def cpu_attention_backward(
-    first, last, all_do, all_q, all_k, all_v, all_out, stats, all_dq, all_dk, all_dv, indices, scale
+    first, last, all_do, all_q, all_k, all_v, all_out, stats, all_dq, all_dk, all_dv, indices, H, HK, D, scale
 ):
     """The units and blocks of `cpu_attention`. dk and dv are chains over the query rows in order, dq over the keys."""
     tokens, _, starts, lens, _, _ = indices
-    _, H, D = all_q.shape
-    HK = all_k.shape[1]
     G = H // HK
     longest = lens.max()
     q = floats(longest * G * D)
@@ -1124,11 +1134,10 @@ def cpu_attention_backward(
         b = unit // HK
         head = unit % HK
         T = lens[b]
-        of_unit = tokens[starts[b] :]
-        _gather(all_q, of_unit, T, head * G, G, q)
-        _gather(all_do, of_unit, T, head * G, G, do)
-        _gather(all_k, of_unit, T, head, 1, k)
-        _gather(all_v, of_unit, T, head, 1, v)
+        _gather(all_q, tokens, starts[b], T, H, head * G, G, D, q)
+        _gather(all_do, tokens, starts[b], T, H, head * G, G, D, do)
+        _gather(all_k, tokens, starts[b], T, HK, head, 1, D, k)
+        _gather(all_v, tokens, starts[b], T, HK, head, 1, D, v)
         cpu_pack(0, panels(T), k, 1, D, D, padded(T), k_T)
         cpu_pack(0, panels(T), v, 1, D, D, padded(T), v_T)
         cpu_pack(0, panels(D), k, D, 1, T, D, k_panels)
@@ -1142,24 +1151,20 @@ def cpu_attention_backward(
             cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, 0, panels(seen), p, 0, seen, seen, False)
             cpu_multiply(do, r * D, D, 1, R, D, v_T, 0, D, 0, panels(seen), ds, 0, seen, seen, False)
             for i in range(R):
-                token = starts[b] + (r + i) // G
-                query_head = head * G + (r + i) % G
-                stat = stats[token, query_head]
-                _scores_to_probabilities(p, i * seen, (r + i) // G + 1, seen, scale, stat[0])
-                delta = dot(do, (r + i) * D, all_out[token, query_head], 0, D)
+                row = (starts[b] + (r + i) // G) * H + head * G + (r + i) % G
+                _scores_to_probabilities(p, i * seen, (r + i) // G + 1, seen, scale, stats[2 * row])
+                delta = dot(do, (r + i) * D, all_out, row * D, D)
                 p_row = p[i * seen :]
                 ds_row = ds[i * seen :]
                 for j in range(seen):
-                    p_row[j] /= stat[1]
+                    p_row[j] /= stats[2 * row + 1]
                     ds_row[j] = p_row[j] * (ds_row[j] - delta) * scale
             cpu_multiply(p, 0, 1, seen, seen, R, do_panels, r, T * G, 0, panels(D), dv, 0, D, D, True)
             cpu_multiply(ds, 0, 1, seen, seen, R, q_panels, r, T * G, 0, panels(D), dk, 0, D, D, True)
             cpu_multiply(ds, 0, seen, 1, R, seen, k_panels, 0, T, 0, panels(D), dq, r * D, D, D, False)
-        for i in range(T * G):
-            all_dq[starts[b] + i // G, head * G + i % G] = dq[i * D : (i + 1) * D]
-        for t in range(T):
-            all_dk[starts[b] + t, head] = dk[t * D : (t + 1) * D]
-            all_dv[starts[b] + t, head] = dv[t * D : (t + 1) * D]
+        _scatter(dq, starts[b], T, H, head * G, G, D, all_dq)
+        _scatter(dk, starts[b], T, HK, head, 1, D, all_dk)
+        _scatter(dv, starts[b], T, HK, head, 1, D, all_dv)
 
 
 # On Triton the softmax is online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Per split of SPLIT keys, over
@@ -1467,26 +1472,25 @@ def _by_copy_engine(k, v, keys):
 class CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan, scale):
-        q, k, v = (x.contiguous() for x in (q, k, v))
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        N, H, D = q.shape
         out = _contiguous_like(q)
-        stats = q.new_empty(*q.shape[:2], 2)
-        ctx.plan = plan
-        ctx.scale = np.float32(scale)
+        stats = q.new_empty(N, H, 2)
         ctx.save_for_backward(q, k, v, out, stats)
+        ctx.tail = plan.cpu_indices, H, k.shape[1], D, float(scale)
         _, _, _, q_lens, _, kv_lens = plan.cpu_indices
-        work = 4 * q[0].numel() * int((q_lens * kv_lens).sum())
-        arrays = [_flat(x).reshape(x.shape) for x in (q, k, v, out, stats)]
-        _share(cpu_attention, plan.B * k.shape[1], work, *arrays, plan.cpu_indices, ctx.scale)
+        work = 4 * H * D * int((q_lens * kv_lens).sum())
+        _share(cpu_attention, plan.B * k.shape[1], work, q, k, v, out, stats, *ctx.tail)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, *_ = saved = ctx.saved_tensors
         grads = [_contiguous_like(x) for x in (q, k, v)]
-        indices = ctx.plan.cpu_indices
-        work = 10 * q[0].numel() * int((indices[3] ** 2).sum())
-        arrays = [_flat(x).reshape(x.shape) for x in (grad.contiguous(), *saved, *grads)]
-        _share(cpu_attention_backward, ctx.plan.B * k.shape[1], work, *arrays, indices, ctx.scale)
+        indices, H, HK, D, _ = ctx.tail
+        lens = indices[3]
+        work = 10 * H * D * int((lens * lens).sum())
+        _share(cpu_attention_backward, len(lens) * HK, work, grad.contiguous(), *saved, *grads, *ctx.tail)
         return *grads, None, None
 
 
@@ -1607,18 +1611,35 @@ def head_logits(hidden, weight):
 
 
 @loop
+def _log_sum(z, at, V, terms):
+    """(the largest of V logits, the log of the sum of exp(z - largest)); terms (V,) gets what was added."""
+    m = largest(z, at, V)
+    row = z[at:]
+    for i in range(V):
+        terms[i] = exp(row[i] - m)
+    return m, np.float32(log(np.float64(sum_of(terms, 0, V))))
+
+
+@loop
 def cpu_softmax_stats(first, last, z, t, stats, V):
     """stats (M, 2): the largest z / t of a row, and the log of the row's sum of exp(z / t - largest)."""
-    x = np.empty(V, np.float32)
+    x = floats(V)
     for row in range(first, last):
         z_row = z[row * V :]
         for i in range(V):
             x[i] = z_row[i] / t[0]
-        m = largest(x, 0, V)
+        stats[2 * row], stats[2 * row + 1] = _log_sum(x, 0, V, x)
+
+
+@loop
+def cpu_log_softmax(first, last, z, out, V):
+    terms = floats(V)
+    for row in range(first, last):
+        m, log_sum = _log_sum(z, row * V, V, terms)
+        z_row = z[row * V :]
+        out_row = out[row * V :]
         for i in range(V):
-            x[i] = exp(x[i] - m)
-        stats[2 * row] = m
-        stats[2 * row + 1] = np.float32(log(np.float64(sum_of(x, 0, V))))
+            out_row[i] = (z_row[i] - m) - log_sum
 
 
 @loop
@@ -1632,14 +1653,8 @@ def _log_prob_row(z, row, t, stats, x, V):
 
 
 @loop
-def cpu_log_softmax(first, last, z, t, stats, out, V):
-    for row in range(first, last):
-        _log_prob_row(z, row, t, stats, out[row * V :], V)
-
-
-@loop
 def cpu_token_logprobs(first, last, z, t, stats, targets, logprobs, entropy, V):
-    x = np.empty(V, np.float32)
+    x = floats(V)
     for row in range(first, last):
         _log_prob_row(z, row, t, stats, x, V)
         logprobs[row] = x[targets[row]]
@@ -1651,7 +1666,7 @@ def cpu_token_logprobs(first, last, z, t, stats, targets, logprobs, entropy, V):
 @loop
 def cpu_token_grads(first, last, z, t, stats, targets, entropy, grad, entropy_grad, dz, V):
     """dz may lie where z does."""
-    x = np.empty(V, np.float32)
+    x = floats(V)
     for row in range(first, last):
         _log_prob_row(z, row, t, stats, x, V)
         d = dz[row * V :]
@@ -1733,8 +1748,7 @@ def triton_token_grads(
 def _on_logits(loop, kernel, work, z, *args):
     """A row of z (M, V) is one program's work."""
     M, V = z.shape
-    block = min(LANES, _block(V))
-    on_rows(loop, kernel, M, work * z.numel(), (M,), z, *args, V, BLOCK=block, num_warps=LANE_WARPS, **EXACT)
+    on_rows(loop, kernel, M, work * M * V, (z, *args, V), (M,), _lanes(V))
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -1764,7 +1778,7 @@ class TokenLogprobs(torch.autograd.Function):
         for h, *args in zip(*chunks):
             z = head_logits(h, weight)
             dz = z if h.dtype == z.dtype else torch.empty_like(z, dtype=h.dtype)
-            on_elements(cpu_token_grads, triton_token_grads, 20, z.shape, z, t, *args, dz)
+            on_elements(cpu_token_grads, triton_token_grads, z.shape, 20, z, t, *args, dz)
             d_hidden.append(matmul(dz, weight))
             if d_weight is not None:
                 matmul(dz.t(), h, out=d_weight)
@@ -1796,13 +1810,17 @@ def log_softmax(x, dim, half_to_float):
         return torch._log_softmax(x, dim, half_to_float, out=torch.empty_like(x))
     last = x.dim() > 0 and dim % x.dim() == x.dim() - 1
     check(last, "log_softmax: dim={} of {}; only the last one is written", dim, x.dim())
-    check_operands(x)
     out = torch.empty(x.shape, dtype=torch.float32 if half_to_float else x.dtype, device=x.device)
-    z = _aligned(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+    if not use_triton(x):
+        V = x.shape[-1]
+        _share(cpu_log_softmax, x.numel() // max(1, V), 20 * x.numel(), x.contiguous(), out, V)
+        return out
+    check_operands(x)
+    z = _aligned(x.reshape(-1, x.shape[-1]))
     t = torch.ones(1, dtype=torch.float32, device=x.device)
     stats = z.new_empty(len(z), 2, dtype=torch.float32)
-    _on_logits(cpu_softmax_stats, triton_softmax_stats, 10, z, t, stats)
-    on_elements(cpu_log_softmax, triton_log_softmax, 10, z.shape, z, t, stats, out)
+    _on_logits(None, triton_softmax_stats, 0, z, t, stats)
+    on_elements(None, triton_log_softmax, z.shape, 0, z, t, stats, out)
     return out
 
 
@@ -1855,7 +1873,7 @@ def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
     check_operands(grad)
     ids, order = torch.sort(ids, stable=True)
     N = len(ids)
-    on_elements(None, triton_embedding_backward, 0, (N, C), grad, ids, order, out, padding_idx, N)
+    on_elements(None, triton_embedding_backward, (N, C), 0, grad, ids, order, out, padding_idx, N)
     return out
 
 
@@ -2195,22 +2213,21 @@ def check(fits, message, *args):
 def check_operands(x, *others):
     """Raises ValueError unless x's path can compute with x, and `others` have its device and dtype."""
     by_triton = use_triton(x)
-    if by_triton and not INTERPRET:
-        known = x.device.type == "cuda" and card(x) is not None
-        check(known, "device={}: the Triton operators are for compute capabilities {}", x.device, CAPABILITIES)
+    if by_triton and not INTERPRET and (x.device.type != "cuda" or card(x) is None):
+        raise ValueError(f"device={x.device}: the Triton operators are for compute capabilities {CAPABILITIES}")
     for y in others:
-        agree = y.dtype == x.dtype and y.device == x.device
-        check(agree, "{} on {} beside {} on {}: operands must agree", y.dtype, y.device, x.dtype, x.device)
-    # the loops would read other bits as float32
-    check(by_triton or x.dtype == torch.float32, "dtype={}: the CPU operators know float32", x.dtype)
-    known = x.dtype in (torch.bfloat16, torch.float32)
-    check(known, "dtype={}: the Triton operators know bfloat16 and float32", x.dtype)
+        if y.dtype != x.dtype or y.device != x.device:
+            raise ValueError(f"{y.dtype} on {y.device} beside {x.dtype} on {x.device}: operands must agree")
+    if not by_triton and x.dtype != torch.float32:  # the loops would read other bits as float32
+        raise ValueError(f"dtype={x.dtype}: the CPU operators know float32")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype={x.dtype}: the Triton operators know bfloat16 and float32")
 
 
-def on_rows(loop, kernel, units, work, grid, *args, **config):
+def on_rows(loop, kernel, units, work, args, grid, config):
     """
     The twin for the device, with the same args. On a CPU the loop over `units`, which has `work` operations; on Triton
-    the kernel on a grid of programs, with what follows from the shape alone.
+    the kernel on a grid of programs, with config, which follows from the shape alone.
     """
     if use_triton(args[0]):
         _launch(kernel, grid, *args, **config)
@@ -2218,11 +2235,14 @@ def on_rows(loop, kernel, units, work, grid, *args, **config):
         _share(loop, units, work, *args)
 
 
-def on_elements(loop, kernel, work, shape, *args):
-    """The twin for what is computed number by number in `shape`, `work` operations each; the last of args is its C."""
+def on_elements(loop, kernel, shape, work, *args):
+    """The twin for what is computed number by number in `shape`, `work` operations each; its last argument is C."""
     R, C = shape
-    config = dict(BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
-    on_rows(loop, kernel, R, work * R * C, (R, -(-C // ELEMENTS)), *args, C, **config)
+    if use_triton(args[0]):
+        grid = R, -(-C // ELEMENTS)
+        _launch(kernel, grid, *args, C, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
+    else:
+        _share(loop, R, work * R * C, *args, C)
 
 
 def _launch(kernel, grid, *args, **config):
@@ -2233,6 +2253,8 @@ def _launch(kernel, grid, *args, **config):
 
 def _aligned(x):
     """x, contiguous and at a multiple of 16 bytes: Triton's layout, and with it `tl.sum`, may depend on these."""
+    if x is None:
+        return None
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -2259,10 +2281,9 @@ def _block(width):
 class _Memory:
     """What NumPy takes for an array. Not Tensor.numpy(), after which FSDP2 cannot resize the tensor's storage."""
 
-    def __init__(self, x, size):
+    def __init__(self, x, size, dtype):
         self.owner = x
-        where = x.data_ptr(), False
-        self.__array_interface__ = dict(data=where, shape=(size,), typestr=LOOP_DTYPES[x.dtype], version=3)
+        self.__array_interface__ = {"data": (x.data_ptr(), False), "shape": (size,), "typestr": dtype, "version": 3}
 
 
 def _flat(x):
@@ -2270,14 +2291,15 @@ def _flat(x):
     The memory of a CPU tensor from its first element to its last, as a NumPy array that loops index by x's strides.
     Loops check nothing: their callers have compared the shapes.
     """
-    known = x.is_cpu and x.dtype in LOOP_DTYPES
-    check(known, "{} on {}: the CPU operators know float32", x.dtype, x.device)
-    if not x.numel():
-        return NOTHING.view(LOOP_DTYPES[x.dtype])
+    dtype = LOOP_DTYPES.get(x.dtype)
+    if dtype is None or not x.is_cpu:
+        raise ValueError(f"{x.dtype} on {x.device}: the CPU operators know float32")
     size = x.numel()
+    if size == 0:
+        return NOTHING.view(dtype)
     if not x.is_contiguous():
         size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
-    return np.asarray(_Memory(x, size))
+    return np.asarray(_Memory(x, size, dtype))
 
 
 def _for_loop(x):
@@ -2295,7 +2317,7 @@ _pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a
 
 def _share(loop, units, work, *args):
     """loop(first, last, *args) over all units, by several threads if `work`, the number of operations, is worth it."""
-    args = [*map(_for_loop, args)]
+    args = [x if isinstance(x, int) else _for_loop(x) for x in args]
     shares = min(threads, units)  # so that no share is empty: a loop may read its first unit
     if shares <= 1 or work < WORTH_THREADS:
         return loop(0, units, *args) if units else None
