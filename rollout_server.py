@@ -22,12 +22,10 @@ A group whose file exists is never made again.
 `install_operators` (models/dense.py) hooks kernels.py into SGLang's classes in the scheduler's process; `kernels.draw`
 takes the place of its draw. On a CPU SGLang needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for
 them): a flag that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), and process groups that
-ask for no CUDA device; `sample_tokens` and `decode_results` only save time. Nothing here imports sglang before an
-engine is wanted: that takes seconds.
+ask for no CUDA device. Nothing here imports sglang before an engine is wanted: that takes seconds.
 """
 
 import asyncio
-import copy
 import functools
 import hashlib
 import itertools
@@ -106,50 +104,6 @@ def allow_deterministic_backend():
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
-def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
-    """
-    SGLang's sampler where all requests are drawn from the whole softmax: its log-softmax and its draw, without a
-    softmax of its own and the log of that between them.
-    """
-    from sglang.srt.layers import sampler
-
-    cut = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
-    if cut or info.is_all_greedy or not return_logprob:
-        return by_sglang(self, output, info, return_logprob, *others)
-    logprobs = kernels.log_softmax(output.next_token_logits.div_(info.temperatures), -1, False)
-    tokens = sampler.multinomial_with_seed(logprobs, info.sampling_seed, others[-1])
-    output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
-    return tokens[:, 0].int()
-
-
-def decode_results(self, by_sglang, batch, result):
-    """
-    What SGLang's scheduler does with the tokens of a decode step, in less time: it is half of its own work. Most
-    requests just go on, and only keep their token and its log-prob. Requests that may end here, are streamed, or have a
-    sign of life to send are left to SGLang's own function.
-    """
-    if not batch.return_logprob:
-        return by_sglang(self, batch, result)
-    logits, special = result.logits_output, []
-    rows = zip(batch.reqs, result.next_token_ids.tolist(), logits.next_token_logprobs.tolist())
-    for i, (req, token, logprob) in enumerate(rows):
-        params, length = req.sampling_params, len(req.output_ids) + 1
-        stops = token in (params.stop_token_ids or ()) or token in (req.eos_token_ids or ())
-        ends = stops and not params.ignore_eos or length >= params.max_new_tokens or req.to_finish
-        if ends or params.stop_strs or req.stream or length % SIGN_OF_LIFE == 0:
-            special.append(i)
-        else:
-            req.output_ids.append(token)
-            req.logprob.output_token_logprobs_val.append(logprob)
-            req.logprob.output_token_logprobs_idx.append(token)
-    if special:
-        logits, batch, result = copy.copy(logits), copy.copy(batch), copy.copy(result)
-        batch.reqs = [batch.reqs[i] for i in special]
-        logits.next_token_logprobs = logits.next_token_logprobs[special]
-        result.logits_output, result.next_token_ids = logits, result.next_token_ids[special]
-        by_sglang(self, batch, result)
-
-
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
@@ -159,7 +113,6 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
-    from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
@@ -173,11 +126,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
-        sampler.Sampler.forward = functools.partialmethod(sample_tokens, sampler.Sampler.forward)
         kernels.panel_cache = {}
-        processor = batch_result_processor.SchedulerBatchResultProcessor
-        own = processor.process_batch_result_decode
-        processor.process_batch_result_decode = functools.partialmethod(decode_results, own)
         os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
 
         def group_on_cpu(self, own=parallel_state.GroupCoordinator.__init__, **options):
