@@ -22,16 +22,13 @@ A group whose file exists is never made again.
 `install_operators` (models/dense.py) hooks kernels.py into SGLang's classes in the scheduler's process; `kernels.draw`
 takes the place of its draw. On a CPU SGLang needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for
 them): a flag that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), and process groups that
-ask for no CUDA device; `sample_tokens` and `decode_results` only save time. Nothing here imports sglang before an
-engine is wanted: that takes seconds.
+ask for no CUDA device. Nothing here imports sglang before an engine is wanted: that takes seconds.
 """
 
 import asyncio
-import copy
 import fcntl
 import functools
 import hashlib
-import importlib
 import itertools
 import multiprocessing
 import os
@@ -41,7 +38,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +52,7 @@ import kernels
 from configurator import close_bars, lean_imports, named_arguments
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
-from sync import RunError, group_path, hidden_torchrun, listening_store, rank_is_lost, tensor_hashes, write_group
+from sync import RunError, group_path, hidden_torchrun, rank_is_lost, tensor_hashes, write_group
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
 SIGN_OF_LIFE = 50  # tokens of a sample after which SGLang sends what it has of it; SGLang's own number
@@ -112,74 +108,6 @@ def allow_deterministic_backend():
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
-def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
-    """
-    SGLang's sampler where all requests are drawn from the whole softmax: its log-softmax and its draw, without a
-    softmax of its own and the log of that between them.
-    """
-    from sglang.srt.layers import sampler
-
-    cut = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
-    if cut or info.is_all_greedy or not return_logprob:
-        return by_sglang(self, output, info, return_logprob, *others)
-    logprobs = kernels.log_softmax(output.next_token_logits.div_(info.temperatures), -1, False)
-    tokens = sampler.multinomial_with_seed(logprobs, info.sampling_seed, others[-1])
-    output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
-    return tokens[:, 0].int()
-
-
-def decode_results(self, by_sglang, batch, result):
-    """
-    What SGLang's scheduler does with the tokens of a decode step, in less time: it is half of its own work. Most
-    requests just go on, and only keep their token and its log-prob. Requests that may end here, are streamed, or have a
-    sign of life to send are left to SGLang's own function.
-    """
-    if not batch.return_logprob:
-        return by_sglang(self, batch, result)
-    logits = result.logits_output
-    special = []
-    rows = zip(batch.reqs, result.next_token_ids.tolist(), logits.next_token_logprobs.tolist())
-    for i, (req, token, logprob) in enumerate(rows):
-        params = req.sampling_params
-        length = len(req.output_ids) + 1
-        stops = token in (params.stop_token_ids or ()) or token in (req.eos_token_ids or ())
-        ends = stops and not params.ignore_eos or length >= params.max_new_tokens or req.to_finish
-        if ends or params.stop_strs or req.stream or length % SIGN_OF_LIFE == 0:
-            special.append(i)
-        else:
-            req.output_ids.append(token)
-            req.logprob.output_token_logprobs_val.append(logprob)
-            req.logprob.output_token_logprobs_idx.append(token)
-    if special:
-        logits = copy.copy(logits)
-        batch = copy.copy(batch)
-        result = copy.copy(result)
-        batch.reqs = [batch.reqs[i] for i in special]
-        logits.next_token_logprobs = logits.next_token_logprobs[special]
-        result.logits_output = logits
-        result.next_token_ids = result.next_token_ids[special]
-        by_sglang(self, batch, result)
-
-
-def leave_nothing_open():
-    """
-    No port for other machines: torch's store listens at all addresses, and gives what it has to whoever asks. No names
-    in /dev/shm, which a kill would leave there: of tqdm's lock, and of statistics for a router.
-    """
-    from sglang.srt.managers import scheduler
-    from tqdm import tqdm
-
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so called
-    connect = rendezvous._create_c10d_store
-
-    def store(host, port, rank, *others):
-        return connect(host, port, rank, *others) if rank else listening_store(host, port)
-
-    rendezvous._create_c10d_store = store
-    tqdm.set_lock(threading.RLock())
-    scheduler.create_load_snapshot_writer = lambda *_, **__: None
-
-
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
@@ -189,7 +117,6 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
-    from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
@@ -203,11 +130,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
-        sampler.Sampler.forward = functools.partialmethod(sample_tokens, sampler.Sampler.forward)
-        kernels.kept = None if kernels.INTERPRET else {}
-        processor = batch_result_processor.SchedulerBatchResultProcessor
-        own = processor.process_batch_result_decode
-        processor.process_batch_result_decode = functools.partialmethod(decode_results, own)
+        kernels.panel_cache = {}
         os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
 
         def group_on_cpu(self, own=parallel_state.GroupCoordinator.__init__, **options):
@@ -233,7 +156,8 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     def flush_cache(self, *args, own=Scheduler.flush_cache, **kwargs):
-        (kernels.kept or {}).clear()
+        if kernels.panel_cache:
+            kernels.panel_cache.clear()
         return own(self, *args, **kwargs)
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights

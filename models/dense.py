@@ -260,24 +260,11 @@ def paged_attention(inv_freq):
     return PagedAttention
 
 
-def layer_on_cpu(decoder):
-    """The kernels.CpuLayer of one of SGLang's decoder layers."""
-    attention = decoder.self_attn
-    norms = (decoder.input_layernorm, decoder.post_attention_layernorm)
-    parts = attention.qkv_proj, attention.o_proj, decoder.mlp.gate_up_proj, decoder.mlp.down_proj
-    return kernels.CpuLayer(
-        [(part.weight, part.bias) for part in parts], [n.weight for n in norms], head_norms(attention)[:2],
-        norms[0].variance_epsilon, (attention.num_heads, attention.num_kv_heads), attention.head_dim,
-        attention.attn.scaling,
-    )  # fmt: skip
-
-
 def install_operators(backend, inv_freq, tp_split):
     """
     Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
     choice of a platform's kernel. backend: the name under which our attention is registered; by it SGLang decides how
-    the cache is laid out. Decoder layers are the same operators on a CPU and on CUDA; on a CPU all of them are one call
-    unless sums are cut into parts (tp_split).
+    the cache is laid out. tp_split: number of parts into which sums are cut for several ranks.
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
     VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side; Sampler.forward divides
@@ -310,8 +297,6 @@ def install_operators(backend, inv_freq, tp_split):
         return row_parallel(attention.o_proj, backend.attend(q, k, v, attention.attn, batch).flatten(1))
 
     def layer(self, positions, x, batch, residual):
-        if kernels.kept is not None and tp_split == 1:  # the first layer's call does the work of all
-            return layers_on_cpu(x, batch) if residual is None else (x, residual)
         if residual is None:
             residual = x
             x = norm(self.input_layernorm, x)
@@ -320,14 +305,6 @@ def install_operators(backend, inv_freq, tp_split):
         x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
         return row_parallel(self.mlp.down_proj, hidden), residual
-
-    def layers_on_cpu(x, batch):
-        backend = get_attn_backend()
-        if "layers" not in kernels.kept:
-            kernels.kept["layers"] = [*map(layer_on_cpu, backend.layers)]
-        caches = [backend.token_to_kv_pool.get_kv_buffer(i) for i in range(len(backend.layers))]
-        its = backend.rope_table, caches, batch.out_cache_loc, backend.plan
-        return kernels.cpu_layers(kernels.kept["layers"], x, *its)
 
     def norm(self, x, residual=None, more=None):
         assert more is None

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -401,51 +402,38 @@ def test_cos_and_sin_are_within_two_units_of_float64s_last_place_at_1():
 # ---- the order of addition, in plain words: a loop of another order is another trainer
 
 
-def in_order(a, b):
-    """a (M, K) @ b (K, N): one sum per number, over k in order, each product and sum rounded once."""
-    out = np.zeros((len(a), b.shape[1]), np.float32)
-    for x, y in zip(a.double().t().numpy(), b.double().numpy()):
-        out = (np.outer(x, y) + out).astype(np.float32)  # exact in float64 for numbers of 21 bits
-    return torch.from_numpy(out)
-
-
-def sixteen_sums(x, y):
-    """sum x y: of sixteen sums number i takes every sixteenth product from i on, and then halves are added."""
-    sums = np.zeros(16, np.float32)
-    for i in range(0, len(x), 16):
-        part = (x[i : i + 16].astype(np.float64) * y[i : i + 16]) + sums[: len(x[i : i + 16])]
-        sums[: len(part)] = part.astype(np.float32)
-    while len(sums) > 1:
-        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
-    return sums[0]
-
-
 def matmul_is_in_order(module):
     a, b, c = exact(21, 37), exact(37, 50), exact(21, 50)
+    naive = torch.from_numpy(kernels.naive_matmul(a.numpy(), b.numpy()))
     more = module.matmul(torch.cat([torch.eye(21), a], 1), torch.cat([c, b]))  # as if c had been there before
-    return same(module.matmul(a, b), in_order(a, b)) and same(module.matmul(a, b, out=c.clone()), more)
+    return same(module.matmul(a, b), naive) and same(module.matmul(a, b, out=c.clone()), more)
 
 
 def dot_is_in_order(module):
     x, y = exact(75).numpy(), exact(75).numpy()
-    return module.dot(x, 0, y, 0, 75) == sixteen_sums(x, y)
+    return module.dot(x, 0, y, 0, 75) == kernels.naive_dot(x, y)
 
 
-def chunks_are_not_seen(module):
-    q, k, v = qkv(60, 4, 2, 32)
-    whole = module.attention(q, k, v, module.packed_plan([60]), 0.5)
-    table, one = torch.arange(60, dtype=torch.int32)[None], torch.tensor
-    for a, b in ((0, 7), (7, 60), (59, 60)):
-        plan = module.paged_plan(one([b - a]), one([b]), table, one([0]))
-        if not same(module.attention(q[a:b], k, v, plan, 0.5), whole[a:b]):
+def attention_is_in_order(module):
+    """Of two sequences the first as a whole and in chunks, head by head; over the keys of a page table."""
+    (q, k, v), scale = (exact(40, heads, 32) for heads in (4, 2, 2)), np.float32(0.5)
+    naive = [
+        kernels.naive_attention(q[:30, h].numpy(), k[:30, h // 2].numpy(), v[:30, h // 2].numpy(), scale)
+        for h in range(4)
+    ]
+    naive = torch.from_numpy(np.stack(naive, 1))
+    table, one = torch.arange(40, dtype=torch.int32)[None], torch.tensor
+    for first, last in ((0, 7), (7, 30), (29, 30)):
+        plan = module.paged_plan(one([last - first]), one([last]), table, one([0]))
+        if not same(module.attention(q[first:last], k, v, plan, 0.5), naive[first:last]):
             return False
-    return True
+    return same(module.attention(q, k, v, module.packed_plan([30, 10]), 0.5)[:30], naive)
 
 
-def test_a_matmul_is_one_chain_in_the_order_of_k_and_a_row_sum_is_sixteen_sums():
-    assert matmul_is_in_order(kernels) and dot_is_in_order(kernels) and chunks_are_not_seen(kernels)
+def test_a_matmul_a_dot_and_an_attention_add_in_the_order_of_the_naive_ones():
+    assert matmul_is_in_order(kernels) and dot_is_in_order(kernels) and attention_is_in_order(kernels)
     x = exact(75).numpy()
-    assert kernels.sum_of(x, 0, 75) == sixteen_sums(x, np.ones(75, np.float32))
+    assert kernels.sum_of(x, 0, 75) == kernels.naive_dot(x, np.ones(75, np.float32))
 
 
 def changed(folder, *changes):
@@ -481,9 +469,9 @@ MUTANTS = {
     ),
     "eight sums": (dot_is_in_order, "VECTOR = 16 ", "VECTOR = 8 "),
     "a softmax over what the block sees": (
-        chunks_are_not_seen,
-        "largest(s, i * seen, mine)",
-        "largest(s, i * seen, seen)",
+        attention_is_in_order,
+        "largest(p, i * seen, mine)",
+        "largest(p, i * seen, seen)",
     ),
 }
 
@@ -495,44 +483,6 @@ def test_a_loop_in_another_order_is_caught(tmp_path, name):
 
 
 # ---- threads and tiles: speed alone
-
-
-def decoder_layers(k, in_one_call):
-    """(x, residual, caches ..) after two layers on 3 sequences with biases and head norms, as an engine has them."""
-    torch.manual_seed(2)
-    (H, HK, D, C, F), q_lens, kv_lens = (4, 2, 16, 40, 72), torch.tensor([3, 1, 5]), torch.tensor([7, 20, 5])
-    x, *caches = (torch.randn(*s) for s in [(9, C)] + [(40, HK, D)] * 4)
-    table = torch.zeros(3, 20, dtype=torch.int32)
-    for row, slots in zip(table, torch.randperm(40).int().split([7, 20, 5, 8])):  # no sequence has another's
-        row[: len(slots)] = slots
-    where = torch.cat([table[b, n - q : n] for b, (q, n) in enumerate(zip(q_lens.tolist(), kv_lens.tolist()))]).long()
-    plan = k.paged_plan(q_lens, kv_lens, table, torch.arange(3))
-    cos, sin = k.rope_table(1e4 ** (-torch.arange(D // 2) / D), torch.arange(9))
-    shapes = ((H + 2 * HK) * D, C), (C, H * D), (2 * F, C), (C, F)
-    layers = []  # (linear, norms, head norms) of each
-    for _ in range(2):
-        linear = [(torch.randn(*shape) / 8, torch.randn(shape[0])) for shape in shapes]
-        layers.append((linear, [torch.randn(C), torch.randn(C)], [torch.randn(D), torch.randn(D)]))
-    if in_one_call:
-        made = [k.CpuLayer(*its, 1e-6, (H, HK), D, 0.25) for its in layers]
-        pairs = caches[:2], caches[2:]
-        return *k.cpu_layers(made, x, (cos, sin), pairs, where, plan), *caches
-    residual = None
-    for (linear, norms, heads), keys, values in zip(layers, caches[::2], caches[1::2]):
-        qkv, o, gate_up, down = ((lambda y, w=w, b=b: k.addmm(b, y, w.t())) for w, b in linear)
-        first = residual is None
-        normed, residual = (k.rms_norm(x, norms[0], 1e-6), x) if first else k.rms_norm(x, norms[0], 1e-6, residual)
-        q, key, value = qkv(normed).view(9, -1, D).split([H, HK, HK], 1)
-        q, key = k.norm_rope(q, key, cos, sin, *heads, 1e-6)
-        keys[where], values[where] = key, value
-        normed, residual = k.rms_norm(o(k.attention(q, keys, values, plan, 0.25).flatten(1)), norms[1], 1e-6, residual)
-        x = down(k.swiglu(*gate_up(normed).chunk(2, -1)))
-    return x, residual, *caches
-
-
-def test_decoder_layers_in_one_call_are_the_operators_one_by_one():
-    one, other = decoder_layers(kernels, True), decoder_layers(kernels, False)
-    assert all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
 def operators(k):
@@ -553,7 +503,6 @@ def operators(k):
         outs.append(k.attention(q[:20], key, value, k.paged_plan(one([20]), one([120]), table, one([0])), 0.2))
     logits = k.log_softmax(torch.randn(150, 90), -1, False)
     outs += [logits, k.draw(logits, targets, targets), k.matmul(x.t(), up), k.matmul(x.detach(), w.detach().t())]
-    outs += decoder_layers(k, True)
     outs += [k.bit_sum(whole, targets, torch.arange(70)), k.row_sums(x.detach().double())]
     moved = torch.nn.Parameter(x.detach().clone())
     optimizer = k.AdamW([moved], lr=1e-2, weight_decay=0.1)
@@ -574,14 +523,16 @@ def test_no_operator_forward_or_backward_sees_the_number_of_threads(monkeypatch)
         kernels.threads = threads
         assert all(torch.equal(a, b) for a, b in zip(operators(kernels), expected, strict=True)), threads
     text = Path(kernels.__file__).read_text()
-    assert set(shared) == {x.split(",")[0] for x in text.split("_share(")[1:] if x.startswith("cpu_")}  # all of them
+    loops = re.findall(r"^def (cpu_\w+)\(\s*first, last,", text, re.M)
+    assert set(shared) == set(loops)  # all of them
 
 
 def test_no_operator_sees_the_tile_of_a_matmul_nor_the_blocks_of_rows(tmp_path):
     """Other tiles are what a CPU with other registers has."""
-    tiles = "WORTH_THREADS, TILE_ROWS, TILE_VECTORS, PANEL, BLOCK_ROWS, QUERIES = 0, 5, 3, 48, 24, 20"
-    other = changed(tmp_path, ("WORTH_THREADS = 2e7", tiles))
-    assert (other.PANEL, other.QUERIES) == (48, 20) != (kernels.PANEL, kernels.QUERIES)
+    other, sizes = changed(tmp_path), dict(TILE_ROWS=5, TILE_VECTORS=3, PANEL=48, BLOCK_ROWS=24, QUERIES=20)
+    for name, size in (sizes | dict(WORTH_THREADS=0)).items():  # before the loops are compiled
+        assert getattr(kernels, name) != size
+        setattr(other, name, size)
     assert all(torch.equal(a, b) for a, b in zip(operators(other), operators(kernels), strict=True))
 
 
@@ -748,7 +699,7 @@ REFUSED = {
     "dtype=torch.bfloat16": lambda: kernels.rms_norm(zeros(2, 4).bfloat16(), zeros(4).bfloat16(), 1e-6),
     "weight (5,)": lambda: kernels.rms_norm(zeros(2, 4), zeros(5), 1e-6),
     "residual does": lambda: kernels.rms_norm(zeros(2, 4), zeros(4), 1e-6, zeros(3, 4)),
-    "cos or sin": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(2, 1, 4), zeros(2, 2), zeros(1, 2)),
+    "sin (1, 2)": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(2, 1, 4), zeros(2, 2), zeros(1, 2)),
     "k (3, 1, 4)": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(3, 1, 4), zeros(2, 2), zeros(2, 2)),
     "k (2, 1, 6)": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(2, 1, 6), zeros(2, 2), zeros(2, 2)),
     "gate (2, 4) and up (2, 5)": lambda: kernels.swiglu(zeros(2, 4), zeros(2, 5)),

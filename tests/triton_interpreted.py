@@ -159,7 +159,7 @@ def test_rms_norm_reads_strided_rows_and_poisoned_neighbours_do_not_matter():
     assert same(kernels.rms_norm(rows, w, 1e-6)[7:8], alone)
 
 
-def test_the_weight_gradient_of_a_norm_is_right_over_several_levels_of_blocks_whose_size_decides_its_bits(monkeypatch):
+def test_the_weight_gradient_of_a_norm_is_right_over_several_blocks_whose_size_decides_its_bits(monkeypatch):
     x, w, grad = torch.randn(70, 1500), torch.randn(1500, requires_grad=True), torch.randn(70, 1500)
     unit = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6)
     found = []
