@@ -29,6 +29,7 @@ import asyncio
 import fcntl
 import functools
 import hashlib
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -38,6 +39,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +54,7 @@ import kernels
 from configurator import close_bars, lean_imports, named_arguments
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
-from sync import RunError, group_path, hidden_torchrun, rank_is_lost, tensor_hashes, write_group
+from sync import RunError, group_path, hidden_torchrun, listening_store, rank_is_lost, tensor_hashes, write_group
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
 SIGN_OF_LIFE = 50  # tokens of a sample after which SGLang sends what it has of it; SGLang's own number
@@ -106,6 +108,25 @@ def allow_deterministic_backend():
 
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
+def leave_nothing_open():
+    """
+    No port for other machines: torch's store listens at all addresses, and gives what it has to whoever asks. No names
+    in /dev/shm, which a kill would leave there: of tqdm's lock, and of statistics for a router.
+    """
+    from sglang.srt.managers import scheduler
+    from tqdm import tqdm
+
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so called
+    connect = rendezvous._create_c10d_store
+
+    def store(host, port, rank, *others):
+        return connect(host, port, rank, *others) if rank else listening_store(host, port)
+
+    rendezvous._create_c10d_store = store
+    tqdm.set_lock(threading.RLock())
+    scheduler.create_load_snapshot_writer = lambda *_, **__: None
 
 
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
