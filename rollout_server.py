@@ -57,7 +57,7 @@ from rewards import MODELS, RewardError, rows_of_step, score_all
 from sync import RunError, group_path, hidden_torchrun, listening_store, rank_is_lost, tensor_hashes, write_group
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
-SIGN_OF_LIFE = 50  # tokens of a sample after which SGLang sends what it has of it; SGLang's own number
+HEARTBEAT_TOKENS = 50  # tokens of a sample after which SGLang sends what it has of it; SGLang's own number
 LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class RolloutEngine:
         self.config = config
         self.log = log
         self.version = 0  # as loaded
-        self.sign = log.with_suffix(".alive")  # touched while SGLang lives and works (sync.Queue)
+        self.heartbeat = log.with_suffix(".alive")  # touched while SGLang lives and works (sync.Queue)
         self.name = f"engine {index}"
         self.stderr = os.dup(2)  # while it starts, 2 is the log
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
@@ -498,10 +498,10 @@ class RolloutEngine:
         timeout = self.config["engine_timeout"]
         try:
             while not (await asyncio.wait([results], timeout=min(1, timeout / 4)))[0]:
-                # SGLang sends a sign of life every SIGN_OF_LIFE tokens of the slowest sample
+                # SGLang sends a heartbeat every HEARTBEAT_TOKENS tokens of the slowest sample
                 if self.asked and time.time() - max(self.since, self.manager.last_receive_tstamp) > timeout:
                     raise RunError(f"{self.name}: silent for {timeout:g} s {when}; see {self.log}")
-                self.sign.touch()
+                self.heartbeat.touch()
             return results.result()
         except Exception:  # the first error is the one to report (a RunError is a SystemExit and ends us as it is)
             for task in tasks:

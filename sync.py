@@ -667,16 +667,16 @@ def appears(path, seconds):
 class Queue:
     """
     The groups of a run. Each rank has its own engine sample (by `sampler`; None without an engine), and reads what all
-    engines have made. signs: a path for each engine, which it touches while it lives; () if there are none, as in a
+    engines have made. heartbeats: a path for each engine, which it touches while it lives; () if there are none, as in a
     replay. timeout: seconds without a touch after which the run ends. store: where the engines' ranks say what they do.
     """
 
-    def __init__(self, folder, sampler, run, timeout=0, signs=(), store=None):
+    def __init__(self, folder, sampler, run, timeout=0, heartbeats=(), store=None):
         self.folder = folder
         self.sampler = sampler
         self.run = run
         self.timeout = timeout
-        self.signs = signs
+        self.heartbeats = heartbeats
         self.store = store or dist.HashStore()
 
     def sample(self, job):
@@ -687,10 +687,10 @@ class Queue:
             folder.mkdir(parents=True, exist_ok=True)
             self.sampler.sample(folder, job, self._share(key, job))
             self.store.set(f"{key} engine {self.sampler.engine.index}", "done")
-        self._wait(folder, [f"{key} engine {i}" for i in range(len(self.signs))])
+        self._wait(folder, [f"{key} engine {i}" for i in range(len(self.heartbeats))])
         expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
         for path in (group_path(folder, i) for i in job.rows):
-            if not appears(path, 60 if self.signs else 0):
+            if not appears(path, 60 if self.heartbeats else 0):
                 raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
         return [read_group(folder, i, expected | {"prompt": i}) for i in job.rows]
 
@@ -706,7 +706,9 @@ class Queue:
         before = None
         while keys and not self.store.check(keys):
             waited = time.monotonic() - since
-            if (latest := max((sign.stat().st_mtime_ns for sign in self.signs if sign.exists()), default=0)) != before:
+            if (
+                latest := max((path.stat().st_mtime_ns for path in self.heartbeats if path.exists()), default=0)
+            ) != before:
                 since = time.monotonic()
                 before = latest
             elif waited > self.timeout:

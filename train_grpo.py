@@ -1069,9 +1069,9 @@ if __name__ == "__main__":
     # Do trainers and engines work side by side, or in turn?
     sampling = ranks.engines * rollout_tp  # ranks
     overlaps = lag > 0 < ranks.engines and ranks.trainers + sampling == ranks.world > 1
-    alike = ranks.world if overlaps else ranks.trainers if ranks.mesh is not None else sampling
+    concurrent = ranks.world if overlaps else ranks.trainers if ranks.mesh is not None else sampling
     # More threads than cores wait for each other by spinning; no bit depends on their number.
-    torch.set_num_threads(threads or max(1, os.cpu_count() // alike))
+    torch.set_num_threads(threads or max(1, os.cpu_count() // concurrent))
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     model = folder / "model" if init_from == "scratch" else init_from
     if ranks.rank == 0:
@@ -1170,8 +1170,8 @@ if __name__ == "__main__":
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         kind = episodes.sampler if episodes else Sampler
         sampler = kind(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
-    signs = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
-    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15, signs, ranks.store)
+    heartbeats = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
+    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15, heartbeats, ranks.store)
 
     def version_for(step):
         """The version of the weights with which the samples of a step are made."""

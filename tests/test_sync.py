@@ -407,7 +407,7 @@ def test_nobody_asks_for_a_file_before_its_engine_has_said_that_it_is_there(tmp_
         reading = pool.submit(reader.sample, JOB)
         wait_for(lambda: len(asked) > 5, 5)
         assert {path.name for path in asked} == {"engine_0.alive"} and not reading.done()
-        sync.Queue(tmp_path, Writer(0), "abc", 5, reader.signs, store).sample(JOB)
+        sync.Queue(tmp_path, Writer(0), "abc", 5, reader.heartbeats, store).sample(JOB)
         assert len(reading.result()) == 40
 
 

@@ -43,7 +43,7 @@ def use_of(x, stream=None):
         return None
     if not hasattr(storage, "use") and stream is not None:
         storage.use = Use(stream)
-        weakref.finalize(storage, FREED.setdefault(stream, []).append, storage.use)
+        weakref.finalize(storage, lambda use: FREED.setdefault(stream, []).append(use), storage.use)
         reuse(stream)
     return getattr(storage, "use", None)
 
