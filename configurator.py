@@ -501,8 +501,14 @@ def rank_rules(c, world, defaults):
 
 
 RULES = (
-    key_rules, algorithm_rules, lag_rules, lora_rules, agent_rules, watch_rules, rank_rules,
-)  # fmt: skip
+    key_rules,
+    algorithm_rules,
+    lag_rules,
+    lora_rules,
+    agent_rules,
+    watch_rules,
+    rank_rules,
+)
 
 
 def check_config(config, world, defaults):

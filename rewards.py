@@ -265,9 +265,11 @@ def text_metrics(groups):
     repeated = math.fsum(1 - len({*pairs}) / len(pairs) for pairs in bigrams if pairs)
     symbols = sum(not (c.isalnum() or c.isspace()) for c in characters)
     return dict(
-        unique_answers=len({*texts}) / len(groups), distinct_2=len({*everything}) / max(1, len(everything)),
-        repetition=repeated / len(samples), symbols=symbols / max(1, len(characters)),
-    )  # fmt: skip
+        unique_answers=len({*texts}) / len(groups),
+        distinct_2=len({*everything}) / max(1, len(everything)),
+        repetition=repeated / len(samples),
+        symbols=symbols / max(1, len(characters)),
+    )
 
 
 def hacking(steps, truths=()):

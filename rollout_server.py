@@ -304,24 +304,37 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     samples = max(config["prompts_per_step"], config["groups_in_flight"]) * config["group_size"]
     requests = max(samples, config["eval_size"] * config["eval_samples"])
     args = dict(
-        model_path=str(model_path), device=device, dtype=str(dtype).removeprefix("torch."), log_level="error",
-        skip_tokenizer_init=True, enable_deterministic_inference=True, sampling_backend="pytorch",
-        context_length=tokens + 8, random_seed=config["seed"] % 2**31, base_gpu_id=gpu, tp_size=config["rollout_tp"],
-        attention_backend=ATTENTION_BACKEND[device], weight_version="0", custom_sigquit_handler=died,
+        model_path=str(model_path),
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        log_level="error",
+        skip_tokenizer_init=True,
+        enable_deterministic_inference=True,
+        sampling_backend="pytorch",
+        context_length=tokens + 8,
+        random_seed=config["seed"] % 2**31,
+        base_gpu_id=gpu,
+        tp_size=config["rollout_tp"],
+        attention_backend=ATTENTION_BACKEND[device],
+        weight_version="0",
+        custom_sigquit_handler=died,
         sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
-    )  # fmt: skip
+    )
     if device == "cpu":
         args |= dict(
-            max_total_tokens=samples * (tokens + 1), max_running_requests=samples, disable_cuda_graph=True,
+            max_total_tokens=samples * (tokens + 1),
+            max_running_requests=samples,
+            disable_cuda_graph=True,
             disable_overlap_schedule=True,
-        )  # fmt: skip
+        )
     else:
         args |= dict(
             cuda_graph_max_bs_decode=min(512, requests),
             disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
             bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
-            mem_fraction_static=config["engine_memory"], enable_memory_saver=lends,
-        )  # fmt: skip
+            mem_fraction_static=config["engine_memory"],
+            enable_memory_saver=lends,
+        )
     return args | named_arguments(config["engine_args"])
 
 
@@ -575,9 +588,10 @@ class RolloutEngine:
     def receive_weights(self, bucket, dtype, version, last):
         """One bucket [(name, shape)], of which each trainer broadcasts its rows (receive_rows)."""
         request = self.requests.UpdateWeightsFromDistributedReqInput(
-            names=[name for name, _ in bucket], dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
+            names=[name for name, _ in bucket],
+            dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
             shapes=[list(shape) for _, shape in bucket],
-        )  # fmt: skip
+        )
         self._load(self.manager.update_weights_from_distributed, request, version, last)
 
     def take_weights(self, tensors, version, last):
@@ -667,10 +681,19 @@ class Sampler:
             tensors, meta = await self._group(folder, index, job)
             elapsed, worked = (now - then for now, then in zip((time.time(), self.engine.worked()), self.began))
             meta |= dict(
-                run=self.run, stream=job.stream, step=job.step, prompt=index, version=job.version,
-                prompt_text=row["prompt"], answer=row["answer"], engine=self.engine.index,
-                time=time.strftime("%Y-%m-%dT%H:%M:%S"), began=began, elapsed=elapsed, idle=elapsed - worked,
-            )  # fmt: skip
+                run=self.run,
+                stream=job.stream,
+                step=job.step,
+                prompt=index,
+                version=job.version,
+                prompt_text=row["prompt"],
+                answer=row["answer"],
+                engine=self.engine.index,
+                time=time.strftime("%Y-%m-%dT%H:%M:%S"),
+                began=began,
+                elapsed=elapsed,
+                idle=elapsed - worked,
+            )
             await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
 
     async def _group(self, folder, index, job):
@@ -805,9 +828,15 @@ def sample_segments(queue, step, rows, c, version, flight):
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
         todo = {first + i: i for i, group in enumerate(groups) if not (group and group.meta["finished"])}
         job = Job(
-            stream, step, version, {n: prompts[i] for n, i in todo.items()}, c.group_size, c.temperature,
-            c.segment_tokens, {n: (born[i], groups[i]) for n, i in todo.items()},
-        )  # fmt: skip
+            stream,
+            step,
+            version,
+            {n: prompts[i] for n, i in todo.items()},
+            c.group_size,
+            c.temperature,
+            c.segment_tokens,
+            {n: (born[i], groups[i]) for n, i in todo.items()},
+        )
         grown = queue.sample(job)
         sampled += grown
         for i, group in zip(todo.values(), grown):

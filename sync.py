@@ -667,8 +667,8 @@ def appears(path, seconds):
 class Queue:
     """
     The groups of a run. Each rank has its own engine sample (by `sampler`; None without an engine), and reads what all
-    engines have made. heartbeats: a path for each engine, which it touches while it lives; () if there are none, as in a
-    replay. timeout: seconds without a touch after which the run ends. store: where the engines' ranks say what they do.
+    engines have made. heartbeats: a path for each engine, which it touches while it lives; () without engines.
+    timeout: seconds without a touch after which the run ends. store: where the engines' ranks say what they do.
     """
 
     def __init__(self, folder, sampler, run, timeout=0, heartbeats=(), store=None):
@@ -706,9 +706,8 @@ class Queue:
         before = None
         while keys and not self.store.check(keys):
             waited = time.monotonic() - since
-            if (
-                latest := max((path.stat().st_mtime_ns for path in self.heartbeats if path.exists()), default=0)
-            ) != before:
+            latest = max((path.stat().st_mtime_ns for path in self.heartbeats if path.exists()), default=0)
+            if latest != before:
                 since = time.monotonic()
                 before = latest
             elif waited > self.timeout:
@@ -789,6 +788,45 @@ def healthy_checkpoint(folder, done):
     return before[-1] if before else None
 
 
+def sample_figures(batch, pass_reward):
+    """The metrics of an RL step's samples: of those it trains on, and how many of all groups are easy or hard."""
+    rewards = torch.stack([group.tensors["rewards"] for group in batch.groups])
+    lengths = torch.stack([group.response_lengths() for group in batch.groups])
+    cut = torch.cat([group.tensors["truncated"] for group in batch.groups])
+    right = [group.tensors["rewards"] >= pass_reward for group in batch.sampled if group.meta["finished"]]
+    return dict(
+        reward_mean=math.fsum(rewards.flatten().tolist()) / rewards.numel(),
+        reward_std=float(rewards.double().std()),
+        zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
+        groups=len(batch.sampled),
+        easy_groups=sum(x.all().item() for x in right),
+        hard_groups=sum((~x).all().item() for x in right),
+        response_length_mean=float(lengths.double().mean()),
+        response_length_max=int(lengths.max()),
+        truncated_fraction=float(cut.double().mean()),
+        weight_version=batch.groups[0].meta["version"],
+    )
+
+
+def time_figures(batch, times, sent):
+    """The metrics of an RL step's time. times, sent: as in `Record.step`."""
+    began, sampled, learned, published = times
+    meta = sorted((group.meta for group in batch.sampled), key=lambda m: m["elapsed"])
+    last = {m["engine"]: m for m in meta}.values()  # of each engine
+    seconds = time.monotonic() - began
+    return dict(
+        engine_retractions=sum(m["retractions"] for m in meta),
+        wait_seconds=sampled - began,
+        train_seconds=learned - sampled,
+        rollout_seconds=max(m["began"] + m["seconds"] for m in meta) - min(m["began"] for m in meta),
+        idle_seconds=math.fsum(m["idle"] for m in last) / len(last),
+        sync_seconds=published - learned,
+        step_seconds=seconds,
+        tokens_per_second=sum(int(group.response_lengths().sum()) for group in batch.groups) / seconds,
+        sync_gb_per_second=sent and sent / 1e9 / (published - learned),
+    )
+
+
 class Record:
     """
     What the first rank writes down of a run: the ledger, metrics.jsonl, and samples.md to read. The logs are cut back
@@ -852,7 +890,6 @@ class Record:
         """
         c = self.c
         groups = batch.groups
-        sampled = batch.sampled
         meta = [m for _, m in groups]
         named = ("tokens", "logprobs", "rewards") + ("weight_version",) * bool(c.lag or c.segment_tokens)
         named += ("loss_mask", "turn_rewards") * bool(self.agent)
@@ -861,28 +898,10 @@ class Record:
             stages["journal"] = content_hash([m["journal"] for m in meta])
         prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t, _ in groups))
         self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
-        rewards = torch.stack([t["rewards"] for t, _ in groups])
-        lengths = torch.stack([group.response_lengths() for group in groups])
-        cut = torch.cat([t["truncated"] for t, _ in groups])
-        right = [t["rewards"] >= c.pass_reward for t, m in sampled if m["finished"]]
-        last = {m["engine"]: m for m in sorted((m for _, m in sampled), key=lambda m: m["elapsed"])}.values()  # of each
-        wait, train, publish = (after - before for before, after in zip(times, times[1:]))
-        seconds = time.monotonic() - times[0]
-        line = dict(
-            phase="rl", step=step, reward_mean=math.fsum(rewards.flatten().tolist()) / rewards.numel(),
-            reward_std=float(rewards.double().std()), zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
-            groups=len(sampled), easy_groups=sum(x.all().item() for x in right),
-            hard_groups=sum((~x).all().item() for x in right),
-            **metrics, **(self.agent.metrics(sampled) if self.agent else {}),
-            response_length_mean=float(lengths.double().mean()), response_length_max=int(lengths.max()),
-            truncated_fraction=float(cut.double().mean()), weight_version=meta[0]["version"],
-            engine_retractions=sum(m["retractions"] for _, m in sampled),
-            wait_seconds=wait, train_seconds=train,
-            rollout_seconds=max(m["began"] + m["seconds"] for _, m in sampled) - min(m["began"] for _, m in sampled),
-            idle_seconds=math.fsum(m["idle"] for m in last) / len(last), sync_seconds=publish,
-            step_seconds=seconds, tokens_per_second=float(lengths.sum()) / seconds,
-            sync_gb_per_second=sent and sent / 1e9 / publish,
-        )  # fmt: skip
+        line = dict(phase="rl", step=step) | sample_figures(batch, c.pass_reward) | metrics
+        if self.agent:
+            line |= self.agent.metrics(batch.sampled)
+        line |= time_figures(batch, times, sent)
         self.metrics(**line)
         self.steps.append(line)
         if c.sample_every and step % c.sample_every == 0:

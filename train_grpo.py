@@ -396,11 +396,22 @@ def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False,
     at = loss_mask.nonzero()[:, 0]
     unknown = torch.zeros(len(at))
     return Sample(
-        name=name, tokens=torch.cat([prompt, response]), prompt_tokens=len(prompt), truncated=truncated, of=of,
-        turn_rewards=turn_rewards, loss_at=len(prompt) + at, turn=turn[at],
-        staleness=(zeros if staleness is None else staleness)[at], logprobs=logprobs[at], old_logprobs=logprobs[at],
-        advantages=unknown, reference=unknown, values=unknown, returns=unknown,
-    )  # fmt: skip
+        name=name,
+        tokens=torch.cat([prompt, response]),
+        prompt_tokens=len(prompt),
+        truncated=truncated,
+        of=of,
+        turn_rewards=turn_rewards,
+        loss_at=len(prompt) + at,
+        turn=turn[at],
+        staleness=(zeros if staleness is None else staleness)[at],
+        logprobs=logprobs[at],
+        old_logprobs=logprobs[at],
+        advantages=unknown,
+        reference=unknown,
+        values=unknown,
+        returns=unknown,
+    )
 
 
 def loss_tokens(samples):
