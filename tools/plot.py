@@ -237,15 +237,20 @@ def row_html(t, tokens, logprobs, mask, turn, decode):
     return "".join(f"<pre><small>{name}</small> {text}</pre>" for name, text in named)
 
 
+def advantages_of_group(t, meta, config):
+    """Advantages (G,) of a group's samples, if they follow from its rewards alone; else None."""
+    kind, other = config.get("advantage"), ("overlong_cache", "kl_in_reward")
+    known = meta.get("finished", True) and kind in BY_GROUP and config.get("credit") != "turn"
+    return advantages_of(t["rewards"][None], kind)[0] if known and not any(map(config.get, other)) else None
+
+
 def group_html(t, meta, config, decode):
     """A group file: the prompt, and each sample with its figure."""
     sizes, rewards = t["lengths"].tolist(), t["rewards"]
-    finished, kind = meta.get("finished", True), config.get("advantage")
-    by_turn = config.get("credit") == "turn"
-    known = (
-        finished and kind in BY_GROUP and not (by_turn or config.get("overlong_cache") or config.get("kl_in_reward"))
-    )
-    advantages = advantages_of(rewards[None], kind if known else "dr_grpo")[0]  # if not known, for the border only
+    finished, advantages = meta.get("finished", True), advantages_of_group(t, meta, config)
+    known = advantages is not None
+    if not known:  # for the border only
+        advantages = advantages_of(rewards[None], "dr_grpo")[0]
     columns = [t[key].split(sizes) for key in ("tokens", "logprobs", "loss_mask")]
     columns.append(t["turn"].split(sizes) if "turn" in t else [None] * len(sizes))
     of = t["sample"].tolist() if "sample" in t else range(len(sizes))
