@@ -26,7 +26,7 @@ from configurator import block, configure  # noqa: E402
 README, RUN = ROOT / "README.md", ROOT / "docs" / "run.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 TEACHING = [page for folder in ("lessons", "exercises") for page in sorted((ROOT / folder).glob("*.md"))]
-PAGES = [README, *DOCS, ROOT / "RESULTS.md", *TEACHING]
+PAGES = [README, *DOCS, ROOT / "RESULTS.md", ROOT / "CONTRIBUTING.md", *TEACHING]
 FLAGS = re.findall(r"--(\w+)", "".join(path.read_text() for path in (ROOT / "tools").glob("*.py")))  # the tools' own
 KEYS = {*train_grpo.DEFAULTS, *FLAGS}
 LINE = re.compile(r"\[`([\w.]+|[\w ]+)`\]\(([\w./]+\.py)#L(\d+)\)")  # [`Trainer.update`](train_grpo.py#L907)
