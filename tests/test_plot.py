@@ -9,9 +9,12 @@ import http.server
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -248,9 +251,10 @@ def hostile(address):
 
 
 def browse(page, *flags):
-    """(what a browser printed, its messages) of a page that it opened."""
+    """(what a browser printed, its messages) of a page that it opened: a file, or an address."""
+    address = page if str(page).startswith("http") else f"file://{page}"
     quiet = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking".split()
-    command = [BROWSER, *quiet, "--enable-logging=stderr", "--hide-scrollbars", *flags, f"file://{page}"]
+    command = [BROWSER, *quiet, "--enable-logging=stderr", "--hide-scrollbars", *flags, address]
     end = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return end.stdout, end.stderr
 
@@ -299,3 +303,46 @@ def test_a_browser_draws_it_at_any_width(draw, tmp_path, width):
     assert (picture[:, -8:] == 255).all()  # nothing reaches the right edge: long texts are broken
     colors = {bytes(color) for color in numpy.unique(picture.reshape(-1, 3), axis=0)}
     assert {bytes.fromhex(color[1:]) for color in plot.COLORS[1:3]} <= colors
+
+
+# ---- a run that goes on
+
+
+@pytest.fixture
+def live(tmp_path):
+    """(the run's folder, the address) of a page that is served while a run goes on; its folder is empty yet."""
+    folder = tmp_path / "run"
+    command = [sys.executable, PLOT, folder, "--live", "--port=0", "--every=1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    yield folder, process.stdout.readline().split()[0]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+
+
+def get(address, host=None, path=""):
+    """(status, text) of what the server says."""
+    request = urllib.request.Request(address + path, headers={"Host": host} if host else {})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+
+
+def test_a_page_of_a_run_that_goes_on_is_new_each_time_and_reads_only(live, tmp_path):
+    folder, address = live
+    assert "It has not begun" in get(address)[1] and not folder.exists()
+    make_run(folder, ["a"])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    status, source = get(address)
+    assert status == 200 and "3 RL steps" in source and source.count("<svg") == 3 and "sample 0: reward 1" in source
+    assert 'http-equiv="refresh" content="1"' in source and "script" not in source
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert get(address, host="evil.example")[0] == 403 and get(address, path="config.py")[0] == 404
+    shutil.rmtree(folder)
+    make_run(folder, ["a"], steps=5)
+    assert "5 RL steps" in get(address)[1]
+    if not BROWSER:
+        pytest.skip("no browser: apt-get install chromium")
+    dom, messages = browse(address, "--dump-dom")
+    assert "5 RL steps" in Page(dom).text and Page(dom).tags.count("svg") == 3 and "CONSOLE" not in messages

@@ -1,5 +1,6 @@
 """
-What README.md, docs/, RESULTS.md and lessons/ say of lines, commands, keys, files, sizes and metrics is true.
+What README.md, RESULTS.md and the pages of docs/, lessons/ and exercises/ say of lines, commands, keys, files, sizes
+and metrics is true.
 
     pytest tests/test_readme.py
     python tests/test_readme.py    # sets the numbers of lines and the sizes of files; prints the sizes
@@ -24,13 +25,14 @@ from configurator import block, configure  # noqa: E402
 
 README, RUN = ROOT / "README.md", ROOT / "docs" / "run.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [README, *DOCS, ROOT / "RESULTS.md", *sorted((ROOT / "lessons").glob("*.md"))]
+TEACHING = [page for folder in ("lessons", "exercises") for page in sorted((ROOT / folder).glob("*.md"))]
+PAGES = [README, *DOCS, ROOT / "RESULTS.md", ROOT / "CONTRIBUTING.md", *TEACHING]
 FLAGS = re.findall(r"--(\w+)", "".join(path.read_text() for path in (ROOT / "tools").glob("*.py")))  # the tools' own
 KEYS = {*train_grpo.DEFAULTS, *FLAGS}
 LINE = re.compile(r"\[`([\w.]+|[\w ]+)`\]\(([\w./]+\.py)#L(\d+)\)")  # [`Trainer.update`](train_grpo.py#L907)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 KEY = re.compile(r"`(?:--)?([a-z]\w*)=")  # `lag=1`, `--lag=1`
-FILE = re.compile(r"(?<![\w/])(?:config|docs|episodes|examples|graders|lessons|tests|tools)/[\w/]*\.\w+")
+FILE = re.compile(r"(?<![\w/])(?:config|docs|episodes|examples|exercises|graders|lessons|tests|tools)/[\w/]*\.\w+")
 SIZE = re.compile(r"^(\| `([\w./]+)` \| )([\d,]+) \| ([\d,]+)(?= \|)", re.MULTILINE)  # | `sync.py` | lines | tokens |
 UNCOUNTED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

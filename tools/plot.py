@@ -4,6 +4,7 @@ Pictures of runs, and their samples to read: one HTML file that needs nothing el
     uv sync --group plot
     python tools/plot.py out/tiny                                 # writes out/tiny/plot/plot.html
     python tools/plot.py out/a out/b --out=out/ab --steps=3,40    # over each other; the samples of these steps
+    python tools/plot.py out/tiny --live                          # the page of a run that goes on, for a browser here
 
 A value at step s belongs to the weights after s updates, before step s updates them. Runs with equal ledgers are said
 to be equal and drawn dashed over each other; where a run differs from the first, a vertical line marks the step, and
@@ -13,6 +14,7 @@ if that follows from the group's rewards alone, its advantage. Exit status 2: no
 
 import argparse
 import html
+import http.server
 import itertools
 import math
 import re
@@ -237,15 +239,20 @@ def row_html(t, tokens, logprobs, mask, turn, decode):
     return "".join(f"<pre><small>{name}</small> {text}</pre>" for name, text in named)
 
 
+def advantages_of_group(t, meta, config):
+    """Advantages (G,) of a group's samples, if they follow from its rewards alone; else None."""
+    kind, other = config.get("advantage"), ("overlong_cache", "kl_in_reward")
+    known = meta.get("finished", True) and kind in BY_GROUP and config.get("credit") != "turn"
+    return advantages_of(t["rewards"][None], kind)[0] if known and not any(map(config.get, other)) else None
+
+
 def group_html(t, meta, config, decode):
     """A group file: the prompt, and each sample with its figure."""
     sizes, rewards = t["lengths"].tolist(), t["rewards"]
-    finished, kind = meta.get("finished", True), config.get("advantage")
-    by_turn = config.get("credit") == "turn"
-    known = (
-        finished and kind in BY_GROUP and not (by_turn or config.get("overlong_cache") or config.get("kl_in_reward"))
-    )
-    advantages = advantages_of(rewards[None], kind if known else "dr_grpo")[0]  # if not known, for the border only
+    finished, advantages = meta.get("finished", True), advantages_of_group(t, meta, config)
+    known = advantages is not None
+    if not known:  # for the border only
+        advantages = advantages_of(rewards[None], "dr_grpo")[0]
     columns = [t[key].split(sizes) for key in ("tokens", "logprobs", "loss_mask")]
     columns.append(t["turn"].split(sizes) if config.get("agent") else [None] * len(sizes))
     rows = []  # HTML
@@ -296,11 +303,12 @@ KEY = '<p>Tokens that were sampled, by log-prob: <code>{}</code>. <i>Grey: told<
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser is told to run and to fetch nothing
 
 
-def page(runs, words, panels, samples):
+def page(runs, words, panels, samples, again=""):
+    """again: a tag for a browser that is to ask for the page again."""
     title = html.escape(", ".join(run.name for run in runs))
     shades = " ".join(f'<b class="p{i}">{-i / 2:g}</b>' for i in range(SHADES)) + " or less"
     return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta http-equiv="Content-Security-Policy" content="{POLICY}"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}"><meta name="viewport" content="width=device-width">{again}
 <style>{STYLE}</style></head><body><h1>{title}</h1>{"".join(f"<p>{html.escape(line)}</p>" for line in words)}
 <div class="panels">{"".join(panels)}</div>{KEY.format(shades) if samples else ""}{samples}</body></html>"""
 
@@ -309,34 +317,116 @@ def numbers(text):
     return [*map(int, text.split(","))]
 
 
+def read_all(folders):
+    """The runs in these folders, each named by its last part, or by all of it if two have the same."""
+    last = [folder.resolve().name for folder in folders]
+    names = [name if last.count(name) == 1 else str(folder) for folder, name in zip(folders, last)]
+    return [read_run(*run) for run in zip(folders, names)]
+
+
+def compose(runs, steps, prompts):
+    """(lines about the runs, {file: figure}, HTML of samples)."""
+    compared = [compare(runs[0], run) for run in runs[1:]]
+    words = [line for line, _ in compared] or [f"{steps_of(runs[0])}, digest {digest_of(runs[0])}"]
+    marks = {i: mark for i, (_, mark) in enumerate(compared, 1) if mark}
+    alike = {}  # of equal runs the samples are equal, too
+    for run in runs:
+        alike.setdefault(digest_of(run), []).append(run)
+    shown = [samples_html(same[0], [r.name for r in same], steps, prompts) for same in alike.values()]
+    return words, draw(runs, marks), "".join(shown)
+
+
+def panels_of(figures):
+    return [svg(figure, figure.axes[0].get_title(loc="left")) for figure in figures.values()]
+
+
+def live_page(args):
+    """The page as the runs are now, or a line for a run that has not begun."""
+    again = f'<meta http-equiv="refresh" content="{args.every}">'
+    if missing := [f for f in args.runs for file in ("metrics.jsonl", "ledger.jsonl") if not (f / file).is_file()]:
+        waits = Run(missing[0], str(missing[0]), [], [], {})
+        return page([waits], ["It has not begun: no metrics in it yet."], [], "", again)
+    runs = read_all(args.runs)
+    try:
+        words, figures, shown = compose(runs, args.steps, args.prompts)
+    except (sync.RunError, FileNotFoundError) as e:  # a run may delete a rollout file while it is read
+        return page(runs, [f"Not now: {sync.reason(e)}"], [], "", again)
+    return page(runs, words, panels_of(figures), shown, again)
+
+
+class Live(http.server.BaseHTTPRequestHandler):
+    """Answers a browser on this machine with the page. It reads, and that is all it does."""
+
+    def do_GET(self):
+        own = f"127.0.0.1:{self.server.server_port}"
+        # A page of another site may have a name that leads here: its browser then names that site.
+        if self.headers.get("Host") not in (own, own.replace("127.0.0.1", "localhost")):
+            return self.send_error(403)
+        if self.path != "/":
+            return self.send_error(404)
+        body = self.server.render().encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def serve(args):
+    """Serves the page until it is interrupted; drawn again only if a run has written something."""
+    drawn = {}  # {what was there: the page}
+
+    def render():
+        files = [folder / file for folder in args.runs for file in ("metrics.jsonl", "ledger.jsonl")]
+        state = tuple(file.stat().st_size if file.is_file() else -1 for file in files)
+        if state not in drawn:
+            page_now = live_page(args)
+            drawn.clear()
+            drawn[state] = page_now
+        return drawn[state]
+
+    try:
+        server = http.server.HTTPServer(("127.0.0.1", args.port), Live)
+    except OSError as e:
+        fail(f"--port={args.port}: {e.strerror}; another, or 0 for any")
+    server.render = render
+    print(
+        f"http://127.0.0.1:{server.server_port}/ every {args.every} s; Ctrl-C ends it, the run does not notice",
+        flush=True,
+    )
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, help="folder to write to; else 'plot' in the first run's")
     parser.add_argument("--steps", default=[], type=numbers, help="whose samples are shown, such as 3,40")
     parser.add_argument("--prompts", type=int, default=2, help="whose samples are shown, of each of these steps")
+    parser.add_argument("--live", action="store_true", help="write nothing; serve the page to browsers on this machine")
+    parser.add_argument("--port", type=int, default=8765, help="with --live; 0: any free port")
+    parser.add_argument("--every", type=int, default=10, help="with --live: seconds until a browser asks again")
     args = parser.parse_args(argv)
-    folders = [folder.resolve() for folder in args.runs]
-    names = [f.name if [x.name for x in folders].count(f.name) == 1 else str(p) for f, p in zip(folders, args.runs)]
-    runs = [read_run(*run) for run in zip(args.runs, names)]
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False, "font.size": 9})
-    compared = [compare(runs[0], run) for run in runs[1:]]
-    words = [line for line, _ in compared] or [f"{steps_of(runs[0])}, digest {digest_of(runs[0])}"]
-    marks = {i: mark for i, (_, mark) in enumerate(compared, 1) if mark}
-    figures, out = draw(runs, marks), args.out or args.runs[0] / "plot"
-    alike = {}  # of equal runs the samples are equal, too
-    for run in runs:
-        alike.setdefault(digest_of(run), []).append(run)
+    if args.live:
+        return serve(args)
+    runs, out = read_all(args.runs), args.out or args.runs[0] / "plot"
     try:
-        shown = [samples_html(same[0], [r.name for r in same], args.steps, args.prompts) for same in alike.values()]
+        words, figures, shown = compose(runs, args.steps, args.prompts)
     except sync.RunError as e:
         fail(str(e).removeprefix("error: "))
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file, figure in figures.items():
             figure.savefig(out / f"{file}.png", dpi=150)
-        panels = [svg(figure, figure.axes[0].get_title(loc="left")) for figure in figures.values()]
-        (out / "plot.html").write_text(page(runs, words, panels, "".join(shown)))
+        (out / "plot.html").write_text(page(runs, words, panels_of(figures), shown))
     except OSError as e:
         fail(f"--out={out}: {e.strerror}")
     print(*words, f"{out / 'plot.html'}, and {len(figures)} PNG files beside it", sep="\n")

@@ -3,6 +3,7 @@ Repeats steps of a published run and says whether they come out the same.
 
     python tools/verify.py out/tiny                          # five steps, chosen by the run's digest
     python tools/verify.py out/tiny --steps=all --threads=1  # every step; other flags are train_grpo.py's
+    python tools/verify.py user/name                         # of the hub, where tools/publish.py has put it
 
 In a folder of its own, a chosen step is reached from the last checkpoint before it, whose weights and moments must be
 those of the ledger. Updates up to the step are made from the published rollout files, the step's own samples, log-probs
@@ -69,6 +70,19 @@ def differing_weight(checkpoint, line):
             return name
 
 
+def fetched(name):
+    """A run's folder; of one that tools/publish.py has put on the hub as user/name, a copy in out/hub/user/name."""
+    if name.is_dir() or len(name.parts) != 2:
+        return name
+    from huggingface_hub import snapshot_download
+
+    folder = Path("out", "hub", name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns="run/*", local_dir=folder)) / "run"
+    except Exception as e:
+        fail(f"{name}: neither the folder of a run nor one on the hub: {sync.reason(e)}")
+
+
 def link(source, target):
     """A second name for a file that nobody writes into, or where that cannot be a copy of it."""
     try:
@@ -133,7 +147,7 @@ def main():
     parser.add_argument("--nproc", type=int, default=1, help="processes; more than one are torchrun's")
     parser.add_argument("--keep", type=Path, help="a folder for what is done again, for tools/diff.py")
     args, flags = parser.parse_known_args()
-    run = args.run
+    run = fetched(args.run)
     for name in ("config.py", "ledger.jsonl"):
         require((run / name).is_file(), f"{run}: no {name} in it, and so nothing to verify")
     require(args.steps == "all" or args.steps.isdigit() and args.steps != "0", f"--steps={args.steps}: a number or all")

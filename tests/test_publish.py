@@ -1,0 +1,200 @@
+"""
+tools/publish.py and tools/verify.py by name, with the protocol of huggingface_hub against a hub of our own.
+
+    pytest tests/test_publish.py
+"""
+
+import base64
+import hashlib
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, digest, error_line, read_groups, run_warm
+from safetensors.torch import load_file
+
+pytest.importorskip("matplotlib", reason="no matplotlib: uv sync --group plot")
+sys.path.insert(0, str(ROOT / "tools"))
+import publish  # noqa: E402
+import verify  # noqa: E402
+from runs import saved_config  # noqa: E402
+
+from train_grpo import samples_of, with_advantages  # noqa: E402
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as an upload and a download ask for: repositories with one commit, large files by LFS."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, body=b"", status=200, **headers):
+        if not isinstance(body, bytes):
+            body, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_POST(self):
+        hub, body = self.server, self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Authorization") != "Bearer secret":
+            return self.answer({"error": "Invalid username or password."}, 401)
+        if self.path == "/api/repos/create":
+            return self.answer({"url": f"{hub.address}/{json.loads(body)['organization']}/{json.loads(body)['name']}"})
+        if self.path == "/api/validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        if "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            kinds = {True: "lfs", False: "regular"}
+            large = [dict(path=f["path"], uploadMode=kinds[f["path"].endswith("safetensors")]) for f in files]
+            return self.answer({"files": [dict(f, shouldIgnore=False) for f in large]})
+        if self.path.endswith("/info/lfs/objects/batch"):
+            return self.answer({"transfer": "basic", "objects": [self.place(x) for x in json.loads(body)["objects"]]})
+        if "/commit/" in self.path:
+            return self.commit([json.loads(line) for line in body.splitlines()])
+        self.answer({"error": "not here"}, 404)
+
+    def place(self, x):
+        upload = {"href": f"{self.server.address}/lfs/{x['oid']}", "header": {}}
+        return dict(x, actions={"upload": upload})
+
+    def commit(self, operations):
+        files = self.server.files
+        for value in (x["value"] for x in operations if x["key"] in ("file", "lfsFile")):
+            blob = self.server.blobs[value["oid"]] if "oid" in value else base64.b64decode(value["content"])
+            files[value["path"]] = blob
+        self.server.message = operations[0]["value"]["summary"]
+        self.answer({"commitUrl": f"{self.server.address}/user/name/commit/1", "commitOid": "1" * 40})
+
+    def do_PUT(self):
+        blob = self.rfile.read(int(self.headers["Content-Length"]))
+        assert hashlib.sha256(blob).hexdigest() == self.path.rpartition("/")[2]
+        self.server.blobs[self.path.rpartition("/")[2]] = blob
+        self.answer()
+
+    def do_GET(self):
+        path, _, file = self.path.partition("/resolve/")
+        commit = {"X_Repo_Commit": "1" * 40}
+        if file:
+            blob = self.server.files.get(file.partition("/")[2])
+            if blob is None:
+                return self.answer(status=404, X_Error_Code="EntryNotFound", **commit)
+            return self.answer(blob, ETag=f'"{hashlib.sha256(blob).hexdigest()}"', **commit)
+        if not path.startswith("/api/models/user/name") or not self.server.files:
+            return self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
+        if "/tree/" in path:
+            named = self.server.files.items()
+            return self.answer([dict(type="file", path=name, size=len(x), oid="0" * 40) for name, x in named])
+        siblings = [{"rfilename": name} for name in self.server.files]
+        self.answer({"id": "user/name", "sha": "1" * 40, "siblings": siblings})
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def hub():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.address, server.files, server.blobs = f"http://127.0.0.1:{server.server_port}", {}, {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def tool(hub, tmp_path):
+    """tool(file, arguments): (exit status, output) of a tool with this hub, and a working directory of its own."""
+
+    def run(name, *args, token="secret"):
+        env = dict(HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path / "hf"), HF_HUB_DISABLE_XET="1", HF_TOKEN=token)
+        command = [sys.executable, ROOT / "tools" / name, *map(str, args)]
+        options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | env, **options)
+        return done.returncode, done.stdout
+
+    return run
+
+
+def test_a_run_is_published_fetched_by_name_and_verified_and_an_altered_one_is_refused(
+    tool, hub, two_ranks, tmp_path, monkeypatch, capsys
+):
+    run = shutil.copytree(two_ranks[0], tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    status, said = tool("publish.py", run, "user/name")
+    assert status == 0 and said.endswith(f"{hub.address}/user/name/commit/1\n"), said
+    assert hub.message == digest(two_ranks[1]) and all(path.read_bytes() == x for path, x in before.items())
+    assert {name: hub.files[f"run/{name}"] for name in ("config.py", "ledger.jsonl")} == {
+        name: (run / name).read_bytes() for name in ("config.py", "ledger.jsonl")
+    }
+    card = hub.files["README.md"].decode()
+    assert digest(two_ranks[1]).split()[1] in card and "0 had another log-prob" in card and "\nbase_model" not in card
+    assert not [name for name in hub.files if "optimizer" in name and not name.startswith("run/ckpt/step_000024/")]
+
+    ledger = hub.files["run/ledger.jsonl"]
+    hub.files["run/ledger.jsonl"] = ledger.replace(b'"rewards": "', b'"rewards": "0', 1)
+    status, said = tool("verify.py", "user/name")
+    assert status == 1 and re.search("\nparted: .*ledger.jsonl: line 61 is altered", said)
+    hub.files["run/ledger.jsonl"] = ledger
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verify, "fetched", lambda name: Path("out", "hub", name, "run"))  # what it has fetched already
+    (tmp_path / "out/hub/user/name/run/ledger.jsonl").write_bytes(ledger)
+    monkeypatch.setattr(verify, "launch", lambda command: run_warm(command[1:], tmp_path / "output"))
+    monkeypatch.setattr(sys, "argv", ["verify.py", "user/name", "--steps=1", "--threads=1"])
+    assert verify.main() == 0 and capsys.readouterr().out.endswith(f" of 24, {digest(two_ranks[1])}\n")
+
+
+def test_what_is_published_loads_as_a_model_and_as_a_table(two_ranks, tmp_path, capsys):
+    datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
+    run = shutil.copytree(two_ranks[0], tmp_path / "run")
+    out = run / "publish"
+    publish.main([str(run), "user/name", "--dry", "--checkpoints=0"])
+    assert capsys.readouterr().out == f"{out}: {sum(p.stat().st_size for p in out.rglob('*.*')) / 1e6:.1f} MB\n"
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    whole = {
+        name: x for file in (run / "ckpt/step_000024").glob("*.safetensors") for name, x in load_file(file).items()
+    }
+    assert model.dtype == torch.bfloat16 and not any((out / "run" / "ckpt").iterdir())
+    assert all(torch.equal(x, whole[name].bfloat16()) for name, x in model.state_dict().items() if name in whole)
+
+    rows = datasets.load_dataset("parquet", data_files=str(out / "samples.parquet"), cache_dir=str(tmp_path / "cache"))
+    rows = rows["train"]
+    assert len(rows) == 24 * 64 and rows[0]["prompt_text"] and rows[0]["text"]
+    groups = read_groups(run, "rl_000023")
+    config = type("Config", (), saved_config(run))
+    samples = with_advantages(samples_of(groups, 23), torch.stack([t["rewards"] for t, _ in groups]), config)
+    last = rows.filter(lambda row: row["step"] == 23)
+    assert last["advantage"][:] == [float(s.advantages[0]) for s in samples] and len({*last["advantage"][:]}) > 2
+    assert last["logprobs"][:] == [s.logprobs.tolist() for s in samples]
+
+
+@pytest.mark.parametrize("spoil, name, line", [
+    (lambda run: None, "name", "name: not the name of a repository; use user/name"),
+    (lambda run: shutil.rmtree(run / "ckpt"), "user/name", "no checkpoint in it, and so no model to publish"),
+    (lambda run: (run / "config.py").unlink(), "user/name", "no config.py in it: not the folder of a run"),
+])  # fmt: skip
+def test_what_cannot_be_published_ends_in_one_line(two_ranks, tmp_path, capsys, spoil, name, line):
+    run = shutil.copytree(two_ranks[0], tmp_path / "run")
+    spoil(run)
+    with pytest.raises(SystemExit) as end:
+        publish.main([str(run), name, "--dry"])
+    assert end.value.code == 2 and line in error_line(capsys.readouterr().err) and not (run / "publish").exists()
+
+
+def test_what_the_hub_refuses_or_does_not_have_ends_in_one_line(tool, hub, two_ranks, tmp_path):
+    run = shutil.copytree(two_ranks[0], tmp_path / "run")
+    status, said = tool("publish.py", run, "user/name", token="wrong")
+    assert status == 2 and "user/name: the hub did not take it" in error_line(said) and not hub.files
+    status, said = tool("verify.py", "user/name")
+    assert status == 2 and "user/name: neither the folder of a run nor one on the hub" in error_line(said)

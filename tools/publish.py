@@ -1,0 +1,213 @@
+"""
+A run as a repository of the Hugging Face hub, which others load as a model, read, and verify by its name.
+
+    uv sync --group plot
+    python tools/publish.py out/tiny user/tiny --dry    # writes out/tiny/publish, to look at
+    python tools/publish.py out/tiny user/tiny          # and uploads it: hf auth login, or HF_TOKEN
+    python tools/verify.py user/tiny                    # what anybody can do then
+
+    README.md           the model card: the claim, the digest, how it was made, how to verify it
+    *.safetensors, ..   the last checkpoint in bfloat16, without the optimizer's state: what from_pretrained loads
+    samples.parquet     every sample: step, prompt, text, tokens, log-probs, reward, advantage where its group gives it
+    run/                what verify reads: config.py, the ledger, metrics, rollout files, and the last --checkpoints
+                        checkpoints in float32, with the optimizer's state
+
+config.py says with which command, in which folders and with which judge's address the run was made. Exit status 2:
+nothing to publish, or the hub refuses it.
+"""
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+
+import plot
+import pyarrow
+import pyarrow.parquet
+import torch
+from runs import saved_config
+from safetensors.torch import load_file, save_file
+
+import sync
+from configurator import fail, require
+from models.folders import load_tokenizer
+
+SAMPLE = pyarrow.schema(
+    dict(
+        step=pyarrow.int64(), prompt=pyarrow.int64(), sample=pyarrow.int64(), prompt_text=pyarrow.string(),
+        text=pyarrow.string(), tokens=pyarrow.list_(pyarrow.int64()), logprobs=pyarrow.list_(pyarrow.float32()),
+        sampled=pyarrow.list_(pyarrow.bool_()), reward=pyarrow.float32(), advantage=pyarrow.float32(),
+    )
+)  # fmt: skip
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [onecurve, grpo, reinforcement-learning, reproducible]
+{front}---
+
+# {name}
+
+A model trained by onecurve, in which one seed gives one curve, bit for bit. {trained}. The whole run has one digest:
+
+    {digest}
+
+Whoever repeats the run on the same kind of device gets it, or has found where something is wrong. {mismatch}
+
+## Verify it
+
+In a checkout of onecurve ({commit}), this fetches the run and repeats steps that the digest chooses, from their
+samples to their weights. Nothing of this repository is executed.
+
+    uv run tools/verify.py {name}
+
+## How it was made
+
+| | |
+|---|---|
+| base model | {base} |
+| data | {data} |
+| reward | {reward} |
+| made with | {machine} |
+| command | `{command}` |
+| config | [run/config.py](run/config.py); running it again reruns the run |
+
+{evaluation}
+
+![Training reward]({picture})
+
+## What is here
+
+| file | what |
+|---|---|
+| `*.safetensors` | the last checkpoint in bfloat16, for `from_pretrained` |
+| `samples.parquet` | every sample, for `datasets.load_dataset` |
+| `run/` | the run's own folder: config, ledger, metrics, rollout files, checkpoints with the optimizer's state |
+"""
+
+
+def export(checkpoint, out):
+    """The weights of a checkpoint in bfloat16, and what else its folder has for other programs."""
+    for path in checkpoint.iterdir():
+        if path.suffix == ".safetensors":
+            tensors = {name: x.to(torch.bfloat16) for name, x in load_file(path).items()}
+            save_file(tensors, out / path.name, {"format": "pt"})
+        elif path.is_file() and path.name not in ("checkpoint.json", "config.json"):
+            shutil.copy(path, out)
+    if (checkpoint / "config.json").is_file():
+        hf = json.loads((checkpoint / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps(hf | dict(dtype="bfloat16"), indent=1))
+
+
+def sample_rows(step, t, meta, config, tokenizer):
+    """Rows of SAMPLE of a rollout group; an agent's sample has a row for each of its dialogues."""
+    advantages = plot.advantages_of_group(t, meta, config)
+    sizes = t["lengths"].tolist()
+    columns = [t[key].split(sizes) for key in ("tokens", "logprobs", "loss_mask")]
+    of = t["sample"].tolist() if "sample" in t else range(len(sizes))
+    for g, tokens, logprobs, sampled in zip(of, *columns):
+        yield dict(
+            step=step, prompt=meta["prompt"], sample=g, prompt_text=meta.get("prompt_text"),
+            text=tokenizer.decode(tokens.tolist()), tokens=tokens.tolist(), logprobs=logprobs.tolist(),
+            sampled=sampled.tolist(), reward=float(t["rewards"][g]),
+            advantage=None if advantages is None else float(advantages[g]),
+        )  # fmt: skip
+
+
+def write_samples(run, config, tokenizer, path):
+    """samples.parquet; the groups that were sampled, but not finished in a step, are left out."""
+    with pyarrow.parquet.ParquetWriter(path, SAMPLE) as file:
+        for folder in sorted(run.glob("queue/rl_*")):
+            numbers = sorted(int(group.stem[6:]) for group in folder.glob("group_*"))
+            groups = (sync.read_group(folder, number, {}) for number in numbers)
+            finished = [group for group in groups if group[1].get("finished", True)]
+            rows = [row for group in finished for row in sample_rows(int(folder.name[3:]), *group, config, tokenizer)]
+            file.write_table(pyarrow.Table.from_pylist(rows, SAMPLE))
+
+
+def card(run, name):
+    """The text of README.md. run: plot.py's Run."""
+    config = run.config
+    steps = [line for line in run.lines if line["phase"] == "rl"]
+    different = sum(line.get("logprob_mismatch_tokens", 0) for line in steps)
+    passes = [line for line in run.lines if "pass@1" in line]
+    notes = re.findall("^# (.*)$", (run.folder / "config.py").read_text(), re.MULTILINE)  # as configurator.provenance
+    command, commit, machine = [*notes, *["unknown"] * 3][:3]
+    scratch = config["init_from"] == "scratch"
+    hub = {"base_model": config["init_from"], "datasets": config["dataset"]}
+    front = "".join(f"{key}: {value}\n" for key, value in hub.items() if NAME.fullmatch(value) and value[0] not in "./")
+    evaluation = ""
+    if passes:
+        ends = (f"{x['pass@1']:.4f} +- {x['pass@1_ci95']:.4f} after {x['step']}" for x in (passes[0], passes[-1]))
+        evaluation = f"Held out, pass@1: {', '.join(ends)} RL steps."
+    said = (
+        f"Of all sampled tokens {different} had another log-prob in the trainer than in the engine, compared as bits."
+    )
+    return CARD.format(
+        name=name, front=front, digest=plot.digest_of(run), trained=plot.steps_of(run), mismatch=said * bool(steps),
+        commit=commit, machine=machine, command=command, base="none: from random weights" if scratch
+        else config["init_from"], data=config["dataset"], reward=config["reward"], evaluation=evaluation,
+        picture="reward.png",
+    )  # fmt: skip
+
+
+def write_folder(run, name, out, checkpoints):
+    """Makes `out` what the hub gets."""
+    config = saved_config(run)
+    sealed = sync.checkpoints(run / "ckpt")
+    require(sealed, f"{run}: no checkpoint in it, and so no model to publish (--checkpoint_every)")
+    read = plot.read_run(run, name)
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "run" / "ckpt").mkdir(parents=True)
+    export(sealed[-1], out)
+    write_samples(run, config, load_tokenizer(sealed[-1])[0], out / "samples.parquet")
+    for file in ("config.py", *sync.LOGS):
+        if (run / file).is_file():
+            shutil.copy(run / file, out / "run")
+    for checkpoint in sealed[len(sealed) - checkpoints :]:
+        shutil.copytree(checkpoint, out / "run" / "ckpt" / checkpoint.name)
+    if (run / "queue").is_dir():
+        shutil.copytree(
+            run / "queue", out / "run" / "queue", ignore=lambda folder, names: [n for n in names if n[0] == "."]
+        )
+    figures = plot.draw([read], {})
+    (figures.get("reward") or next(iter(figures.values()))).savefig(out / "reward.png", dpi=150)
+    (out / "README.md").write_text(card(read, name))
+
+
+def upload(folder, name, private, message):
+    """Puts the folder on the hub; returns the address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(name, private=private, exist_ok=True)
+        return api.upload_folder(repo_id=name, folder_path=folder, commit_message=message).commit_url
+    except Exception as error:
+        fail(f"{name}: the hub did not take it: {sync.reason(error)}; try `hf auth login`, or --dry")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="its folder")
+    parser.add_argument("name", help="of the repository: user/name")
+    parser.add_argument("--dry", action="store_true", help="upload nothing")
+    parser.add_argument("--private", action="store_true", help="a new repository is not public")
+    parser.add_argument("--checkpoints", type=int, default=1, help="how many, the last ones, others can go on from")
+    args = parser.parse_args(argv)
+    require(NAME.fullmatch(args.name), f"{args.name}: not the name of a repository; use user/name")
+    out = args.run / "publish"
+    try:
+        write_folder(args.run, args.name, out, args.checkpoints)
+    except sync.RunError as error:
+        fail(str(error).removeprefix("error: "))
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    print(f"{out}: {size / 1e6:.1f} MB", flush=True)
+    if not args.dry:
+        digest = plot.digest_of(plot.read_run(args.run, args.name))
+        print(upload(out, args.name, args.private, f"digest {digest}"))
+
+
+if __name__ == "__main__":
+    main()
