@@ -15,7 +15,6 @@ import contextlib
 import io
 import json
 import sys
-import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,11 +126,95 @@ def of_transformers(checkpoints, prompts):
     yield "the trainer does not divide by 0.7", "trainer", rows, dict(temperature=0.7)
 
 
+# ---- TRL, in its own environment
+
+TRL = "trl==1.16.0"
+STEPS = {  # mistake: (what the referee must say, TRL's settings, the referee's flags)
+    "": ("", {}, {}),
+    "in bfloat16": ("", dict(bf16=True), {}),
+    "loss halved": ("all gradients half", {}, {}),
+    "tied embedding frozen": ("tied weights?", {}, {}),
+    "weight decay on norms": ("weight decay on norms", dict(weight_decay=0.1), dict(weight_decay=0.1)),
+    "EOS without loss": ("EOS", {}, {}),
+    "advantages of the next sample": ("advantages of other samples", {}, {}),
+    "a mean over samples, said to be over tokens": ("aggregated by sequence", dict(loss_type="grpo"), {}),
+    "temperature 0.7 in the sampler only": ("no temperature", dict(temperature=0.7), dict(temperature=0.7)),
+}
+
+
+def trl_side(task):
+    """One step of TRL's GRPOTrainer for each of STEPS: the batch, the gradients and the weights after it."""
+    import torch
+    from datasets import Dataset
+    from safetensors.torch import save_file
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(2)
+    columns = "prompt_ids prompt_mask completion_ids completion_mask advantages".split()
+
+    def reward(completions, **_):
+        return [len(set(text)) / max(1, len(text)) + len(text) / 100 for text in completions]
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, model=None, **__):
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            save_file(grads, self.folder / "gradients.safetensors")
+
+        def on_optimizer_step(self, *_, model=None, **__):
+            model.save_pretrained(self.folder / "after")
+
+    class Trainer(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            out = super()._generate_and_score_completions(inputs)
+            ids, masks = (torch.cat([out[f"prompt_{k}"], out[f"completion_{k}"]], 1) for k in ("ids", "mask"))
+            if "temperature" in self.mistake:
+                self.temperature = 1.0
+            with torch.no_grad():
+                own = self._get_per_token_logps_and_entropies(self.model, ids, masks, out["completion_ids"].shape[1])[0]
+            batch = {k: out[k].contiguous() for k in columns} | dict(old_per_token_logps=own.float().contiguous())
+            save_file(batch, self.folder / "batch.safetensors")
+            if "next sample" in self.mistake:
+                out["advantages"] = out["advantages"].roll(-1)
+            if "EOS" in self.mistake:
+                out["completion_mask"] = out["completion_mask"] * (out["completion_ids"] != 1).int()
+            return out
+
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) / (2 if "halved" in self.mistake else 1)
+
+        def get_decay_parameter_names(self, model):
+            every = [name for name, _ in model.named_parameters()]
+            return every if "decay" in self.mistake else super().get_decay_parameter_names(model)
+
+    for i, (mistake, (_, settings, _)) in enumerate(STEPS.items()):
+        folder = Path(task["out"]) / f"trl_{i}"
+        folder.mkdir(exist_ok=True)
+        config = dict(
+            output_dir=str(folder), max_steps=1, use_cpu=True, bf16=False, seed=1,
+            model_init_kwargs=dict(dtype="float32", attn_implementation="sdpa"), per_device_train_batch_size=32,
+            num_generations=8, gradient_checkpointing=False, dataloader_pin_memory=False, max_completion_length=100,
+            beta=0.0, loss_type="dapo", learning_rate=1e-4, lr_scheduler_type="constant", save_strategy="no",
+            logging_strategy="no", report_to="none", disable_tqdm=True, temperature=1.0,
+        )  # fmt: skip
+        keep, data = Keep(), Dataset.from_list([dict(prompt=x) for x in task["prompts"]])
+        config = GRPOConfig(**config | settings)
+        trainer = Trainer(task["model"], reward, config, data, callbacks=[keep])
+        keep.folder = trainer.folder = folder
+        trainer.mistake = mistake
+        if "tied" in mistake:
+            trainer.model.get_input_embeddings().weight.requires_grad_(False)
+        trainer.train()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", nargs="*", default=["transformers"])
     parser.add_argument("--out", type=Path, default=Path("out/referee"))
+    parser.add_argument("--trl_side", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.trl_side:
+        return trl_side(json.loads(args.trl_side.read_text()))
     checkpoints, prompts = learned(args.out)
     print("| system | mistake | the referee says | named |\n|---|---|---|---|")
     for system in args.systems:

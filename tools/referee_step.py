@@ -1,6 +1,7 @@
 """
-One update of another trainer, done again in float32, for tools/referee.py: what moved, by how much and in which
-direction, beside what the formula says and what it would say with one mistake. No tool by itself.
+One update of another trainer, done again in float32, for tools/referee.py: what moved, how far and where to, beside
+what the formula says, and what it would say with one mistake. Of AdamW it is the first step: its moments are 0 before.
+No tool by itself.
 """
 
 import math
@@ -10,145 +11,198 @@ import torch
 from referee_formats import read
 from referee_hypotheses import Reference
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import kernels
 from configurator import require
-from models.folders import fetch_model, weight_files
+from models.folders import weight_files
 from train_grpo import advantages_of, aggregate, make_sample, pack, plan_leaves, policy_loss
 
-FLAT = 1e-30
-ALIKE = 0.02  # relative distance of an update that is the formula's
 EXPLAINS = 0.5  # share of the distance
+FLOAT32 = 4.0  # times the distance between two float32 programs
+BFLOAT16 = 1.5  # times the distance between float32 and bfloat16
 SCALES = {
-    0.5: "half: a mean over two ranks taken twice, or two accumulated batches averaged as one?",
-    0.25: "a quarter: a mean over four taken twice?",
-    0.125: "an eighth: a mean over eight taken twice?",
-    2.0: "twice: a sum over two ranks that should be a mean?",
-    4.0: "four times: a sum over four that should be a mean?",
-    8.0: "eight times: a sum over eight that should be a mean?",
+    0.125: "all gradients an eighth: a mean over eight ranks twice?",
+    0.25: "all gradients a quarter: a mean over four ranks twice?",
+    0.5: "all gradients half: a mean over two ranks twice?",
+    2.0: "all gradients twice: a sum over two ranks?",
+    4.0: "all gradients four times: a sum over four ranks?",
+    8.0: "all gradients eight times: a sum over eight ranks?",
 }
 
 
 def samples_of(rows, args):
-    """Samples with advantages, from the rows of a batch: theirs, or those of the rewards by --advantage."""
-    if all(r.advantage is None for r in rows):
-        require(all(r.reward is not None for r in rows), "BATCH: neither advantage nor reward in every row")
+    """Samples with advantages, from a batch's rows: their own, or by --advantage those of the rewards."""
+    if any(r.advantage is None for r in rows):
         size = args.group_size
-        require(size and len(rows) % size == 0, f"--group_size={size}: must divide BATCH's {len(rows)} rows")
-        rewards = torch.tensor([float(r.reward) for r in rows]).view(-1, size)
-        for r, a in zip(rows, advantages_of(rewards, args.advantage).flatten().tolist()):
-            r.advantage = a
+        known = all(r.reward is not None for r in rows)
+        require(known, "BATCH: a row without advantage and reward")
+        require(size > 1 and len(rows) % size == 0, f"--group_size={size}: must be the samples of a group of BATCH")
+        rewards = torch.tensor([r.reward for r in rows]).view(-1, size)
+        for r, advantage in zip(rows, advantages_of(rewards, args.advantage).flatten().tolist()):
+            r.advantage = advantage
     samples = []
     for r in rows:
         n = len(r.response)
         mask = torch.tensor(r.mask or [1] * n).bool()
         old = torch.tensor(r.trainer_logprobs or r.logprobs or [math.nan] * n)
         made = make_sample(torch.tensor(r.prompt), torch.tensor(r.response), mask, old)
-        advantages = torch.tensor(r.advantage if isinstance(r.advantage, list) else [r.advantage] * n)
-        samples.append(made._replace(advantages=advantages.float()[mask]))
+        advantages = torch.tensor(r.advantage) * torch.ones(n)
+        samples.append(made._replace(advantages=advantages[mask]))
     return samples
 
 
-def gradients(reference, samples, args, head_apart=False):
-    """{parameter: gradient} of the step's loss. head_apart: 'head' is what a tied embedding got as the head alone."""
-    model, tokens = reference.model, sum(len(s.loss_at) for s in samples)
-    head = model.lm_head.weight.detach().clone().requires_grad_() if head_apart else model.lm_head.weight
+def with_loss_at(samples, choose):
+    """The samples with their loss at the tokens that choose(own loss mask (T,)) leaves or adds."""
+    for s in samples:
+        own = torch.zeros(len(s.tokens)).bool().index_fill(0, s.loss_at, True)
+        chosen = choose(own)
+        made = make_sample(s.tokens[:0], s.tokens, chosen, torch.full((len(own),), math.nan))
+        yield made._replace(advantages=s.advantages[:1].expand(int(chosen.sum())))
+
+
+def gradients(model, logprobs_of, samples, args):
+    """{parameter: gradient} of the step's loss. logprobs_of(leaf): log-probs (M,) before the temperature's division."""
+    tokens = sum(len(s.loss_at) for s in samples)
     model.zero_grad()
     for chosen in plan_leaves([len(s.tokens) for s in samples], 4096, 1):
         leaf = pack([samples[i] for i in chosen], "cpu")
-        plan = kernels.packed_plan(leaf.lengths)
-        ids = dict(input_ids=leaf.ids[None], position_ids=leaf.positions[None])
-        hidden = model.model(**ids, use_cache=False, plan=plan).last_hidden_state[0]
-        logprobs, _ = kernels.token_logprobs(hidden[leaf.predictors], head, leaf.targets, args.temperature)
-        old = torch.where(leaf.old_logprobs.isnan(), logprobs.detach(), leaf.old_logprobs)
+        logprobs = logprobs_of(leaf, args.temperature)
+        old = leaf.old_logprobs.where(~leaf.old_logprobs.isnan(), logprobs.detach())
         counts = leaf.counts.tolist()
         losses, _ = policy_loss(args.loss, logprobs, old, leaf.advantages, counts, args.clip_low, args.clip_high)
         aggregate(losses, counts, args.aggregation, len(samples), tokens, args.max_new_tokens).backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    return found | ({"head": head.grad} if head_apart else {})
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def norm(tensors):
-    return math.sqrt(sum(float(x.double().square().sum()) for x in tensors.values()))
+def library_gradients(reference, samples, args, rounded):
+    """The same by transformers and torch, in float32 or by autocast to bfloat16."""
+    kernels.disable_batch_invariant()
+    model = AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32)
+
+    def logprobs_of(leaf, temperature):
+        logits = [model(ids[None]).logits[0] for ids in leaf.ids.split(leaf.lengths.tolist())]
+        z = torch.cat(logits)[leaf.predictors].float() / temperature
+        return z.log_softmax(-1).gather(1, leaf.targets[:, None])[:, 0]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
+        found = gradients(model, logprobs_of, samples, args)
+    kernels.enable_batch_invariant(args.threads)
+    return found
 
 
-def update(before, grads, args, decay=None):
-    """{parameter: its change} by the first step of AdamW, or by SGD. decay(parameter): whether it decays."""
-    if args.grad_clip and norm(grads) > args.grad_clip:
-        scale = args.grad_clip / norm(grads)
-        grads = {name: g * scale for name, g in grads.items()}
-    decay = decay or (lambda p: p.dim() > 1)
+def clipped(grads, most):
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+    return {name: g * min(1.0, most / norm) for name, g in grads.items()} if most else grads
+
+
+def update(before, grads, args, correct=1.0, decays=lambda p: p.dim() > 1):
+    """{parameter: its change}, rounded as float32 weights are. correct: what AdamW's bias correction lacks."""
     moved = {}
-    for name, g in grads.items():
-        step = g if args.optimizer == "sgd" else g / (g.abs() + args.eps)
-        held = before[name] * args.weight_decay if decay(before[name]) else 0.0
-        after = before[name] - args.learning_rate * (step + held)
-        moved[name] = after - before[name]
+    for name, g in clipped(grads, args.grad_clip).items():
+        p = before[name]
+        direction = g if args.optimizer == "sgd" else correct * g / (g.abs() + args.eps)
+        held = args.weight_decay * p if decays(p) else 0.0
+        moved[name] = p - args.learning_rate * (direction + held) - p
     return moved
 
 
 def compare(theirs, ours):
     """(cosine, relative distance, best factor on ours) of two {parameter: tensor}."""
-    pairs = [(theirs[name].double().flatten(), ours[name].double().flatten()) for name in ours]
-    dot, a, b, far = (float(sum(f(x, y) for x, y in pairs)) for f in (
-        lambda x, y: x @ y, lambda x, y: x @ x, lambda x, y: y @ y, lambda x, y: (x - y) @ (x - y),
-    ))  # fmt: skip
-    return dot / max(math.sqrt(a * b), FLAT), math.sqrt(far / max(a, FLAT)), dot / max(b, FLAT)
+    dot, a, b, far = 0.0, 1e-60, 1e-60, 0.0
+    for name, y in ours.items():
+        x = theirs[name].double()
+        dot += float((x * y).sum())
+        a += float((x * x).sum())
+        b += float((y.double() * y).sum())
+        far += float((x - y).square().sum())
+    return dot / math.sqrt(a * b), math.sqrt(far / a), dot / b
 
 
-def masked(samples, change):
-    """Samples whose loss is at the tokens for which change(sample) is true (T,)."""
-    found = []
-    for s in samples:
-        at = change(s).nonzero()[:, 0]
-        advantage = s.advantages[0] if len(s.advantages) else torch.tensor(0.0)
-        column = advantage.expand(len(at))
-        nan = torch.full_like(column, math.nan)
-        found.append(s._replace(loss_at=at, advantages=column, old_logprobs=nan, logprobs=nan, **{
-            k: torch.zeros(len(at)) for k in ("staleness", "reference", "values", "returns")
-        }))  # fmt: skip
+def mistakes(reference, samples, args, logprobs_of, grads):
+    """{mistake: gradients}: losses put together in another way, and what tied weights may lack."""
+
+    def of(samples, **flags):
+        return gradients(reference.model, logprobs_of, [*samples], types.SimpleNamespace(**vars(args) | flags))
+
+    found = {text: {name: c * g for name, g in grads.items()} for c, text in SCALES.items()}
+    for kind in {"token", "sequence", "constant" if args.max_new_tokens else "token"} - {args.aggregation}:
+        found[f"loss aggregated by {kind}"] = of(samples, aggregation=kind)
+    found["advantages with the other sign"] = {name: -g for name, g in grads.items()}
+    for by in {1, -1, len(samples) // 2} - {0, len(samples)}:
+        pairs = zip(samples, samples[by:] + samples[:by])
+        moved = [s._replace(advantages=x.advantages[:1].expand(len(s.loss_at))) for s, x in pairs]
+        found[f"advantages of other samples, {by:+d}"] = of(moved)
+    found["no temperature in the trainer"] = of(samples, temperature=1.0)
+    found["last tokens (EOS) without loss"] = of(with_loss_at(samples, lambda own: own & own.roll(-1)))
+    found["first tokens without loss"] = of(with_loss_at(samples, lambda own: own & own.roll(1)))
+    found["prompts in the loss"] = of(with_loss_at(samples, lambda own: torch.arange(len(own)) > 0))
+    if reference.hf.tie_word_embeddings:
+        head, name = reference.head.detach().requires_grad_(), "model.embed_tokens.weight"
+        alone = gradients(reference.model, lambda *x: logprobs_of(*x, head), samples, args)
+        found["tied weights without the head's gradient"] = alone
+        found["tied weights without the embedding's gradient"] = grads | {name: grads[name] - alone[name]}
     return found
 
 
-def mistakes(samples, args):
-    """Yields (mistake, samples, flags) that give other gradients."""
-
-    def flags(**changed):
-        return types.SimpleNamespace(**vars(args) | changed)
-
-    for kind in {"token", "sequence", "constant"} - {args.aggregation}:
-        yield f"loss aggregated by {kind}", samples, flags(aggregation=kind)
-    yield "advantages with the other sign", [s._replace(advantages=-s.advantages) for s in samples], args
-    for by in (1, -1):
-        rolled = samples[by:] + samples[:by]
-        given = [s._replace(advantages=(o.advantages[:1] if len(o.advantages) else torch.zeros(1)).expand(len(s.loss_at)))
-                 for s, o in zip(samples, rolled)]  # fmt: skip
-        yield f"advantages of the sample {by:+d}", given, args
-    if args.temperature != 1:
-        yield "no temperature in the trainer", samples, flags(temperature=1.0)
-    last = [torch.arange(len(s.tokens)) == len(s.tokens) - 1 for s in samples]
-    own = [torch.isin(torch.arange(len(s.tokens)), s.loss_at) for s in samples]
-    of = {id(s): i for i, s in enumerate(samples)}
-    yield "last tokens (EOS) masked", masked(samples, lambda s: own[of[id(s)]] & ~last[of[id(s)]]), args
-    yield "prompts in the loss", masked(samples, lambda s: torch.arange(len(s.tokens)) > 0), args
-    yield "first tokens masked", masked(samples, lambda s: own[of[id(s)]] & own[of[id(s)]].roll(1)), args
-    yield "no clip of the ratio", samples, flags(clip_low=1.0, clip_high=1e9)
-    yield "as plain policy gradient", samples, flags(loss="pg")
+def changes(path, before):
+    """{parameter: its change} up to a checkpoint, or the gradients in a .safetensors file."""
+    files = {}
+    if path.is_dir():
+        opened = weight_files(path, "AFTER")
+        files = {name: opened[name].get_tensor(name).float() - before[name] for name in before if name in opened}
+    elif path.suffix == ".safetensors" and path.exists():
+        files = {name: g.float() for name, g in load_file(path).items()}
+    shapes = {name: p.shape for name, p in before.items()}
+    wrong = [name for name in before if name not in files or files[name].shape != shapes[name]]
+    require(not wrong, f"{path}: not the weights or gradients of BEFORE's parameters: {', '.join(wrong[:2])}")
+    return files
 
 
-def judge(theirs, grads, update_of, reference, samples, args):
-    """(words, findings, tables) of their changes or gradients {parameter: tensor}; update_of(grads): ours."""
-    ours = update_of(grads)
-    rows = [["parameter", "cosine", "relative distance", "best factor"]]
-    still = []
-    for name in ours:
-        cosine, far, factor = compare({name: theirs[name]}, {name: ours[name]})
-        rows.append([name, f"{cosine:.4f}", f"{far:.3g}", f"{factor:.4g}"])
-        if not theirs[name].any() and ours[name].any():
-            still.append(name)
+def step(args):
+    """(words, findings, tables, pictures) of one update."""
+    reference = Reference(args.paths[0], "BEFORE")
+    samples = samples_of(read(args.paths[1]), args)
+    before = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
+    theirs = changes(args.paths[2], before)
+
+    def logprobs_of(leaf, temperature, head=reference.head):
+        states = reference.states(leaf.ids, leaf.lengths.tolist())[leaf.predictors]
+        return kernels.token_logprobs(states, head, leaf.targets, temperature)[0]
+
+    def moved(grads, **options):
+        return update(before, grads, args, **options) if args.paths[2].is_dir() else clipped(grads, args.grad_clip)
+
+    grads = gradients(reference.model, logprobs_of, samples, args)
+    ours = moved(grads)
+    single, half = (compare(moved(library_gradients(reference, samples, args, x)), ours)[1] for x in (False, True))
+    tried = {name: moved(g) for name, g in mistakes(reference, samples, args, logprobs_of, grads).items()}
     cosine, far, factor = compare(theirs, ours)
-    words = [f"all parameters: cosine {cosine:.4f}, relative distance {far:.3g}, best factor {factor:.4g}"]
-    scored = {}
-    for what, others, flags in mistakes(samples, args):
-        scored[what] = update_of(gradients(reference, others, flags))
-    return words, far, factor, still, rows, scored
+    tried[f"the update times {factor:.3g}"] = {name: factor * x for name, x in ours.items()}
+    if args.paths[2].is_dir():
+        tried["weight decay on norms and biases, too"] = moved(grads, decays=lambda p: True)
+        tried["no weight decay"] = moved(grads, decays=lambda p: False)
+        tried["AdamW without bias correction"] = moved(grads, correct=(1 - args.beta1) / math.sqrt(1 - args.beta2))
+        rounded = {name: (before[name] + x).bfloat16().float() - before[name] for name, x in ours.items()}
+        tried["weights kept in bfloat16"] = rounded
+    scores = {name: 1 - compare(theirs, x)[1] / max(far, 1e-30) for name, x in tried.items()}
+    best = sorted(scores, key=scores.get, reverse=True)
+    still = [name for name in ours if ours[name].any() and not theirs[name].any()]
+    words = [f"cosine {cosine:.5f}, relative distance {far:.2g}, best factor {factor:.3g}"]
+    words.append(f"two float32 programs are {single:.2g} apart, float32 and bfloat16 {half:.2g}")
+    found = []
+    if still:
+        why = "tied weights?" if reference.hf.tie_word_embeddings and "embed" in still[0] else ""
+        found.append(f"did not move: {', '.join(still[:3])} {why}")
+    elif far > FLOAT32 * single and scores[best[0]] > EXPLAINS:
+        found.append(f"{best[0]}: explains {scores[best[0]]:.1%}")
+    elif far > max(FLOAT32 * single, BFLOAT16 * half):
+        found.append("nothing that was tried explains it")
+    else:
+        words.append("as the formula says")
+    rows = [["parameter", "cosine", "relative distance", "best factor"]]
+    for name in ours:
+        numbers = compare({name: theirs[name]}, {name: ours[name]})
+        rows.append([name, *(f"{x:.3g}" for x in numbers)])
+    hypotheses = [["hypothesis", "explains"], *([name, f"{scores[name]:.1%}"] for name in best[:6])]
+    return words + found, found, dict(hypotheses=hypotheses, parameters=rows), []
