@@ -1,0 +1,232 @@
+"""
+tools/referee.py on real other systems, each healthy and with one mistake that it must name. CI does not run this: it
+takes half an hour on two cores, and a registry for the other systems' environments.
+
+    python tests/referee_others.py                         # all: a Markdown table, for docs/referee.md
+    python tests/referee_others.py transformers sglang     # some of: transformers, trl, sglang, llama.cpp, servers
+    python tests/referee_others.py --out=out/referee       # where the model and the samples are kept
+
+The model is a Qwen3 of 0.8 M parameters that has learned lines of this repository's own text, so that responses are
+some 60 tokens and end by themselves.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
+
+
+def learned(out):
+    """(checkpoints of the model, early and late; prompts), made once."""
+    import runs
+
+    data = out / "text.jsonl"
+    if not (out / "lm" / "ckpt" / "step_000250").is_dir():
+        files = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.py"))]
+        lines = ["".join(c for c in x.strip() if " " <= c <= "~") for f in files for x in f.read_text().splitlines()]
+        rows = [dict(prompt=x[:14], answer=x[14:140]) for x in lines if len(x) > 50 and x[0] != "|"]
+        out.mkdir(parents=True, exist_ok=True)
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags = "--mode=sft --max_steps=250 --learning_rate=2e-3 --warmup_steps=20 --sft_batch=32 --eval_size=0"
+        flags += " --checkpoint_every=125 --keep_checkpoints=9"
+        runs.run(out / "lm", *flags.split(), f"--dataset={data}")
+    prompts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
+    return [out / "lm" / "ckpt" / f"step_000{n}" for n in (125, 250)], prompts[:: len(prompts) // 64][:64]
+
+
+def referee(model, rows, path, **options):
+    """What tools/referee.py finds in these rows."""
+    import referee as tool
+
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = dict(temperature=1.0, also=[], threads=2) | options
+    words, found, tables, _ = tool.rollouts(argparse.Namespace(paths=[Path(model), path], **settings))
+    return words, found, tables
+
+
+# ---- transformers
+
+
+def generate(folder, prompts, dtype="float32", raw=False, change=None, new=100, **options):
+    """Rows of transformers' own samples. raw: log-probs before temperature and rules. change(model): its mistake."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(1)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if change:
+        change(model)
+    if isinstance(prompts[0], str):
+        prompts = tokenizer(prompts).input_ids
+    inputs = tokenizer.pad(dict(input_ids=prompts), return_tensors="pt")
+    settings = dict(do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0) | options
+    out = model.generate(**inputs, **settings, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    steps = torch.stack(out.logits if raw else out.scores, 1).float().log_softmax(-1)
+    rows = []
+    for prompt, ids, logprobs in zip(prompts, out.sequences[:, inputs.input_ids.shape[1] :].tolist(), steps):
+        n = ids.index(1) + 1 if 1 in ids else len(ids)
+        own = logprobs[range(n), ids[:n]].tolist()
+        rows.append(dict(prompt_ids=prompt, response_ids=ids[:n], logprobs=own))
+    return rows
+
+
+def bfloat16_head(model):
+    import torch
+
+    own = model.lm_head
+    weight = own.weight.bfloat16()
+    model.lm_head.forward = lambda x: torch.nn.functional.linear(x.bfloat16(), weight)
+
+
+def bfloat16_rope(model):
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16().float()
+
+
+def of_transformers(checkpoints, prompts):
+    """(mistake or '', what the referee must say, rows, options)."""
+    early, late = checkpoints
+    healthy = generate(late, prompts)
+    yield "", "", healthy, {}
+    yield "", "", generate(late, prompts, dtype="bfloat16"), {}
+    cold = generate(late, prompts, temperature=0.7)
+    yield "", "", cold, dict(temperature=0.7)
+    yield "sampled at 0.7, said to be 1.0", "temperature 0.7", cold, {}
+    raw = generate(late, prompts, temperature=0.7, raw=True)
+    yield "log-probs before the temperature of 0.7", "temperature 1 explains", raw, dict(temperature=0.7)
+    rows = [row | dict(logprobs=[*row["logprobs"][1:], 0.0]) for row in healthy]
+    yield "log-probs one token too early", "log-probs shifted by -1", rows, {}
+    rows = [row | dict(response_ids=row["response_ids"][:-1], logprobs=row["logprobs"][:-1]) for row in healthy]
+    yield "EOS dropped", "EOS dropped", [row for row in rows if row["response_ids"]], {}
+    tokens = [row["prompt_ids"] for row in healthy]
+    rows = generate(late, [[1, *p] for p in tokens])
+    rows = [row | dict(prompt_ids=p) for row, p in zip(rows, tokens)]
+    yield "the engine adds a BOS", "before the prompts", rows, {}
+    yield "top-p 0.9 in the sampler only", "drawn by top-p 0.9", generate(late, prompts, top_p=0.9, raw=True), {}
+    yield "top-p 0.9, log-probs processed", "top-p 0.9, renormalised", generate(late, prompts, top_p=0.9), {}
+    yield "the head in bfloat16", "the head in bfloat16", generate(late, prompts, change=bfloat16_head), {}
+    yield "RoPE's frequencies in bfloat16", "RoPE's frequencies", generate(late, prompts, change=bfloat16_rope), {}
+    stale = generate(early, prompts)
+    yield "weights of an earlier step", "weights of", stale, dict(also=[early])
+    begun = generate(early, prompts, new=20)
+    rest = generate(late, [[*r["prompt_ids"], *r["response_ids"]] for r in begun])
+    rows = []
+    for a, b in zip(begun, rest):
+        more = {k: a[k] + b[k] for k in ("response_ids", "logprobs")}
+        rows.append(a if a["response_ids"][-1] == 1 else a | more)
+    yield "weights changed in flight", "up to a token weights of", rows, dict(also=[early])
+    yield "the same, the other checkpoint not known", "weights changed in flight", rows, {}
+    rows = [row | dict(trainer_logprobs=other["logprobs"]) for row, other in zip(cold, raw)]
+    yield "the trainer does not divide by 0.7", "trainer", rows, dict(temperature=0.7)
+
+
+# ---- TRL, in its own environment
+
+TRL = "trl==1.16.0"
+STEPS = {  # mistake: (what the referee must say, TRL's settings, the referee's flags)
+    "": ("", {}, {}),
+    "in bfloat16": ("", dict(bf16=True), {}),
+    "loss halved": ("all gradients half", {}, {}),
+    "tied embedding frozen": ("tied weights?", {}, {}),
+    "weight decay on norms": ("weight decay on norms", dict(weight_decay=0.1), dict(weight_decay=0.1)),
+    "EOS without loss": ("EOS", {}, {}),
+    "advantages of the next sample": ("advantages of other samples", {}, {}),
+    "a mean over samples, said to be over tokens": ("aggregated by sequence", dict(loss_type="grpo"), {}),
+    "temperature 0.7 in the sampler only": ("no temperature", dict(temperature=0.7), dict(temperature=0.7)),
+}
+
+
+def trl_side(task):
+    """One step of TRL's GRPOTrainer for each of STEPS: the batch, the gradients and the weights after it."""
+    import torch
+    from datasets import Dataset
+    from safetensors.torch import save_file
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(2)
+    columns = "prompt_ids prompt_mask completion_ids completion_mask advantages".split()
+
+    def reward(completions, **_):
+        return [len(set(text)) / max(1, len(text)) + len(text) / 100 for text in completions]
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, model=None, **__):
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            save_file(grads, self.folder / "gradients.safetensors")
+
+        def on_optimizer_step(self, *_, model=None, **__):
+            model.save_pretrained(self.folder / "after")
+
+    class Trainer(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            out = super()._generate_and_score_completions(inputs)
+            ids, masks = (torch.cat([out[f"prompt_{k}"], out[f"completion_{k}"]], 1) for k in ("ids", "mask"))
+            if "temperature" in self.mistake:
+                self.temperature = 1.0
+            with torch.no_grad():
+                own = self._get_per_token_logps_and_entropies(self.model, ids, masks, out["completion_ids"].shape[1])[0]
+            batch = {k: out[k].contiguous() for k in columns} | dict(old_per_token_logps=own.float().contiguous())
+            save_file(batch, self.folder / "batch.safetensors")
+            if "next sample" in self.mistake:
+                out["advantages"] = out["advantages"].roll(-1)
+            if "EOS" in self.mistake:
+                out["completion_mask"] = out["completion_mask"] * (out["completion_ids"] != 1).int()
+            return out
+
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) / (2 if "halved" in self.mistake else 1)
+
+        def get_decay_parameter_names(self, model):
+            every = [name for name, _ in model.named_parameters()]
+            return every if "decay" in self.mistake else super().get_decay_parameter_names(model)
+
+    for i, (mistake, (_, settings, _)) in enumerate(STEPS.items()):
+        folder = Path(task["out"]) / f"trl_{i}"
+        folder.mkdir(exist_ok=True)
+        config = dict(
+            output_dir=str(folder), max_steps=1, use_cpu=True, bf16=False, seed=1,
+            model_init_kwargs=dict(dtype="float32", attn_implementation="sdpa"), per_device_train_batch_size=32,
+            num_generations=8, gradient_checkpointing=False, dataloader_pin_memory=False, max_completion_length=100,
+            beta=0.0, loss_type="dapo", learning_rate=1e-4, lr_scheduler_type="constant", save_strategy="no",
+            logging_strategy="no", report_to="none", disable_tqdm=True, temperature=1.0,
+        )  # fmt: skip
+        keep, data = Keep(), Dataset.from_list([dict(prompt=x) for x in task["prompts"]])
+        config = GRPOConfig(**config | settings)
+        trainer = Trainer(task["model"], reward, config, data, callbacks=[keep])
+        keep.folder = trainer.folder = folder
+        trainer.mistake = mistake
+        if "tied" in mistake:
+            trainer.model.get_input_embeddings().weight.requires_grad_(False)
+        trainer.train()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("systems", nargs="*", default=["transformers"])
+    parser.add_argument("--out", type=Path, default=Path("out/referee"))
+    parser.add_argument("--trl_side", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trl_side:
+        return trl_side(json.loads(args.trl_side.read_text()))
+    checkpoints, prompts = learned(args.out)
+    print("| system | mistake | the referee says | named |\n|---|---|---|---|")
+    for system in args.systems:
+        for i, (mistake, wanted, rows, options) in enumerate(globals()[f"of_{system}"](checkpoints, prompts)):
+            with contextlib.redirect_stdout(io.StringIO()):
+                words, found, tables = referee(checkpoints[1], rows, args.out / f"{system}_{i}.jsonl", **options)
+            named = "yes" if (any(wanted in x for x in found) if mistake else not found) else "**no**"
+            print(f"| {system} | {mistake or 'healthy'} | {'; '.join(found or words)} | {named} |", flush=True)
+            if named != "yes":
+                for row in tables["hypotheses"]:
+                    print("   ", row, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
