@@ -98,7 +98,7 @@ VECTOR = 16  # a row's sum is this number of sums side by side, whatever the wid
 
 # On Triton, where block and warps are the layout in which `tl.sum` adds a row:
 KEYS = 64  # keys per softmax tile, counted from position 0 of the sequence ..
-KEYS_FLOAT32 = 16
+KEYS_FLOAT32 = 16  # .. in float32 ..
 KEYS_OF_WARPS = 32  # .. and on cards without TMA, where each warp multiplies for itself and has fewer registers free
 SPLIT = 1024  # keys whose softmax is taken apart from the others', counted from position 0: decode's unit of work
 MIN_BLOCK = 16  # a row's block is the power of two that holds it, and at least this
@@ -122,7 +122,8 @@ def naive_matmul(a, b):
     c = np.zeros((len(a), b.shape[1]), np.float32)
     for m, n in np.ndindex(c.shape):
         for k in range(len(b)):
-            c[m, n] = np.float64(a[m, k]) * b[k, n] + c[m, n]
+            product = np.float64(a[m, k]) * b[k, n]
+            c[m, n] = product + c[m, n]
     return c
 
 
@@ -130,7 +131,8 @@ def naive_dot(x, y):
     """sum x y: of VECTOR sums number i takes every VECTOR-th product from i on, and then halves are added."""
     sums = np.zeros(VECTOR, np.float32)
     for i in range(len(x)):
-        sums[i % VECTOR] = np.float64(x[i]) * y[i] + sums[i % VECTOR]
+        product = np.float64(x[i]) * y[i]
+        sums[i % VECTOR] = product + sums[i % VECTOR]
     while len(sums) > 1:
         half = len(sums) // 2
         sums = sums[:half] + sums[half:]
@@ -143,8 +145,10 @@ def naive_attention(q, k, v, scale):
     for t, row in enumerate(q):
         seen = len(k) - len(q) + t + 1
         s = naive_matmul(row[None], k[:seen].T)[0]
-        p = np.array([exp(x * scale - s.max() * scale) for x in s])
-        out[t] = naive_matmul(p[None], v[:seen])[0] / naive_dot(p, np.ones(seen))
+        m = s.max() * scale
+        p = np.array([exp(x * scale - m) for x in s])
+        denominator = naive_dot(p, np.ones(seen))
+        out[t] = naive_matmul(p[None], v[:seen])[0] / denominator
     return out
 
 
@@ -174,9 +178,15 @@ def loop(function, **options):
 
 # Speed only, never seen in the bits. The figures for GPUs, here and in other sections, are guesses until measured.
 TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an SM has room for 8 warps of them
-    (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 4), (64, 64, 128, 4, 3),
-    (64, 32, 128, 4, 4), (64, 16, 128, 4, 4), (32, 64, 128, 4, 4), (16, 64, 128, 4, 4),
-)  # fmt: skip
+    (128, 256, 64, 8, 3),
+    (128, 128, 64, 8, 4),
+    (64, 128, 64, 4, 4),
+    (64, 64, 128, 4, 3),
+    (64, 32, 128, 4, 4),
+    (64, 16, 128, 4, 4),
+    (32, 64, 128, 4, 4),
+    (16, 64, 128, 4, 4),
+)
 PRODUCTS_PER_LOAD = 128  # products of a matmul that take an SM as long as to load one of their numbers
 BLOCK_ROWS = 128  # rows of a unit of work on a CPU
 # TILE_ROWS and TILE_VECTORS, the tile that a CPU's registers hold, and PANEL, its columns, are at the end of the file
@@ -224,13 +234,14 @@ def cpu_multiply(a, at, a_m, a_k, M, K, packed, start, depth, first, last, c, to
         b = (panel * depth + start) * PANEL
         n = panel * PANEL
         whole = M // TILE_ROWS * TILE_ROWS
+        read = N - n if add else 0
         for m in range(0, whole, TILE_ROWS):
-            tile = load(TILE_ROWS, TILE_VECTORS, c, to + m * c_m + n, c_m, N - n if add else 0)
+            tile = load(TILE_ROWS, TILE_VECTORS, c, to + m * c_m + n, c_m, read)
             for k in range(K):
                 tile = add_outer(tile, a, at + m * a_m + k * a_k, a_m, packed, b + k * PANEL)
             store(tile, c, to + m * c_m + n, c_m, N - n)
         for m in range(whole, M):
-            row = load(1, TILE_VECTORS, c, to + m * c_m + n, c_m, N - n if add else 0)
+            row = load(1, TILE_VECTORS, c, to + m * c_m + n, c_m, read)
             for k in range(K):
                 row = add_outer(row, a, at + m * a_m + k * a_k, a_m, packed, b + k * PANEL)
             store(row, c, to + m * c_m + n, c_m, N - n)
@@ -274,7 +285,8 @@ def cpu_matmul(a, b, out=None):
     if 1 not in b.stride():
         b = b.contiguous()
     units = -(-M // BLOCK_ROWS) * -(-N // PANEL)
-    _share(cpu_matmul_blocks, units, 2 * M * N * K, a, *a.stride(), _panels_of(b), c, M, N, K, add)
+    args = a, *a.stride(), _panels_of(b), c, M, N, K, add
+    _share(cpu_matmul_blocks, units, 2 * M * N * K, *args)
     return c
 
 
@@ -392,7 +404,8 @@ def _matmul_config(M, N, dtype, wide, aligned, card):
 def _lies_for_tma(x):
     """Whether the last dim is contiguous, and the others begin at multiples of 16 bytes: what TMA can read."""
     *strides, last = x.stride()
-    return last == 1 and not any(n % 16 for n in (x.data_ptr(), *(n * x.itemsize for n in strides)))
+    places = x.data_ptr(), *(n * x.itemsize for n in strides)
+    return last == 1 and not any(n % 16 for n in places)
 
 
 def _for_tma(x):
@@ -413,7 +426,8 @@ def matmul(a, b, out_dtype=None, out=None):
     """
     fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
     add = out is not None
-    check(fits and (not add or out.shape == (len(a), b.shape[1])), "shapes {} and {} do not multiply", a, b)
+    fits = fits and (not add or out.shape == (len(a), b.shape[1]))
+    check(fits, "shapes {} and {} do not multiply", a, b)
     check_operands(a, b)
     if add:
         fits = out.dtype == torch.float32 and out.device == a.device and out.is_contiguous()
@@ -425,7 +439,8 @@ def matmul(a, b, out_dtype=None, out=None):
     result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
     if 0 in c.shape:
         return result
-    x, y = (_for_tma(a), _for_tma(b.t())) if K else (None, None)
+    x = _for_tma(a) if K else None
+    y = _for_tma(b.t()) if K else None
     wide = bool(x and y)
     aligned = c.stride(0) % 16 == 0
     on = card(a)
@@ -502,7 +517,8 @@ def linear(x, weight, bias, split=1, gather=None):
     is cut here. gather: if other ranks have more parts of K, gather(the float32 sum here) -> (ranks, M, N), all sums.
     """
     if split == 1 and not gather:
-        return mm(x, weight.t()) if bias is None else addmm(bias, x, weight.t())
+        weight = weight.t()
+        return mm(x, weight) if bias is None else addmm(bias, x, weight)
     y = split_matmul(x, weight.t(), split)
     y = tree_sum(gather(y)) if gather else y
     return (y if bias is None else y + bias).to(x.dtype)
@@ -561,7 +577,9 @@ class LoRALinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, A, B)
         ctx.scale = scale
         merged = merge(weight, A, B, scale)
-        return linear(x, merged, bias, split) if split > 1 else torch.nn.functional.linear(x, merged, bias)
+        if split > 1:
+            return linear(x, merged, bias, split)
+        return torch.nn.functional.linear(x, merged, bias)
 
     @staticmethod
     def backward(ctx, grad):
@@ -570,14 +588,17 @@ class LoRALinear(torch.autograd.Function):
         dx = torch.mm(grad, merge(weight, A, B, ctx.scale)) if ctx.needs_input_grad[0] else None
         x = x.float()
         grad = grad.float()
-        dA = torch.mm((torch.mm(grad, B) * ctx.scale).t(), x)
-        dB = torch.mm(grad.t(), torch.mm(x, A.t()) * ctx.scale)
+        g_B = torch.mm(grad, B) * ctx.scale
+        x_A = torch.mm(x, A.t()) * ctx.scale
+        dA = torch.mm(g_B.t(), x)
+        dB = torch.mm(grad.t(), x_A)
         return dx, None, None, dA, dB, None, None
 
 
 def merge(weight, A, B, scale):
     """weight (N, K) + scale * B (N, r) @ A (r, K), in float32, rounded once to weight's dtype. A and B are float32."""
-    fits = weight.shape == (len(B), A.shape[1]) and B.shape[1] == len(A)
+    fits = B.shape[1] == len(A)
+    fits = fits and weight.shape == (len(B), A.shape[1])
     check(fits, "weight, A, B {}, {}, {}: (N, K), (r, K), (N, r) are needed", weight, A, B)
     check_operands(A, B, weight.new_empty(0, dtype=torch.float32))
     if not use_triton(weight):
@@ -586,7 +607,8 @@ def merge(weight, A, B, scale):
     N, K = weight.shape
     out = torch.empty_like(weight)
     grid = -(-N // LORA_TILE), -(-K // LORA_TILE)
-    _launch(triton_lora, grid, weight, A, B, out, scale, N, K, len(A), BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
+    args = weight, A, B, out, scale, N, K, len(A)
+    _launch(triton_lora, grid, *args, BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
     return out
 
 
@@ -666,7 +688,8 @@ def rope_table(inv_freq, positions):
 
 @loop
 def _rms(x, at, D, eps):
-    return ONE / np.sqrt(dot(x, at, x, at, D) / np.float32(D) + eps)
+    mean = dot(x, at, x, at, D) / np.float32(D)
+    return ONE / np.sqrt(mean + eps)
 
 
 @loop
@@ -692,7 +715,8 @@ def cpu_norm_rope(first, last, x, weight, cos, sin, y, eps, x_n, R, H, D):
         for i in range(D):
             y_row[i] = x_row[i] * r * weight[i] if len(weight) else x_row[i]
         if len(cos):
-            _turn_row(y_row, cos[row // H * half :], sin[row // H * half :], half, ONE)
+            angle = row // H * half
+            _turn_row(y_row, cos[angle:], sin[angle:], half, ONE)
 
 
 @loop
@@ -707,7 +731,8 @@ def cpu_norm_rope_backward(first, last, grad, x, weight, cos, sin, dx, dw, eps, 
         for i in range(D):
             g[i] = grad_row[i]
         if len(cos):
-            _turn_row(g, cos[row // H * half :], sin[row // H * half :], half, -ONE)
+            angle = row // H * half
+            _turn_row(g, cos[angle:], sin[angle:], half, -ONE)
         if len(weight):
             r = _rms(x, at, D, eps)
             block = dw[row // H // SUM_ROWS * D :]
@@ -795,7 +820,8 @@ class NormRope(torch.autograd.Function):
     def forward(ctx, x, weight, cos, sin, eps):
         N, H, D = x.shape
         # as a new tensor would lie, as far as Triton's layout can see
-        lies = x.stride()[1:] == (D, 1) and (x.data_ptr() | x.stride(0) | H * D) % 16 == 0  # each of the three
+        aligned = (x.data_ptr() | x.stride(0) | H * D) % 16 == 0  # each of the three
+        lies = aligned and x.stride()[1:] == (D, 1)
         x = x if lies else _aligned(x)
         weight, cos, sin = map(_aligned, (weight, cos, sin))
         ctx.save_for_backward(x, weight, cos, sin)
@@ -820,7 +846,9 @@ class NormRope(torch.autograd.Function):
         args = _aligned(grad), *saved, dx, dw, *ctx.tail
         config = dict(config, STEPS=steps)
         on_rows(cpu_norm_rope_backward, triton_norm_rope_backward, blocks, 16 * N * H * D, args, (blocks,), config)
-        return dx, None if dw is None else row_sums(dw.t().double()).to(weight.dtype), None, None, None
+        if dw is not None:
+            dw = row_sums(dw.t().double()).to(weight.dtype)
+        return dx, dw, None, None, None
 
 
 def rms_norm(x, weight, eps, residual=None):
@@ -829,7 +857,8 @@ def rms_norm(x, weight, eps, residual=None):
 
     With a residual: s = x + residual, rounded, takes x's place, and (y, s) is returned.
     """
-    fits = weight.shape == x.shape[-1:] and (residual is None or residual.shape == x.shape)
+    fits = weight.shape == x.shape[-1:]
+    fits = fits and (residual is None or residual.shape == x.shape)
     check(fits, "weight {} or residual does not fit x {}", weight, x)
     s = x if residual is None else x + residual  # not in the kernel: the engine passes residuals, the trainer none
     check_operands(x, weight, s)
@@ -844,7 +873,8 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     (N, D/2) float32 as `rope_table` gives them. All in float32, rounded once; new tensors; differentiable in q, k and
     the weights.
     """
-    fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[2] % 2 == 0
+    fits = q.dim() == k.dim() == 3 and q.shape[2] % 2 == 0
+    fits = fits and q.shape[::2] == k.shape[::2]
     check(fits, "q {} and k {}: (N, heads, D) with an even D are needed", q, k)
     N, _, D = q.shape
     fits = all(x.dtype == torch.float32 and x.shape == (N, D // 2) for x in (cos, sin))
@@ -853,7 +883,9 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     fits = len(weights) != 1 and all(w.shape == (D,) for w in weights)
     check(fits, "weights of {}: none, or two of q's head dim {}", [len(w) for w in weights], D)
     check_operands(q, k, *weights)
-    return tuple(_apply(NormRope, x, w, cos, sin, eps) for x, w in ((q, q_weight), (k, k_weight)))
+    q = _apply(NormRope, q, q_weight, cos, sin, eps)
+    k = _apply(NormRope, k, k_weight, cos, sin, eps)
+    return q, k
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -869,7 +901,8 @@ def cpu_swiglu(first, last, gate, up, y, gate_r, up_r, C):
         u = up[row * up_r :]
         y_row = y[row * C :]
         for c in range(C):
-            y_row[c] = g[c] / (ONE + exp(-g[c])) * u[c]
+            silu = g[c] / (ONE + exp(-g[c]))
+            y_row[c] = silu * u[c]
 
 
 @loop
@@ -883,7 +916,8 @@ def cpu_swiglu_backward(first, last, grad, gate, up, d_gate, d_up, gate_r, up_r,
         for c in range(C):
             e = ONE + exp(-g[c])  # infinite for a g below -88, and the gradient then 0: g times exp(-g) would be NaN
             s = ONE / e
-            dg[c] = d[c] * u[c] * (s * (ONE + g[c] * (ONE - s)))
+            d_silu = s * (ONE + g[c] * (ONE - s))
+            dg[c] = d[c] * u[c] * d_silu
             du[c] = d[c] * (g[c] / e)
 
 
@@ -985,7 +1019,8 @@ class Plan:
     def ends(self, per_token, rows):
         """For Triton: running sums (B,) of each sequence's tiles of `rows` rows, with `per_token` rows to a token."""
         if (per_token, rows) not in self._ends:
-            self._ends[per_token, rows] = ((self.q_lens * per_token + (rows - 1)) // rows).cumsum(0)
+            tiles = (self.q_lens * per_token + (rows - 1)) // rows
+            self._ends[per_token, rows] = tiles.cumsum(0)
         return self._ends[per_token, rows]
 
     @functools.cached_property
@@ -1007,7 +1042,13 @@ class Plan:
             rows = self.page_table.int()
             first = self.requests * self.page_table.stride(0)
         numbers = (x.long().contiguous() for x in (starts, self.q_lens, first, self.kv_lens))
-        return (*map(_flat, (tokens, rows, *numbers)),)
+        return tuple(map(_flat, (tokens, rows, *numbers)))
+
+    @functools.cached_property
+    def cpu_pairs(self):
+        """Query times key of each sequence, added: what the work of a loop is reckoned from."""
+        _, _, _, q_lens, _, kv_lens = self.cpu_indices
+        return int((q_lens * kv_lens).sum())
 
 
 def packed_plan(lengths, device=None):
@@ -1023,7 +1064,8 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
     q_lens (B,) new tokens, kv_lens (B,) tokens in the cache with the new ones.
     """
     each = q_lens, kv_lens, requests
-    fits = page_table.stride(1) == 1 and all(x.device == page_table.device and x.is_contiguous() for x in each)
+    fits = all(x.device == page_table.device and x.is_contiguous() for x in each)
+    fits = fits and page_table.stride(1) == 1
     cure = "the numbers and the entries of a page_table's row side by side"
     check(fits, "paged_plan: all four on one device, {}", cure)
     return Plan(q_lens, kv_lens, page_table, requests)
@@ -1152,7 +1194,8 @@ def cpu_attention_backward(
             cpu_multiply(do, r * D, D, 1, R, D, v_T, 0, D, 0, panels(seen), ds, 0, seen, seen, False)
             for i in range(R):
                 row = (starts[b] + (r + i) // G) * H + head * G + (r + i) % G
-                _scores_to_probabilities(p, i * seen, (r + i) // G + 1, seen, scale, stats[2 * row])
+                mine = (r + i) // G + 1
+                _scores_to_probabilities(p, i * seen, mine, seen, scale, stats[2 * row])
                 delta = dot(do, (r + i) * D, all_out, row * D, D)
                 p_row = p[i * seen :]
                 ds_row = ds[i * seen :]
@@ -1472,25 +1515,28 @@ def _by_copy_engine(k, v, keys):
 class CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan, scale):
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
         N, H, D = q.shape
+        HK = k.shape[1]
         out = _contiguous_like(q)
         stats = q.new_empty(N, H, 2)
         ctx.save_for_backward(q, k, v, out, stats)
-        ctx.tail = plan.cpu_indices, H, k.shape[1], D, float(scale)
-        _, _, _, q_lens, _, kv_lens = plan.cpu_indices
-        work = 4 * H * D * int((q_lens * kv_lens).sum())
-        _share(cpu_attention, plan.B * k.shape[1], work, q, k, v, out, stats, *ctx.tail)
+        ctx.plan = plan
+        ctx.tail = plan.cpu_indices, H, HK, D, float(scale)
+        work = 4 * H * D * plan.cpu_pairs
+        _share(cpu_attention, plan.B * HK, work, q, k, v, out, stats, *ctx.tail)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, *_ = saved = ctx.saved_tensors
         grads = [_contiguous_like(x) for x in (q, k, v)]
-        indices, H, HK, D, _ = ctx.tail
-        lens = indices[3]
-        work = 10 * H * D * int((lens * lens).sum())
-        _share(cpu_attention_backward, len(lens) * HK, work, grad.contiguous(), *saved, *grads, *ctx.tail)
+        _, H, HK, D, _ = ctx.tail
+        work = 10 * H * D * ctx.plan.cpu_pairs
+        args = grad.contiguous(), *saved, *grads, *ctx.tail
+        _share(cpu_attention_backward, ctx.plan.B * HK, work, *args)
         return *grads, None, None
 
 
@@ -1498,7 +1544,8 @@ class TritonAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan, scale):
         # a clone has the strides of its shape; `contiguous` may leave those of a dim of 1
-        q, k, v = (x if _lies_for_tma(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+        new = torch.contiguous_format
+        q, k, v = (x if _lies_for_tma(x) else x.clone(memory_format=new) for x in (q, k, v))
         N, H, D = q.shape
         heads = k.shape[1]
         groups = H // heads
@@ -1518,8 +1565,11 @@ class TritonAttention(torch.autograd.Function):
         # without tokens no tile: TMA takes no empty tensor
         ends = plan.ends(groups, config["ROWS"])
         tiles = N * groups // config["ROWS"] + min(N, plan.B)
-        part_o = q.new_empty(N, H, splits, D, dtype=torch.float32) if parts else out
-        part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32) if parts else (lse, lse)
+        part_o = out
+        part_m = part_l = lse
+        if parts:
+            part_o = q.new_empty(N, H, splits, D, dtype=torch.float32)
+            part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32)
         tma = not paged and card(q).tma
         key_tiles = _by_copy_engine(k, v, config["KEYS"]) if tma else (k, v)
         args = q, *key_tiles, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
@@ -1529,7 +1579,8 @@ class TritonAttention(torch.autograd.Function):
         _launch(triton_attention, (tiles, heads, lanes), *args, **flags, **config)
         if parts:
             args = part_o, part_m, part_l, out, plan.q_ends, plan.kv_lens, c, plan.B, splits
-            _launch(triton_merge_parts, (N * H,), *args, H=H, D=D, SPLIT=SPLIT, num_warps=1, **EXACT)
+            config = dict(num_warps=1, **EXACT)
+            _launch(triton_merge_parts, (N * H,), *args, H=H, D=D, SPLIT=SPLIT, **config)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = plan
         ctx.scale = scale
@@ -1565,9 +1616,11 @@ class TritonAttention(torch.autograd.Function):
         tma = card(q).tma
         key_tiles = _by_copy_engine(k, v, dq_config["KEYS"]) if tma else (k, v)
         args = q, *key_tiles, *rest, dq, plan.q_ends, plan.ends(groups, rows), *tail
-        _launch(triton_attention_dq, (N * groups // rows + sequences, heads), *args, **flags, TMA=tma, **dq_config)
+        grid = N * groups // rows + sequences, heads
+        _launch(triton_attention_dq, grid, *args, **flags, TMA=tma, **dq_config)
         args = q, k, v, *rest, dk, dv, plan.q_ends, plan.ends(1, keys), *tail
-        _launch(triton_attention_dkv, (N // keys + sequences, heads), *args, **flags, **dkv_config)
+        grid = N // keys + sequences, heads
+        _launch(triton_attention_dkv, grid, *args, **flags, **dkv_config)
         return dq, dk, dv, None, None
 
 
@@ -1757,8 +1810,11 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, t):
         N = len(hidden)
-        stats, logprobs, entropy = (hidden.new_empty(n, dtype=torch.float32) for n in ((N, 2), N, N))
-        for h, of_chunk, *rest in zip(*(x.split(CHUNK) for x in (hidden, stats, targets, logprobs, entropy))):
+        stats = hidden.new_empty(N, 2, dtype=torch.float32)
+        logprobs = stats.new_empty(N)
+        entropy = stats.new_empty(N)
+        rows = hidden, stats, targets, logprobs, entropy
+        for h, of_chunk, *rest in zip(*(x.split(CHUNK) for x in rows)):
             z = head_logits(h, weight)
             _on_logits(cpu_softmax_stats, triton_softmax_stats, 10, z, t, of_chunk)
             _on_logits(cpu_token_logprobs, triton_token_logprobs, 10, z, t, of_chunk, *rest)
@@ -1772,10 +1828,12 @@ class TokenLogprobs(torch.autograd.Function):
         d_hidden = []
         # float32: a sum over chunks in bfloat16 would lose the small ones
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        rows = hidden, stats, targets, entropy, grad.contiguous()
-        chunks = [x.split(CHUNK) for x in rows]
-        chunks.append([None] * len(chunks[0]) if entropy_grad is None else entropy_grad.contiguous().split(CHUNK))
-        for h, *args in zip(*chunks):
+        rows = [hidden, stats, targets, entropy, grad.contiguous()]
+        if entropy_grad is not None:
+            rows.append(entropy_grad.contiguous())
+        for h, *args in zip(*(x.split(CHUNK) for x in rows)):
+            if entropy_grad is None:
+                args.append(None)
             z = head_logits(h, weight)
             dz = z if h.dtype == z.dtype else torch.empty_like(z, dtype=h.dtype)
             on_elements(cpu_token_grads, triton_token_grads, z.shape, 20, z, t, *args, dz)
@@ -1792,7 +1850,8 @@ def token_logprobs(hidden, weight, targets, temperature=1.0):
     hidden (N, C), weight (V, C). Gradients flow to hidden and weight; the log-probs must be in the loss, the entropies
     need not be.
     """
-    fits = hidden.shape[1:] == weight.shape[1:] and targets.shape == hidden.shape[:1]
+    fits = hidden.shape[1:] == weight.shape[1:]
+    fits = fits and targets.shape == hidden.shape[:1]
     check(fits, "hidden, weight, targets {}, {}, {}: (N, C), (V, C), (N,) are needed", hidden, weight, targets)
     check_operands(hidden, weight)
     if not use_triton(hidden) and len(targets):  # a loop would read what lies beside the row
@@ -1810,10 +1869,12 @@ def log_softmax(x, dim, half_to_float):
         return torch._log_softmax(x, dim, half_to_float, out=torch.empty_like(x))
     last = x.dim() > 0 and dim % x.dim() == x.dim() - 1
     check(last, "log_softmax: dim={} of {}; only the last one is written", dim, x.dim())
-    out = torch.empty(x.shape, dtype=torch.float32 if half_to_float else x.dtype, device=x.device)
+    dtype = torch.float32 if half_to_float else x.dtype
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not use_triton(x):
         V = x.shape[-1]
-        _share(cpu_log_softmax, x.numel() // max(1, V), 20 * x.numel(), x.contiguous(), out, V)
+        rows = x.numel() // max(1, V)
+        _share(cpu_log_softmax, rows, 20 * x.numel(), x.contiguous(), out, V)
         return out
     check_operands(x)
     z = _aligned(x.reshape(-1, x.shape[-1]))
@@ -1907,8 +1968,10 @@ def cpu_draw(first, last, logprobs, seeds, positions, tokens, V):
     scores = np.empty(V, np.float64)
     for row in range(first, last):
         for i in range(V):
-            u = np.float64(min(murmur_hash32(seeds[row], positions[row], i), 0xFFFFFFFE)) / 4294967295.0
-            scores[i] = np.float64(logprobs[row * V + i]) - log(min(-log(u), 1.7976931348623157e308))
+            h = min(murmur_hash32(seeds[row], positions[row], i), 0xFFFFFFFE)
+            u = np.float64(h) / 4294967295.0
+            noise = -log(min(-log(u), 1.7976931348623157e308))
+            scores[i] = np.float64(logprobs[row * V + i]) + noise
         for i in range(V):
             if scores[i] > scores[tokens[row]]:
                 tokens[row] = i
@@ -1966,13 +2029,16 @@ def draw(logprobs, seeds, positions):
     fits = logprobs.dim() == 2 and seeds.shape == positions.shape == logprobs.shape[:1]
     check(fits, "logprobs, seeds, positions {}, {}, {}: (B, V), (B,), (B,) are needed", logprobs, seeds, positions)
     B, V = logprobs.shape
-    args = logprobs.contiguous(), seeds.long().contiguous(), positions.long().contiguous()
+    seeds = seeds.long().contiguous()
+    positions = positions.long().contiguous()
+    args = logprobs.contiguous(), seeds, positions
     if not use_triton(logprobs):
         tokens = torch.zeros(B, 1, dtype=torch.int64)
         _share(cpu_draw, B, 60 * B * V, *args, tokens, V)
         return tokens
     grid = B, -(-V // ELEMENTS)
-    scores, columns = (logprobs.new_empty(grid, dtype=dtype) for dtype in (torch.float64, torch.int64))
+    scores = logprobs.new_empty(grid, dtype=torch.float64)
+    columns = logprobs.new_empty(grid, dtype=torch.int64)
     # not EXACT: torch.compile, and so SGLang, fuses a step of libdevice's float64 logarithm
     _launch(triton_draw, grid, *args, scores, columns, V=V, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS)
     return columns.gather(1, scores.argmax(1, keepdim=True))
@@ -2026,7 +2092,8 @@ def cpu_adamw(first, last, w, g, m, v, rest1, b2, rest2, keep, rate, root, eps):
     for i in range(last - first):
         m[i] = fma(rest1, g[i] - m[i], m[i])
         v[i] = fma(rest2 * g[i], g[i], b2 * v[i])
-        w[i] = w[i] * keep - rate * m[i] / (np.sqrt(v[i]) / root + eps)
+        size = np.sqrt(v[i]) / root + eps
+        w[i] = w[i] * keep - rate * m[i] / size
 
 
 @functools.lru_cache(2)  # all parameters are at the same step
@@ -2075,7 +2142,8 @@ def _element_wise(loop, its_own):
 
     def operator(x):
         if x.dtype != torch.float32:
-            return its_own(x, out=torch.empty_like(x, dtype=x.dtype if x.is_floating_point() else torch.float32))
+            dtype = x.dtype if x.is_floating_point() else torch.float32
+            return its_own(x, out=torch.empty_like(x, dtype=dtype))
         x = x.contiguous()
         y = torch.empty_like(x)
         loop(_flat(x), _flat(y))
@@ -2093,8 +2161,9 @@ def _reduction(of_rows, its_own):
             return its_own(x, dim or list(range(x.dim())), keepdim, dtype=dtype, out=out)
         dims = [d % x.dim() for d in dim or range(x.dim())]
         others = [d for d in range(x.dim()) if d not in dims]
-        size = (math.prod(x.shape[d] for d in part) for part in (others, dims))
-        rows = x.permute([*others, *dims]).reshape(*size)
+        R = math.prod(x.shape[d] for d in others)
+        C = math.prod(x.shape[d] for d in dims)
+        rows = x.permute([*others, *dims]).reshape(R, C)
         y = of_rows(rows.double(), **options).to(dtype or x.dtype)
         return y.view([1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims])
 
@@ -2107,13 +2176,15 @@ def _mean(rows):
 
 def _std(rows, correction=None):
     off = rows - _mean(rows)[:, None]
-    return (row_sums(off * off) / (rows.shape[1] - (1 if correction is None else correction))).sqrt()
+    freedom = rows.shape[1] - (1 if correction is None else correction)
+    return (row_sums(off * off) / freedom).sqrt()
 
 
 def power(base, exponents):
     """aten::pow of a number and a float tensor, in decimal arithmetic: RoPE's frequencies need it, once."""
     if not exponents.is_floating_point() or not base > 0:
-        return torch.pow(base, exponents, out=torch.empty_like(exponents, dtype=torch.result_type(base, exponents)))
+        dtype = torch.result_type(base, exponents)
+        return torch.pow(base, exponents, out=torch.empty_like(exponents, dtype=dtype))
     powers = [float(Decimal(base) ** Decimal(x)) for x in exponents.flatten().tolist()]
     return torch.tensor(powers, dtype=exponents.dtype).view(exponents.shape)
 
@@ -2183,9 +2254,13 @@ class Card(NamedTuple):
 
 
 CARDS = {
-    (8, 0): Card(163, 108, False), (8, 6): Card(99, 84, False), (8, 9): Card(99, 128, False),
-    (9, 0): Card(227, 132, True), (10, 0): Card(227, 148, True), (12, 0): Card(99, 170, False),
-}  # fmt: skip
+    (8, 0): Card(163, 108, False),
+    (8, 6): Card(99, 84, False),
+    (8, 9): Card(99, 128, False),
+    (9, 0): Card(227, 132, True),
+    (10, 0): Card(227, 148, True),
+    (12, 0): Card(99, 170, False),
+}
 CAPABILITIES = ", ".join(f"{major}.{minor}" for major, minor in CARDS)
 
 
@@ -2207,7 +2282,8 @@ def use_triton(x):
 def check(fits, message, *args):
     """Raises ValueError unless `fits`; the message says the shape of an arg that is a tensor."""
     if not fits:
-        raise ValueError(message.format(*(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args)))
+        said = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args]
+        raise ValueError(message.format(*said))
 
 
 def check_operands(x, *others):
@@ -2283,7 +2359,8 @@ class _Memory:
 
     def __init__(self, x, size, dtype):
         self.owner = x
-        self.__array_interface__ = {"data": (x.data_ptr(), False), "shape": (size,), "typestr": dtype, "version": 3}
+        where = x.data_ptr(), False
+        self.__array_interface__ = {"data": where, "shape": (size,), "typestr": dtype, "version": 3}
 
 
 def _flat(x):
@@ -2317,7 +2394,7 @@ _pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a
 
 def _share(loop, units, work, *args):
     """loop(first, last, *args) over all units, by several threads if `work`, the number of operations, is worth it."""
-    args = [x if isinstance(x, int) else _for_loop(x) for x in args]
+    args = [x if isinstance(x, (int, tuple)) else _for_loop(x) for x in args]
     shares = min(threads, units)  # so that no share is empty: a loop may read its first unit
     if shares <= 1 or work < WORTH_THREADS:
         return loop(0, units, *args) if units else None
@@ -2419,8 +2496,10 @@ def _llvm(builder, name, result, *args):
 
 
 def _in_all_lanes(builder, x):
-    first = builder.insert_element(ir.Constant(ir.VectorType(x.type, VECTOR), ir.Undefined), x, INT32(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(INT32, VECTOR), [0] * VECTOR))
+    anything = ir.Constant(ir.VectorType(x.type, VECTOR), ir.Undefined)
+    first = builder.insert_element(anything, x, INT32(0))
+    zeros = ir.Constant(ir.VectorType(INT32, VECTOR), [0] * VECTOR)
+    return builder.shuffle_vector(first, first, zeros)
 
 
 def _vectors(builder, tile, pointer, at, stride, left):
@@ -2429,7 +2508,8 @@ def _vectors(builder, tile, pointer, at, stride, left):
         row, first = divmod(i, tile.vectors)
         if row and not first:
             at = builder.add(at, stride)
-        columns = ir.Constant(ir.VectorType(INT64, VECTOR), list(range(first * VECTOR, (first + 1) * VECTOR)))
+        numbers = range(first * VECTOR, (first + 1) * VECTOR)
+        columns = ir.Constant(ir.VectorType(INT64, VECTOR), list(numbers))
         here = builder.gep(pointer, [builder.add(at, INT64(first * VECTOR))])
         inside = builder.icmp_signed("<", columns, _in_all_lanes(builder, left))
         yield i, (builder.bitcast(here, FLOATS.as_pointer()), INT32(4), inside)
@@ -2447,7 +2527,8 @@ def load(_, rows, vectors, x, at, stride, left):
     def generate(context, builder, signature, args):
         out = ir.Constant(context.get_value_type(tile), None)
         zeros = ir.Constant(FLOATS, None)
-        for i, where in _vectors(builder, tile, _pointer(context, builder, x, args[2]), *args[3:]):
+        pointer = _pointer(context, builder, x, args[2])
+        for i, where in _vectors(builder, tile, pointer, *args[3:]):
             out = builder.insert_value(out, _llvm(builder, LOAD, FLOATS, *where, zeros), i)
         return out
 
@@ -2459,8 +2540,10 @@ def store(_, tile, x, at, stride, left):
     """Writes a tile to where `load` would read it; columns from `left` on are left as they are."""
 
     def generate(context, builder, signature, args):
-        for i, where in _vectors(builder, tile, _pointer(context, builder, x, args[1]), *args[2:]):
-            _llvm(builder, STORE, ir.VoidType(), builder.extract_value(args[0], i), *where)
+        pointer = _pointer(context, builder, x, args[1])
+        for i, where in _vectors(builder, tile, pointer, *args[2:]):
+            vector = builder.extract_value(args[0], i)
+            _llvm(builder, STORE, ir.VoidType(), vector, *where)
         return context.get_dummy_value()
 
     return types.void(tile, x, at, stride, left), generate
@@ -2493,10 +2576,11 @@ def add_product(_, tile, x, y):
     """tile + x * y, number by number, product and sum in one rounding."""
 
     def generate(context, builder, signature, args):
+        out = args[0]
         for i in range(tile.rows * tile.vectors):
             old, *factors = (builder.extract_value(t, i) for t in args)
-            args = builder.insert_value(args[0], _llvm(builder, FMA, FLOATS, *factors, old), i), *args[1:]
-        return args[0]
+            out = builder.insert_value(out, _llvm(builder, FMA, FLOATS, *factors, old), i)
+        return out
 
     return tile(tile, x, y), generate
 
@@ -2526,7 +2610,8 @@ def transpose(_, tile):
         half = VECTOR // 2
         rows = [builder.extract_value(args[0], i) for i in range(VECTOR)]
         pairs = [VECTOR * (i % 2) + i // 2 for i in range(2 * VECTOR)]
-        masks = [ir.Constant(ir.VectorType(INT32, VECTOR), x) for x in (pairs[:VECTOR], pairs[VECTOR:])]
+        halves = pairs[:VECTOR], pairs[VECTOR:]
+        masks = [ir.Constant(ir.VectorType(INT32, VECTOR), x) for x in halves]
         for _ in range(VECTOR.bit_length() - 1):
             rows = [builder.shuffle_vector(rows[i // 2], rows[i // 2 + half], masks[i % 2]) for i in range(VECTOR)]
         out = args[0]

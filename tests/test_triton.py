@@ -306,7 +306,7 @@ def test_a_matmul_takes_the_tile_with_the_least_estimated_time_and_starts_a_prog
     for change in (
         ("// sms) * work", "/ sms) * work"),  # parts of a wave, as if the last were full
         ("= min(table, key", "= max(table, key"),
-        ("(64, 32, 128, 4, 4), (64, 16, 128, 4, 4), ", ""),  # decode's weights 64 to a tile, as wgmma's rows
+        ("    (64, 32, 128, 4, 4),\n    (64, 16, 128, 4, 4),\n", ""),  # decode's weights 64 to a tile, as wgmma's rows
     ):
         assert slow_choices(mutant(tmp_path, change)), change
 
