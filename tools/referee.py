@@ -191,7 +191,8 @@ def page(title, words, tables, pictures):
         parts.append(f"<h2>{name}</h2><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>")
     return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
 <meta http-equiv="Content-Security-Policy" content="{plot.POLICY}"><style>{plot.STYLE} td {{ padding-right: 16px }}
-</style></head><body><h1>{html.escape(title)}</h1>{"".join(parts)}<div class="panels">{"".join(pictures)}</div></body>"""
+</style></head><body><h1>{html.escape(title)}</h1>{"".join(parts)}
+<div class="panels">{"".join(pictures)}</div></body>"""
 
 
 def main():
