@@ -489,6 +489,23 @@ def addmm(bias, a, b, *, beta=1, alpha=1):
 # else is cut there, heads, columns and the vocabulary, leaves every sum whole on one GPU.
 
 
+class SplitLinear(torch.autograd.Function):
+    """`linear` of a whole weight, differentiable; its gradients are not split, as they sum over other dims than K."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, split):
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight, bias, split)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        d_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        dx = torch.mm(grad, weight)
+        d_weight = torch.mm(grad.t(), x)
+        return dx, d_weight, d_bias, None
+
+
 def tree_sum(parts):
     """
     Pairwise sum over the first dim: ((p0 + p1) + (p2 + p3)) + ...; an odd last part goes up alone. It overwrites the
@@ -522,21 +539,6 @@ def linear(x, weight, bias, split=1, gather=None):
     y = split_matmul(x, weight.t(), split)
     y = tree_sum(gather(y)) if gather else y
     return (y if bias is None else y + bias).to(x.dtype)
-
-
-class SplitLinear(torch.autograd.Function):
-    """`linear` of a whole weight, differentiable; its gradients are not split, as they sum over other dims than K."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, split):
-        ctx.save_for_backward(x, weight)
-        return linear(x, weight, bias, split)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        d_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return torch.mm(grad, weight), torch.mm(grad.t(), x), d_bias, None
 
 
 # ------------------------------------------------------------------------------------------------------------------
