@@ -13,8 +13,14 @@ some 60 tokens and end by themselves.
 import argparse
 import contextlib
 import io
+import itertools
 import json
+import os
+import re
+import socket
+import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,14 +45,14 @@ def learned(out):
     return [out / "lm" / "ckpt" / f"step_000{n}" for n in (125, 250)], prompts[:: len(prompts) // 64][:64]
 
 
-def referee(model, rows, path, **options):
-    """What tools/referee.py finds in these rows."""
+def referee(*args):
+    """What tools/referee.py says in this process: (whether it found something, its lines)."""
     import referee as tool
 
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = dict(temperature=1.0, also=[], threads=2) | options
-    words, found, tables, _ = tool.rollouts(argparse.Namespace(paths=[Path(model), path], **settings))
-    return words, found, tables
+    sys.argv = ["referee.py", *map(str, args)]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        found = tool.main()
+    return found, said.getvalue().splitlines()
 
 
 # ---- transformers
@@ -89,7 +95,7 @@ def bfloat16_rope(model):
     rotary.inv_freq = rotary.inv_freq.bfloat16().float()
 
 
-def of_transformers(checkpoints, prompts):
+def of_transformers(checkpoints, prompts, out):
     """(mistake or '', what the referee must say, rows, options)."""
     early, late = checkpoints
     healthy = generate(late, prompts)
@@ -99,7 +105,7 @@ def of_transformers(checkpoints, prompts):
     yield "", "", cold, dict(temperature=0.7)
     yield "sampled at 0.7, said to be 1.0", "temperature 0.7", cold, {}
     raw = generate(late, prompts, temperature=0.7, raw=True)
-    yield "log-probs before the temperature of 0.7", "temperature 1 explains", raw, dict(temperature=0.7)
+    yield "log-probs before the temperature of 0.7", "temperature 1: explains", raw, dict(temperature=0.7)
     rows = [row | dict(logprobs=[*row["logprobs"][1:], 0.0]) for row in healthy]
     yield "log-probs one token too early", "log-probs shifted by -1", rows, {}
     rows = [row | dict(response_ids=row["response_ids"][:-1], logprobs=row["logprobs"][:-1]) for row in healthy]
@@ -112,16 +118,13 @@ def of_transformers(checkpoints, prompts):
     yield "top-p 0.9, log-probs processed", "top-p 0.9, renormalised", generate(late, prompts, top_p=0.9), {}
     yield "the head in bfloat16", "the head in bfloat16", generate(late, prompts, change=bfloat16_head), {}
     yield "RoPE's frequencies in bfloat16", "RoPE's frequencies", generate(late, prompts, change=bfloat16_rope), {}
-    stale = generate(early, prompts)
-    yield "weights of an earlier step", "weights of", stale, dict(also=[early])
     begun = generate(early, prompts, new=20)
     rest = generate(late, [[*r["prompt_ids"], *r["response_ids"]] for r in begun])
     rows = []
     for a, b in zip(begun, rest):
         more = {k: a[k] + b[k] for k in ("response_ids", "logprobs")}
         rows.append(a if a["response_ids"][-1] == 1 else a | more)
-    yield "weights changed in flight", "up to a token weights of", rows, dict(also=[early])
-    yield "the same, the other checkpoint not known", "weights changed in flight", rows, {}
+    yield "weights changed in flight", "weights changed in flight", rows, {}
     rows = [row | dict(trainer_logprobs=other["logprobs"]) for row, other in zip(cold, raw)]
     yield "the trainer does not divide by 0.7", "trainer", rows, dict(temperature=0.7)
 
@@ -129,6 +132,10 @@ def of_transformers(checkpoints, prompts):
 # ---- TRL, in its own environment
 
 TRL = "trl==1.16.0"
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+RATE = "--learning_rate=1e-4"
+HEALTHY = ("", "in bfloat16")
+GRADIENTS = ("", "loss halved")  # mistakes whose gradients are judged, too
 STEPS = {  # mistake: (what the referee must say, TRL's settings, the referee's flags)
     "": ("", {}, {}),
     "in bfloat16": ("", dict(bf16=True), {}),
@@ -207,25 +214,105 @@ def trl_side(task):
         trainer.train()
 
 
+def of_trl(checkpoints, prompts, out):
+    task = out / "trl.json"
+    task.write_text(json.dumps(dict(out=str(out), model=str(checkpoints[1]), prompts=prompts)))
+    if not (out / f"trl_{len(STEPS) - 1}" / "after").is_dir():
+        packages = [f"--with={x}" for x in (TRL, *(f"{k}=={version(k)}" for k in ("torch", "transformers")))]
+        command = ["uv", "run", "--isolated", "--no-project", f"--python={sys.executable}", *packages, "python"]
+        script = Path(__file__).resolve()
+        subprocess.run([*command, script, f"--trl_side={task}"], check=True, cwd=out, env=os.environ | OFFLINE)
+    for i, (mistake, (wanted, _, flags)) in enumerate(STEPS.items()):
+        folder = out / f"trl_{i}"
+        shown = [f"--{k}={x}" for k, x in flags.items()]
+        batch = folder / "batch.safetensors"
+        if not mistake or "temperature" in mistake:
+            said = "trainer: " if mistake else ""
+            yield f"{mistake}, its log-probs", said, [checkpoints[1], batch, *shown]
+        for after in ("after", "gradients.safetensors"):
+            if after == "after" or mistake in GRADIENTS:
+                yield f"{mistake}, {after}", wanted, ["--step", checkpoints[1], batch, folder / after, RATE, *shown]
+
+
+# ---- SGLang, without our operators
+
+
+def of_sglang(checkpoints, prompts, out):
+    import runs
+
+    import sync
+
+    for temperature, said in ((1.0, 1.0), (0.7, 1.0)):
+        folder = out / f"sglang_{temperature}"
+        if not (folder / "queue").is_dir():
+            flags = "--mode=rollout --batch_invariant=False --max_steps=1 --prompts_per_step=32 --group_size=2"
+            flags += " --max_new_tokens=100 --eval_size=0 --reward=exact"
+            task = f"--dataset={out / 'text.jsonl'}", f"--init_from={checkpoints[1]}"
+            runs.run(folder, *flags.split(), *task, f"--temperature={temperature}")
+        rows = []
+        for path in sorted(folder.glob("queue/rl_*/group_*")):
+            t, _ = sync.read_group(path.parent, int(path.stem[6:]), {})
+            parts = [t[k].split(t["lengths"].tolist()) for k in ("tokens", "logprobs")]
+            for ids, logprobs in zip(*parts):
+                row = dict(response_ids=ids.tolist(), logprobs=logprobs.tolist())
+                rows.append(row | dict(prompt_ids=t["prompt_tokens"].tolist()))
+        mistake = "" if said == temperature else f"sampled at {temperature}, said to be {said}"
+        yield mistake, "temperature 0.7" if mistake else "", rows, {}
+        if not mistake:
+            late = [row | dict(logprobs=[0.0, *row["logprobs"][:-1]]) for row in rows]
+            yield "log-probs one token too late", "log-probs shifted by +1", late, {}
+
+
+# ---- servers: ours, and SGLang's own operators
+
+
+def of_servers(checkpoints, prompts, out):
+    for invariant in (True, False):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        flags = ["--mode=serve", f"--init_from={checkpoints[1]}", f"--port={port}", "--api_key=key"]
+        flags += [
+            f"--batch_invariant={invariant}",
+            f"--out_dir={out / f'serve_{invariant}'}",
+            "--max_prompt_tokens=1024",
+        ]
+        process = subprocess.Popen([sys.executable, ROOT / "train_grpo.py", *flags], stdout=subprocess.PIPE, text=True)
+        try:
+            next(line for line in process.stdout if f":{port}" in line)
+            mistake = "" if invariant else "the libraries' own operators"
+            yield mistake, "log-probs" if mistake else "", [f"--server=http://127.0.0.1:{port}"]
+        finally:
+            process.terminate()
+            process.wait()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("systems", nargs="*", default=["transformers"])
+    parser.add_argument("systems", nargs="*", default=["transformers", "trl", "sglang", "servers"])
     parser.add_argument("--out", type=Path, default=Path("out/referee"))
     parser.add_argument("--trl_side", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl_side:
         return trl_side(json.loads(args.trl_side.read_text()))
-    checkpoints, prompts = learned(args.out)
+    out = args.out.resolve()
+    os.environ["OPENAI_API_KEY"] = "key"
+    checkpoints, prompts = learned(out)
     print("| system | mistake | the referee says | named |\n|---|---|---|---|")
     for system in args.systems:
-        for i, (mistake, wanted, rows, options) in enumerate(globals()[f"of_{system}"](checkpoints, prompts)):
-            with contextlib.redirect_stdout(io.StringIO()):
-                words, found, tables = referee(checkpoints[1], rows, args.out / f"{system}_{i}.jsonl", **options)
-            named = "yes" if (any(wanted in x for x in found) if mistake else not found) else "**no**"
-            print(f"| {system} | {mistake or 'healthy'} | {'; '.join(found or words)} | {named} |", flush=True)
-            if named != "yes":
-                for row in tables["hypotheses"]:
-                    print("   ", row, file=sys.stderr)
+        for i, (mistake, wanted, *given) in enumerate(globals()[f"of_{system}"](checkpoints, prompts, out)):
+            if len(given) == 2:
+                rows, options = given
+                path = out / f"{system}_{i}.jsonl"
+                path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+                given = [[checkpoints[1], path, *(f"--{k}={x}" for k, x in options.items())]]
+            found, lines = referee(*given[0], f"--out={out / f'{system}_{i}.html'}")
+            words = [*itertools.takewhile(lambda line: not re.match("(log-probs|explains|beside) ", line), lines)]
+            wrong = bool(wanted) and mistake.partition(",")[0] not in HEALTHY
+            named = found == wrong and (not wrong or any(wanted in x for x in words))
+            row = [system, mistake or "healthy", "; ".join(words), "yes" if named else "**no**"]
+            print("|", " | ".join(row), "|", flush=True)
+            if not named:
+                print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,213 +16,167 @@ import html
 import math
 import os
 import sys
-import types
 from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
 
 import plot
+import referee_hypotheses as tried
 import runs  # noqa: F401 (it lets the files of the root be imported)
 import torch
+from referee_formats import read
 
 import kernels
 import sync
 from configurator import require
 
-SAMPLED = 4000  # tokens on which hypotheses are tried
 FLOAT32 = 0.02  # times what bfloat16 costs: a difference below is float32's rounding
-EXPLAINS = 0.5  # share of a difference
+BFLOAT16 = 2.0  # times what it costs here: a difference above is more than that
 NATS = 10  # of evidence, before samples are said to be drawn in another way
-BFLOAT16 = "bfloat16 throughout"
 EDGES = {
+    "all": (),
     "position": (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096),
     "entropy": (0.01, 0.1, 0.5, 1, 2, 4),
     "log-prob": (-10, -5, -2, -1, -0.1, -0.01),
     "turn": range(1, 16),
 }
-
-
-def figures(ours, theirs):
-    """Tokens, mean and largest distance, KL(theirs || ours) by k3, effective sample size, total variation; (N,) each."""
-    d = (theirs - ours).double()
-    w = (-d).exp()  # p_ours / p_theirs of tokens that were drawn from theirs
-    found = d.abs().mean(), d.abs().max(), (w - 1 + d).mean(), w.mean() ** 2 / (w * w).mean(), (w - 1).abs().mean() / 2
-    return [len(d), *(f"{float(x):.3g}" for x in found)]
+FLAGS = dict(
+    temperature=1.0, tokens=4000, loss="ppo", aggregation="token", advantage="grpo", clip_low=0.2, clip_high=0.2,
+    max_new_tokens=0, group_size=0, optimizer="adamw", learning_rate=0.0, eps=1e-8, weight_decay=0.0, grad_clip=1.0,
+)  # fmt: skip
 
 
 def distances(name, ours, theirs, keys):
-    """Rows of `figures`, of all tokens and by each of keys {name: (N,)}."""
-    for what, key in ({"all": ours} | keys).items():
-        edges = [-math.inf, *EDGES.get(what, ())]
-        index = torch.bucketize(key.double(), torch.tensor(edges[1:], dtype=torch.float64), right=True)
-        for i, low in enumerate(edges):
-            chosen = (index == i) & ~theirs.isnan()
-            if chosen.any():
-                yield [name, f"{what} from {low:g}" if what != "all" else what, *figures(ours[chosen], theirs[chosen])]
+    """Rows by each of keys, {name: (N,)}, of distance, KL(theirs || ours) by k3, effective samples, total variation."""
+    for what, key in keys.items():
+        index = torch.bucketize(key.float(), torch.tensor(EDGES[what]), right=True)
+        for i, low in enumerate(["", *EDGES[what]]):
+            d = (theirs - ours)[(index == i) & ~theirs.isnan()].double()
+            w = (-d).exp()  # p_ours / p_theirs of tokens that were drawn from theirs
+            if len(d):
+                found = [d.abs().mean(), d.abs().max(), (w - 1 + d).mean(), w.mean() ** 2 / (w * w).mean()]
+                yield [name, what, low, len(d), *(f"{float(x):.3g}" for x in [*found, (w - 1).abs().mean() / 2])]
 
 
-def where(parts):
-    """In words, where the distances of responses, [(R,)], sit."""
-    broken = 0
-    for x in (x for x in parts if len(x) > 8):
-        sums = x.cumsum(0)[3:-4]
-        k = torch.arange(4, len(x) - 3)
-        broken += bool(((sums / k) / ((x.sum() - sums) / (len(x) - k))).log().abs().max() > math.log(30))
-    if broken > len(parts) / 4:
-        return f"{broken} of {len(parts)} responses agree up to a token or from one on: weights changed in flight?"
-    first = float(torch.stack([x[0] for x in parts]).mean() / torch.cat(parts).mean())
-    return f"first tokens are {first:.2g} times as far"
-
-
-def judge(name, ours, theirs, predicted, unit, lengths):
-    """(a verdict, whether it is a finding, rows of hypotheses) of log-probs (N,). unit: what bfloat16 costs."""
+def judge(name, ours, theirs, predicted, unit, first):
+    """As tried.judge, of log-probs (N,). unit: what bfloat16 costs; first: which are first tokens."""
     far = (theirs - ours).abs()
-    scores = {}
-    for hypothesis, logprobs in predicted.items():
-        left = (theirs - logprobs).abs()
-        scores[hypothesis] = 1 - float(left.nanmean() / far[~left.isnan()].mean().clamp(min=1e-30))
-    best = sorted(scores, key=scores.get, reverse=True)
-    mean = float(far.nanmean())
-    words = f"{name}: {mean:.3g} nats a token from float32, {mean / unit:.2g} times what bfloat16 costs: "
-    finding = False
-    if mean <= FLOAT32 * unit:
-        words += "float32's rounding"
-    elif scores[best[0]] > EXPLAINS:
-        finding = best[0] != BFLOAT16
-        words += f"{best[0]} explains {scores[best[0]]:.1%}"
-    elif mean <= 2 * unit:
-        words += "bfloat16's rounding"
-    else:
-        finding = True
-        words += f"unexplained; {where([x.nan_to_num() for x in far.split(lengths)])}"
-    return words, finding, [[name, hypothesis, f"{scores[hypothesis]:.1%}"] for hypothesis in best[:6]]
+    average = float(far.nanmean())
+    left = {}
+    for hypothesis, logprobs in predicted.items():  # as a share of the same tokens' distance
+        its = (theirs - logprobs).abs()
+        left[hypothesis] = average * float(its.nanmean() / far[~its.isnan()].mean().clamp(min=1e-30))
+    verdict, finding, rows = tried.judge(average, FLOAT32 * unit, BFLOAT16 * unit, left)
+    if verdict == "unexplained":
+        verdict += f", {float(far[first].nanmean()) / average:.2g} times that on first tokens"
+        agree = float((far <= FLOAT32 * unit).float().mean())
+        if 0.05 < agree < 0.95:
+            verdict += f"; {agree:.0%} of the tokens agree: weights changed in flight?"
+    words = (
+        f"{name}: {average:.3g} nats a token from float32, {average / unit:.2g} times what bfloat16 costs: {verdict}"
+    )
+    return words, finding, [[name, *row] for row in rows]
 
 
 def endings(reference, samples):
     """What is wrong with the ends of responses, in words."""
-    from models.folders import load_tokenizer
-
-    stop = load_tokenizer(reference.folder)[1]
-    masked = [s for s in samples if s.mask and s.response[-1] in stop and not s.mask[-1]]
-    if len(masked) > len(samples) / 10:
-        yield f"endings: the mask leaves out the EOS of {len(masked)} of {len(samples)} responses"
+    stop = reference.stop
     longest = max(len(s.response) for s in samples)
+    masked = sum(bool(s.mask) and s.response[-1] in stop and not s.mask[-1] for s in samples)
     short = [s for s in samples if s.response[-1] not in stop and len(s.response) < longest]
+    if masked > len(samples) / 10:
+        yield f"endings: the mask leaves out the EOS of {masked} of {len(samples)} responses"
     if len(short) > len(samples) / 10:
-        states = torch.stack([x[-1] for x in reference.predictors(short)])
-        chance = float(kernels.head_logits(states, reference.head).softmax(-1)[:, stop].sum(1).mean())
-        if chance > 0.2:
-            yield f"endings: EOS dropped: {len(short)} end without one; the model gives it {chance:.0%} there"
+        chances = [float(reference.logits(s)[-1].softmax(-1)[stop].sum()) for s in short]
+        if mean(chances) > 0.2:
+            yield f"endings: EOS dropped: {len(short)} end without one; the model gives it {mean(chances):.0%} there"
 
 
 def rollouts(args):
-    """(words, findings, tables, panels) of an engine's samples."""
-    import referee_hypotheses as tried
-    from referee_formats import read
-
+    """(words, findings, tables, pictures) of an engine's samples."""
     samples = read(args.paths[1])
-    reference = tried.Reference(args.paths[0])
+    samples = [s for i, s in enumerate(samples) if sum(len(x.response) for x in samples[:i]) < args.tokens]
+    reference = tried.Reference(args.paths[0], "MODEL")
     top = max(max(s.prompt + s.response) for s in samples)
-    require(
-        top < len(reference.head), f"{args.paths[1]}: token {top}, MODEL has {len(reference.head)}: another model's"
-    )
-    lengths = [len(s.response) for s in samples]
-    ours, entropy = reference.logprobs(samples, args.temperature)
+    require(top < len(reference.head), f"{args.paths[1]}: token {top}; MODEL has {len(reference.head)}")
+    given = samples, args.temperature
+    ours, entropy = reference.logprobs(*given)
 
     def column(name, default=math.nan):
         return torch.tensor([x for s in samples for x in getattr(s, name) or [default] * len(s.response)])
 
-    loss = column("mask", 1.0) > 0
+    drawn = tried.of_distribution(reference, *given)
+    predicted = {name: x[0] for name, x in drawn.items()}
+    predicted["bfloat16 throughout"] = tried.in_bfloat16(reference.folder, *given)
+    unit = float((predicted["bfloat16 throughout"] - ours).abs().mean())
     columns = dict(engine=column("logprobs"), trainer=column("trainer_logprobs"))
-    columns = {name: x.where(loss, math.nan) for name, x in columns.items() if not x.isnan().all()}
-    few = sum(sum(lengths[:i]) < SAMPLED for i in range(len(samples)))
-    n = sum(lengths[:few])
-    judged = samples[:few], args.temperature
-    reported, gains = tried.of_distribution(reference, *judged)
-    reported[BFLOAT16] = tried.in_bfloat16(reference.folder, *judged)
-    unit = float((reported[BFLOAT16] - ours[:n]).abs().mean())
-    others = {str(folder): tried.Reference(folder, "--also") for folder in args.also}
-    words, found = [], []
-    tried_rows = [["log-probs", "hypothesis", "explains"]]
-    rows = [["log-probs", "where", "tokens", "mean", "max", "k3", "effective samples", "total variation"]]
-    keys = dict(position=torch.cat([torch.arange(x) for x in lengths]), entropy=entropy, turn=column("turn", 0))
-    keys["log-prob"] = ours
+    masked = column("mask", 1) == 0
+    columns = {name: x.masked_fill(masked, math.nan) for name, x in columns.items() if not x.isnan().all()}
+    far = {float((x - ours).abs().nanmean()): name for name, x in columns.items()}
+    if max(far, default=0) > FLOAT32 * unit:
+        predicted |= tried.hypotheses(reference, samples, ours, args.temperature)
+    keys = {"all": ours, "position": torch.cat([torch.arange(len(s.response)) for s in samples]), "entropy": entropy}
+    keys |= {"log-prob": ours, "turn": column("turn", 0)}
+    words, found = [], [*endings(reference, samples)]
+    hypotheses = [["log-probs", "explains", "hypothesis"]]
+    rows = [["log-probs", "by", "from", "tokens", "mean", "max", "k3", "ESS", "TV"]]
     for name, theirs in columns.items():
-        predicted = dict(reported)
-        if float((theirs - ours)[:n].abs().nanmean()) > FLOAT32 * unit:
-            predicted |= tried.hypotheses(reference, others, samples[:few], theirs[:n], ours[:n], args.temperature)
-        verdict, finding, more = judge(name, ours[:n], theirs[:n], predicted, unit, lengths[:few])
+        verdict, finding, more = judge(name, ours, theirs, predicted, unit, keys["position"] == 0)
         words.append(verdict)
         found += [verdict] * finding
-        tried_rows += more
+        hypotheses += more
         rows += distances(name, ours, theirs, keys)
     if len(columns) == 2:
-        rows += distances("engine to trainer", columns["trainer"], columns["engine"], {})
-        far = {name: float((x - ours).abs().nanmean()) for name, x in columns.items()}
-        near, farther = sorted(far, key=far.get)
-        words.append(
-            f"the {farther} is {far[farther] / max(far[near], 1e-30):.2g} times as far from float32 as the {near}"
-        )
+        rows += distances("both", columns["trainer"], columns["engine"], dict(all=ours))
+        words.append(f"the {far[max(far)]} is {max(far) / max(min(far), 1e-30):.2g} times as far from float32")
+    gains = {name: float(x[1].sum()) for name, x in drawn.items()}
     best = max(gains, key=gains.get)
     if gains[best] > NATS:
-        found.append(f"samples: as if drawn by {best}, by {gains[best]:.0f} nats more likely than by the whole softmax")
-    found += endings(reference, samples)
+        found.append(f"samples: as if drawn by {best}, by {gains[best]:.0f} nats likelier than as they say")
     words += [line for line in found if line not in words]
-    return words, found, {"hypotheses": tried_rows, "distances": rows}, panels(ours, columns, keys)
+    return words, found, [hypotheses, rows], panels(ours, columns, keys)
 
 
 def panels(ours, columns, keys):
-    """SVGs of the distances of tokens over each of keys."""
-    made = []
-    for what, key in keys.items():
-        figure, axis = plot.new_panel(
-            f"Distance, nats, by {what}", [types.SimpleNamespace(name=x, ledger=x) for x in columns]
-        )
+    """SVGs of the distances of tokens by each of keys."""
+    for what in ("position", "entropy", "log-prob"):
+        figure, axis = plot.new_panel(f"Distance by {what}, nats", [SimpleNamespace(name=x, ledger=x) for x in columns])
         for color, theirs in zip(plot.COLORS, columns.values()):
             far = (theirs - ours).abs().clamp(min=1e-9)
-            axis.plot(key[:SAMPLED], far[:SAMPLED], ".", markersize=2, alpha=0.4, color=color)
+            axis.plot(keys[what], far, ".", markersize=2, alpha=0.4, color=color)
         axis.set(yscale="log", xlabel=what)
-        made.append(plot.svg(figure, what))
-    return made
-
-
-def page(title, words, tables, pictures):
-    parts = [f"<p>{html.escape(line)}</p>" for line in words]
-    for name, rows in tables.items():
-        cells = ("".join(f"<td>{html.escape(str(x))}</td>" for x in row) for row in rows)
-        parts.append(f"<h2>{name}</h2><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>")
-    return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
-<meta http-equiv="Content-Security-Policy" content="{plot.POLICY}"><style>{plot.STYLE} td {{ padding-right: 16px }}
-</style></head><body><h1>{html.escape(title)}</h1>{"".join(parts)}
-<div class="panels">{"".join(pictures)}</div></body>"""
+        yield plot.svg(figure, what)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, metavar="MODEL ROLLOUTS")
     parser.add_argument("--step", action="store_true", help="BEFORE BATCH AFTER: judge an update")
-    parser.add_argument("--server", default="", metavar="URL", help="judge an endpoint with OpenAI's protocol")
-    parser.add_argument("--also", type=Path, nargs="+", default=[], help="other checkpoints that may have sampled")
+    parser.add_argument("--server", metavar="URL", help="judge an endpoint with OpenAI's protocol")
+    parser.add_argument("--chat", action="store_true", help="with --server: by chat completions")
     parser.add_argument("--out", type=Path, default=Path("referee.html"))
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    flags = dict(learning_rate=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, grad_clip=1.0, clip_low=0.2)
-    flags |= dict(clip_high=0.2, temperature=1.0, max_new_tokens=0, group_size=0, loss="ppo", aggregation="token")
-    for name, default in (flags | dict(advantage="grpo", optimizer="adamw")).items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help="what they say they use")
+    for name, default in FLAGS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help="default: %(default)s")
     args = parser.parse_args()
     sys.excepthook = sync.report_error
-    wanted = 0 if args.server else 3 if args.step else 2
-    require(len(args.paths) == wanted, "wants MODEL ROLLOUTS, or --step BEFORE BATCH AFTER, or --server=URL")
     judged = rollouts
+    wanted = 2
     if args.server:
         from referee_server import server as judged
+
+        wanted = 0
     elif args.step:
         from referee_step import step as judged
-    kernels.enable_batch_invariant(args.threads)
+
+        wanted = 3
+    require(len(args.paths) == wanted, "wants MODEL ROLLOUTS, or --step BEFORE BATCH AFTER, or --server=URL")
+    kernels.enable_batch_invariant(os.cpu_count())
     words, found, tables, pictures = judged(args)
-    print(*words, sep="\n")
-    for rows in tables.values():
-        widths = [max(len(str(x)) for x in column) for column in zip(*rows)]
-        print(*("  ".join(str(x).ljust(w) for x, w in zip(row, widths)) for row in rows), sep="\n")
-    args.out.write_text(page(args.server or " ".join(map(str, args.paths)), words, tables, pictures))
+    texts = ["\n".join("".join(f"{x!s:<18}" for x in row) for row in rows) for rows in tables]
+    print(*words, *texts, sep="\n")
+    title = SimpleNamespace(name=args.server or " ".join(map(str, args.paths)))
+    shown = [f"<pre>{html.escape(text)}</pre>" for text in texts]
+    args.out.write_text(plot.page([title], words, [*pictures, *shown], ""))
     return bool(found)
 
 

@@ -4,7 +4,7 @@ Other systems' samples for tools/referee.py: JSON lines of our own, and what TRL
 """
 
 import json
-import types
+from types import SimpleNamespace
 
 import runs  # noqa: F401 (it lets the files of the root be imported)
 from safetensors import SafetensorError
@@ -22,13 +22,30 @@ NAMES = {  # our name of a column: those of TRL, vLLM, verl, slime and prime-rl
     "advantage": ("advantages",),
     "reward": ("rewards", "score"),
 }
-PER_TOKEN = ("logprobs", "trainer_logprobs", "mask", "turn", "advantage")
+PER_TOKEN = ("logprobs", "trainer_logprobs", "mask", "turn")
+
+
+def unpacked(row):
+    """The samples in an object: of a request with several outputs, of a batch in columns, or the one that it is."""
+    outputs = row.get("outputs") or row.get("choices")
+    for output in outputs or ():
+        response = output.get("token_ids")
+        yield from unpacked(output | dict(prompt_ids=row["prompt_token_ids"], response_ids=response, token_ids=None))
+    if outputs:
+        return
+    row = row | {ours: row[name] for ours, names in NAMES.items() for name in names if row.get(name) is not None}
+    ids = row.get("response_ids") or row["tokens"]
+    if isinstance(ids[0], list):
+        for i in range(len(ids)):
+            yield {name: x[i] for name, x in row.items() if isinstance(x, list) and len(x) == len(ids)}
+    else:
+        yield row
 
 
 def numbers(column):
     """The numbers in an OpenAI endpoint's logprobs, in vLLM's [{token: {logprob}}], in TRL's [[the best]]."""
     if isinstance(column, dict):
-        column = column.get("token_logprobs") or column.get("content") or []
+        column = column.get("token_logprobs") or column["content"]
     found = []
     for x in column:
         while isinstance(x, (dict, list)):
@@ -37,52 +54,31 @@ def numbers(column):
     return found
 
 
-def unpacked(row):
-    """The samples in an object: of a request with several outputs, of a batch in columns, or the one that it is."""
-    for output in row.get("outputs") or row.get("choices") or ():
-        known = dict(prompt_ids=row.get("prompt_token_ids"), response_ids=output.get("token_ids"))
-        yield from unpacked(known | {k: x for k, x in output.items() if k != "token_ids" and x})
-    if row.get("outputs") or row.get("choices"):
-        return
-    row = row | {ours: row[name] for ours, names in NAMES.items() for name in names if row.get(name) is not None}
-    ids = row.get("response_ids") or row.get("tokens") or [0]
-    if not isinstance(ids[0], list):
-        yield row
-        return
-    for i in range(len(ids)):
-        yield {k: x[i] for k, x in row.items() if isinstance(x, list) and len(x) == len(ids)}
-
-
-def sample_of(row, where):
-    """A sample: prompt, response, and PER_TOKEN without padding, None if not given. where: for the error line."""
-    tokens, mask = row.get("tokens"), row.get("mask")
-    if tokens and "response_ids" not in row:
-        start = 0
-        if "response_length" in row:  # slime: other columns are of the response
+def sample_of(row):
+    """A sample: prompt, response, and PER_TOKEN without padding, None if not given."""
+    row = dict.fromkeys([*NAMES, "turn"]) | row
+    tokens, mask = row["tokens"], row["mask"]
+    if tokens and not row["response_ids"]:
+        start = mask.index(True)  # prime-rl: all columns are of the whole sequence
+        if "response_length" in row:  # slime: they are of the response
             start = len(tokens) - row["response_length"]
-        elif mask and any(mask):  # prime-rl: all columns are of the whole sequence
-            start = [*map(bool, mask)].index(True)
-            row = row | {k: row[k][start:] for k in PER_TOKEN if isinstance(row.get(k), list)}
-        row = row | dict(prompt_ids=tokens[:start], response_ids=tokens[start:])
-    prompt, response = row.get("prompt_ids"), row.get("response_ids")
-    require(prompt and response is not None, f"{where}: no prompt_ids and response_ids, nor other names for them")
-    there = [1] * (len(prompt) + len(response))
+        else:
+            row |= {name: row[name][start:] for name in PER_TOKEN if row[name]}
+        row |= dict(prompt_ids=tokens[:start], response_ids=tokens[start:])
+    prompt, response = row["prompt_ids"], row["response_ids"]
+    there = [1] * len(prompt + response)
     if "attention_mask" in row:  # verl
         there = row["attention_mask"]
     elif "prompt_mask" in row:  # TRL
         there = row["prompt_mask"] + mask
-    last = [i for i, x in enumerate(there[len(prompt) :], 1) if x]
-    n = last[-1] if last else 0
-    sample = dict.fromkeys((*PER_TOKEN, "reward")) | row
+    n = max([i for i, x in enumerate(there[len(prompt) :], 1) if x], default=0)
     for name in PER_TOKEN:
-        if isinstance(sample[name], (list, dict)):
-            column = numbers(sample[name])
-            require(
-                len(column) >= n, f"{where}: {n} tokens in the response and {len(column)} {name}; one each is needed"
-            )
-            sample[name] = column[:n]
-    sample |= dict(prompt=[x for x, kept in zip(prompt, there) if kept], response=response[:n])
-    return types.SimpleNamespace(**sample)
+        if row[name]:
+            row[name] = numbers(row[name])[:n]
+            if len(row[name]) < n:
+                raise ValueError(f"{n} tokens and {len(row[name])} {name}")
+    row |= dict(prompt=[x for x, kept in zip(prompt, there) if kept], response=response[:n])
+    return SimpleNamespace(**row)
 
 
 def objects(path):
@@ -91,32 +87,25 @@ def objects(path):
         for inside in sorted(path.rglob("*")):
             if inside.suffix in (".jsonl", ".json", ".safetensors"):
                 yield from objects(inside)
-        return
-    cure = "neither JSON lines nor safetensors; pickles (.pt) are not opened: write their rows as JSON lines"
-    if path.suffix == ".safetensors":
-        try:
-            yield {k: x.tolist() for k, x in load_file(path).items() if x.dim()}, str(path)
-        except (SafetensorError, OSError) as e:
-            fail(f"{path}: {e}")
-        return
-    try:
+    elif path.suffix == ".safetensors":
+        yield {name: x.tolist() for name, x in load_file(path).items() if x.dim()}, path
+    else:
         text = path.read_text()
-    except (OSError, ValueError):
-        fail(f"{path}: {cure}")
-    for i, line in enumerate(text.splitlines() if path.suffix == ".jsonl" else [text], 1):
-        try:
+        for i, line in enumerate(text.splitlines() if path.suffix == ".jsonl" else [text], 1):
             rows = json.loads(line)
-        except ValueError:
-            fail(f"{path}, line {i}: {cure}")
-        for row in rows if isinstance(rows, list) else [rows]:
-            require(isinstance(row, dict), f"{path}, line {i}: not an object of JSON")
-            yield row, f"{path}, line {i}"
+            for row in rows if isinstance(rows, list) else [rows]:
+                yield row, f"{path}, line {i}"
 
 
 def read(path):
-    """The samples in a file or folder. Ends the process with one line if there are none."""
-    require(path.exists(), f"{path}: no such file or folder")
-    found = [sample_of(row, where) for packed, where in objects(path) for row in unpacked(packed)]
-    found = [s for s in found if s.response]
+    """The samples in a file or folder. Ends the process with one line if it cannot be read or has none."""
+    found, where = [], path
+    wanted = "JSON lines or safetensors, with prompt_ids and response_ids, or other names for them; no pickles (.pt)"
+    try:
+        for packed, where in objects(path):
+            found += [sample_of(row) for row in unpacked(packed)]
+    except (OSError, SafetensorError, ValueError, TypeError, LookupError, AttributeError) as e:
+        fail(f"{where}: wants {wanted}: {type(e).__name__}: {e}")
+    found = [s for s in found if s.prompt and s.response]
     require(found, f"{path}: no samples in it")
     return found

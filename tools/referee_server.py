@@ -1,15 +1,15 @@
 """
-What a server must hold fixed, for tools/referee.py: the same requests alone, again, together and with an empty cache,
-of any endpoint with OpenAI's protocol. No tool by itself.
+What a server must hold fixed, for tools/referee.py: the same requests alone, again, together and with an empty cache.
+No tool by itself.
 """
 
 import json
 import os
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from urllib.request import Request, urlopen
 
-from referee_formats import values
+from referee_formats import numbers
 
 from configurator import fail
 
@@ -18,87 +18,53 @@ PREFIX = "A list of sums, each in a line of its own, and every one of them is ri
 FLUSH = ("flush_cache", "reset_prefix_cache")  # SGLang's and vLLM's
 
 
-def post(url, body):
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}"}
-    request = urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers)
-    with urllib.request.urlopen(request, timeout=600) as response:
-        return response.read()
+def post(url, body=None):
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}"}
+    with urlopen(Request(url, body and json.dumps(body).encode(), headers), timeout=600) as response:
+        return json.loads(response.read() or "{}")
 
 
-def answer(url, body):
-    """(text, log-probs) of a request."""
-    choice = json.loads(post(url, body))["choices"][0]
-    text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return text, values(choice.get("logprobs")) or []
-
-
-def endpoint(url):
-    """(address, body of the request i) of what the server has: completions, else chat."""
-    url = url.rstrip("/").removesuffix("/v1")
-    try:
-        model = json.loads(post(f"{url}/v1/models", None))["data"][0]["id"]
-    except (OSError, ValueError, LookupError) as e:
-        fail(f"--server={url}: no endpoint with OpenAI's protocol: {e}")
-
-    def body(i, chat):
-        text = f"{PREFIX}{i} + {i * 7 % 50} ="
-        asked = (
-            dict(messages=[dict(role="user", content=text)], logprobs=True) if chat else dict(prompt=text, logprobs=1)
-        )
-        draw = dict(temperature=1.0, seed=i) if i % 2 else dict(temperature=0.0)
-        return dict(model=model, max_tokens=24) | asked | draw
-
-    said = ""
-    for path, chat in (("completions", False), ("chat/completions", True)):
-        try:
-            answer(f"{url}/v1/{path}", body(10**6, chat))
-            return url, f"{url}/v1/{path}", [body(i, chat) for i in range(REQUESTS)]
-        except urllib.error.HTTPError as e:
-            said = f"{e}: {e.read()[:200]!r}"
-        except (OSError, ValueError, LookupError) as e:
-            said = str(e)
-    fail(f"--server={url}: {said}")
+def request(i, model, chat):
+    text = f"{PREFIX}{i} + {i * 7 % 50} ="
+    asked = dict(messages=[dict(role="user", content=text)], logprobs=True) if chat else dict(prompt=text, logprobs=1)
+    return dict(model=model, max_tokens=24, temperature=i % 2, seed=i) | asked
 
 
 def server(args):
-    """(words, findings, tables) of a server."""
-    url, address, bodies = endpoint(args.server)
+    """(words, findings, tables, pictures) of an endpoint with OpenAI's protocol."""
+    url = args.server.rstrip("/").removesuffix("/v1")
+    address = f"{url}/v1/chat/completions" if args.chat else f"{url}/v1/completions"
 
-    def ask(together):
-        try:
-            with ThreadPoolExecutor(REQUESTS if together else 1) as pool:
-                return [*pool.map(lambda body: answer(address, body), bodies)]
-        except (OSError, ValueError, LookupError) as e:
-            fail(f"--server={args.server}: a request failed: {e}")
+    def answer(body):
+        choice = post(address, body)["choices"][0]
+        return choice.get("text") or choice.get("message"), numbers(choice.get("logprobs") or ())
 
-    def flush():
-        for path in FLUSH:
-            try:
-                post(f"{url}/{path}", {})
-                return True
-            except OSError:
-                continue
+    def ask(threads, flush=False):
+        for path in FLUSH if flush else ():
+            with suppress(OSError, ValueError):
+                post(f"{url}/{path}", {"flush": True})
+        with ThreadPoolExecutor(threads) as pool:
+            return [*pool.map(answer, bodies)]
 
-    flush()
-    passes = {"alone, cold": ask(False), "alone, warm": ask(False), "together, warm": ask(True)}
-    passes["together, again"] = ask(True)
-    if flush():
-        passes["together, cold"] = ask(True)
-        flush()
-        passes["alone, cold, again"] = ask(False)
-    first = passes.pop("alone, cold")
+    try:
+        model = post(f"{url}/v1/models")["data"][0]["id"]
+        bodies = [request(i, model, args.chat) for i in range(REQUESTS)]
+        first = ask(1, flush=True)
+        passes = {"alone, warm": ask(1), "together, warm": ask(REQUESTS), "together, again": ask(REQUESTS)}
+        passes |= {"together, flushed": ask(REQUESTS, flush=True), "alone, flushed": ask(1, flush=True)}
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        fail(f"--server={args.server}: it does not answer as OpenAI's protocol says: {e}")
     rows = [["beside alone, cold", "requests", "answers changed", "log-probs changed", "largest"]]
     found = []
     for name, those in passes.items():
-        for kind, start in (("greedy", 0), ("seeded", 1)):
+        for start, kind in enumerate(("greedy", "seeded")):
             pairs = [*zip(first, those)][start::2]
-            texts = sum(a[0] != b[0] for a, b in pairs)
-            far = [abs(x - y) for a, b in pairs if a[0] == b[0] for x, y in zip(a[1], b[1])]
+            changed = sum(a[0] != b[0] for a, b in pairs)
+            far = [abs(x - y) for a, b in pairs for x, y in zip(a[1], b[1]) if a[0] == b[0]]
             moved = sum(x > 0 for x in far)
-            rows.append([f"{name}, {kind}", len(pairs), texts, f"{moved} of {len(far)}", f"{max(far, default=0):.2g}"])
-            if texts or moved:
-                found.append(f"{name}: {texts} of {len(pairs)} {kind} answers change, {moved} of {len(far)} log-probs")
-    words = found or [f"{REQUESTS} requests: nothing changes an answer or a log-prob"]
-    if not any(x[1] for x in first):
-        words = [*words, "it gives no log-probs: only answers are compared"]
-    return words, found, {"requests": rows}, []
+            rows.append([f"{name}, {kind}", len(pairs), changed, f"{moved} of {len(far)}", max(far, default=None)])
+            if changed or moved:
+                found.append(
+                    f"{name}, {kind}: {changed} of {len(pairs)} answers and {moved} of {len(far)} log-probs change"
+                )
+    return found or [f"{REQUESTS} requests: nothing changes an answer or a log-prob"], found, [rows], []

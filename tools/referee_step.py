@@ -5,12 +5,12 @@ No tool by itself.
 """
 
 import math
-import types
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from referee_formats import read
-from referee_hypotheses import Reference
-from safetensors.torch import load_file
+from referee_hypotheses import Reference, judge, library_logprobs
 from transformers import AutoModelForCausalLM
 
 import kernels
@@ -18,51 +18,41 @@ from configurator import require
 from models.folders import weight_files
 from train_grpo import advantages_of, aggregate, make_sample, pack, plan_leaves, policy_loss
 
-EXPLAINS = 0.5  # share of the distance
 FLOAT32 = 4.0  # times the distance between two float32 programs
 BFLOAT16 = 1.5  # times the distance between float32 and bfloat16
-SCALES = {
-    0.125: "all gradients an eighth: a mean over eight ranks twice?",
-    0.25: "all gradients a quarter: a mean over four ranks twice?",
-    0.5: "all gradients half: a mean over two ranks twice?",
-    2.0: "all gradients twice: a sum over two ranks?",
-    4.0: "all gradients four times: a sum over four ranks?",
-    8.0: "all gradients eight times: a sum over eight ranks?",
-}
+SCALES = {0.125: "an eighth", 0.25: "a quarter", 0.5: "half", 2: "twice", 4: "four times", 8: "eight times"}
+EMBEDDING = "model.embed_tokens.weight"
 
 
-def samples_of(rows, args):
-    """Samples with advantages, from a batch's rows: their own, or by --advantage those of the rewards."""
+def changed(x, **columns):
+    return SimpleNamespace(**vars(x) | columns)
+
+
+def read_batch(path, args):
+    """The rows of BATCH, with an advantage each: their own, or by --advantage from the rewards of groups."""
+    rows = read(path)
     if any(r.advantage is None for r in rows):
-        size = args.group_size
-        known = all(r.reward is not None for r in rows)
-        require(known, "BATCH: a row without advantage and reward")
-        require(size > 1 and len(rows) % size == 0, f"--group_size={size}: must be the samples of a group of BATCH")
-        rewards = torch.tensor([r.reward for r in rows]).view(-1, size)
-        for r, advantage in zip(rows, advantages_of(rewards, args.advantage).flatten().tolist()):
-            r.advantage = advantage
-    samples = []
-    for r in rows:
-        n = len(r.response)
-        mask = torch.tensor(r.mask or [1] * n).bool()
-        old = torch.tensor(r.trainer_logprobs or r.logprobs or [math.nan] * n)
-        made = make_sample(torch.tensor(r.prompt), torch.tensor(r.response), mask, old)
-        advantages = torch.tensor(r.advantage) * torch.ones(n)
-        samples.append(made._replace(advantages=advantages[mask]))
-    return samples
+        known = all(r.reward is not None for r in rows) and args.group_size and len(rows) % args.group_size == 0
+        require(
+            known, f"{path}: wants an advantage in each row, or a reward and --group_size, which divides {len(rows)}"
+        )
+        rewards = torch.tensor([r.reward for r in rows]).view(-1, args.group_size)
+        advantages = advantages_of(rewards, args.advantage).flatten().tolist()
+        rows = [changed(r, advantage=a) for r, a in zip(rows, advantages)]
+    require(all(isinstance(r.advantage, float) for r in rows), f"{path}: wants one advantage a response")
+    return [changed(r, mask=r.mask or [1] * len(r.response), old=r.trainer_logprobs or r.logprobs) for r in rows]
 
 
-def with_loss_at(samples, choose):
-    """The samples with their loss at the tokens that choose(own loss mask (T,)) leaves or adds."""
-    for s in samples:
-        own = torch.zeros(len(s.tokens)).bool().index_fill(0, s.loss_at, True)
-        chosen = choose(own)
-        made = make_sample(s.tokens[:0], s.tokens, chosen, torch.full((len(own),), math.nan))
-        yield made._replace(advantages=s.advantages[:1].expand(int(chosen.sum())))
+def sample_of(row):
+    mask = torch.tensor(row.mask).bool()
+    old = torch.tensor(row.old or [math.nan] * len(mask))
+    made = make_sample(torch.tensor(row.prompt), torch.tensor(row.response), mask, old)
+    return made._replace(advantages=torch.full_like(made.logprobs, row.advantage))
 
 
-def gradients(model, logprobs_of, samples, args):
-    """{parameter: gradient} of the step's loss. logprobs_of(leaf): log-probs (M,) before the temperature's division."""
+def gradients(model, logprobs_of, rows, args):
+    """{parameter: gradient} of the step's loss. logprobs_of(leaf, temperature): (M,)."""
+    samples = [sample_of(r) for r in rows]
     tokens = sum(len(s.loss_at) for s in samples)
     model.zero_grad()
     for chosen in plan_leaves([len(s.tokens) for s in samples], 4096, 1):
@@ -71,37 +61,28 @@ def gradients(model, logprobs_of, samples, args):
         old = leaf.old_logprobs.where(~leaf.old_logprobs.isnan(), logprobs.detach())
         counts = leaf.counts.tolist()
         losses, _ = policy_loss(args.loss, logprobs, old, leaf.advantages, counts, args.clip_low, args.clip_high)
-        aggregate(losses, counts, args.aggregation, len(samples), tokens, args.max_new_tokens).backward()
+        aggregate(losses, counts, args.aggregation, len(rows), tokens, args.max_new_tokens).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def library_gradients(reference, samples, args, rounded):
+def library_gradients(folder, rows, args, rounded):
     """The same by transformers and torch, in float32 or by autocast to bfloat16."""
     kernels.disable_batch_invariant()
-    model = AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32)
-
-    def logprobs_of(leaf, temperature):
-        logits = [model(ids[None]).logits[0] for ids in leaf.ids.split(leaf.lengths.tolist())]
-        z = torch.cat(logits)[leaf.predictors].float() / temperature
-        return z.log_softmax(-1).gather(1, leaf.targets[:, None])[:, 0]
-
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
-        found = gradients(model, logprobs_of, samples, args)
-    kernels.enable_batch_invariant(args.threads)
+        found = gradients(model, partial(library_logprobs, model), rows, args)
+    kernels.enable_batch_invariant(kernels.threads)
     return found
 
 
-def clipped(grads, most):
+def update(before, grads, args, decays=lambda p: p.dim() > 1):
+    """{parameter: its change}, rounded as float32 weights are."""
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
-    return {name: g * min(1.0, most / norm) for name, g in grads.items()} if most else grads
-
-
-def update(before, grads, args, correct=1.0, decays=lambda p: p.dim() > 1):
-    """{parameter: its change}, rounded as float32 weights are. correct: what AdamW's bias correction lacks."""
+    scale = min(1.0, args.grad_clip / norm) if args.grad_clip else 1.0
     moved = {}
-    for name, g in clipped(grads, args.grad_clip).items():
-        p = before[name]
-        direction = g if args.optimizer == "sgd" else correct * g / (g.abs() + args.eps)
+    for name, p in before.items():
+        g = scale * grads[name]
+        direction = g if args.optimizer == "sgd" else g / (g.abs() + args.eps)
         held = args.weight_decay * p if decays(p) else 0.0
         moved[name] = p - args.learning_rate * (direction + held) - p
     return moved
@@ -109,100 +90,65 @@ def update(before, grads, args, correct=1.0, decays=lambda p: p.dim() > 1):
 
 def compare(theirs, ours):
     """(cosine, relative distance, best factor on ours) of two {parameter: tensor}."""
-    dot, a, b, far = 0.0, 1e-60, 1e-60, 0.0
-    for name, y in ours.items():
-        x = theirs[name].double()
-        dot += float((x * y).sum())
-        a += float((x * x).sum())
-        b += float((y.double() * y).sum())
-        far += float((x - y).square().sum())
-    return dot / math.sqrt(a * b), math.sqrt(far / a), dot / b
+    x, y = (torch.cat([tensors[name].flatten() for name in ours]).double() for tensors in (theirs, ours))
+    dot, a, b = (float(u @ v) + 1e-60 for u, v in ((x, y), (x, x), (y, y)))
+    return dot / math.sqrt(a * b), float((x - y).norm()) / math.sqrt(a), dot / b
 
 
-def mistakes(reference, samples, args, logprobs_of, grads):
-    """{mistake: gradients}: losses put together in another way, and what tied weights may lack."""
-
-    def of(samples, **flags):
-        return gradients(reference.model, logprobs_of, [*samples], types.SimpleNamespace(**vars(args) | flags))
-
-    found = {text: {name: c * g for name, g in grads.items()} for c, text in SCALES.items()}
-    for kind in {"token", "sequence", "constant" if args.max_new_tokens else "token"} - {args.aggregation}:
-        found[f"loss aggregated by {kind}"] = of(samples, aggregation=kind)
-    found["advantages with the other sign"] = {name: -g for name, g in grads.items()}
-    for by in {1, -1, len(samples) // 2} - {0, len(samples)}:
-        pairs = zip(samples, samples[by:] + samples[:by])
-        moved = [s._replace(advantages=x.advantages[:1].expand(len(s.loss_at))) for s, x in pairs]
-        found[f"advantages of other samples, {by:+d}"] = of(moved)
-    found["no temperature in the trainer"] = of(samples, temperature=1.0)
-    found["last tokens (EOS) without loss"] = of(with_loss_at(samples, lambda own: own & own.roll(-1)))
-    found["first tokens without loss"] = of(with_loss_at(samples, lambda own: own & own.roll(1)))
-    found["prompts in the loss"] = of(with_loss_at(samples, lambda own: torch.arange(len(own)) > 0))
-    if reference.hf.tie_word_embeddings:
-        head, name = reference.head.detach().requires_grad_(), "model.embed_tokens.weight"
-        alone = gradients(reference.model, lambda *x: logprobs_of(*x, head), samples, args)
-        found["tied weights without the head's gradient"] = alone
-        found["tied weights without the embedding's gradient"] = grads | {name: grads[name] - alone[name]}
+def mistakes(before, grads, rows, args, gradients_of):
+    """{mistake: changes} of an update that was put together in another way."""
+    found = {f"all gradients {word}: a mean over ranks too many, or too few?": c for c, word in SCALES.items()}
+    found |= {"advantages with the other sign": -1}
+    found = {text: {name: c * g for name, g in grads.items()} for text, c in found.items()}
+    for kind in ("token", "sequence", "constant"):
+        if kind != args.aggregation and args.max_new_tokens + (kind != "constant"):
+            found[f"loss aggregated by {kind}"] = gradients_of(rows, changed(args, aggregation=kind))
+    for by in (1, -1, len(rows) // 2):
+        others = zip(rows, rows[by:] + rows[:by])
+        found[f"advantages of other samples, {by:+d}"] = gradients_of(
+            [changed(r, advantage=x.advantage) for r, x in others]
+        )
+    last = [changed(r, mask=[*r.mask[:-1], 0]) for r in rows]
+    whole = [changed(r, prompt=r.prompt[:1], response=r.prompt[1:] + r.response, old=None) for r in rows]
+    found["last tokens (EOS) without loss"] = gradients_of(last)
+    found["prompts in the loss"] = gradients_of([changed(r, mask=[1] * len(r.response)) for r in whole])
+    other = changed(args, temperature=1.0)
+    found["no temperature in the trainer"] = gradients_of([changed(r, old=None) for r in rows], other)
+    found = {name: update(before, g, args) for name, g in found.items()}
+    found["weight decay on norms and biases, too"] = update(before, grads, args, lambda p: True)
+    found["no weight decay"] = update(before, grads, args, lambda p: False)
     return found
-
-
-def changes(path, before):
-    """{parameter: its change} up to a checkpoint, or the gradients in a .safetensors file."""
-    files = {}
-    if path.is_dir():
-        opened = weight_files(path, "AFTER")
-        files = {name: opened[name].get_tensor(name).float() - before[name] for name in before if name in opened}
-    elif path.suffix == ".safetensors" and path.exists():
-        files = {name: g.float() for name, g in load_file(path).items()}
-    shapes = {name: p.shape for name, p in before.items()}
-    wrong = [name for name in before if name not in files or files[name].shape != shapes[name]]
-    require(not wrong, f"{path}: not the weights or gradients of BEFORE's parameters: {', '.join(wrong[:2])}")
-    return files
 
 
 def step(args):
     """(words, findings, tables, pictures) of one update."""
     reference = Reference(args.paths[0], "BEFORE")
-    samples = samples_of(read(args.paths[1]), args)
+    rows = read_batch(args.paths[1], args)
     before = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
-    theirs = changes(args.paths[2], before)
+    files = weight_files(args.paths[2], "AFTER")
+    fits = all(n in files and files[n].get_slice(n).get_shape() == [*p.shape] for n, p in before.items())
+    require(fits, f"{args.paths[2]}: no safetensors with all parameters of BEFORE")
+    theirs = {name: files[name].get_tensor(name).float() - p for name, p in before.items()}
 
-    def logprobs_of(leaf, temperature, head=reference.head):
-        states = reference.states(leaf.ids, leaf.lengths.tolist())[leaf.predictors]
-        return kernels.token_logprobs(states, head, leaf.targets, temperature)[0]
+    def gradients_of(rows, args=args):
+        return gradients(reference.model, lambda *x: reference.model.token_logprobs(*x)[0], rows, args)
 
-    def moved(grads, **options):
-        return update(before, grads, args, **options) if args.paths[2].is_dir() else clipped(grads, args.grad_clip)
-
-    grads = gradients(reference.model, logprobs_of, samples, args)
-    ours = moved(grads)
-    single, half = (compare(moved(library_gradients(reference, samples, args, x)), ours)[1] for x in (False, True))
-    tried = {name: moved(g) for name, g in mistakes(reference, samples, args, logprobs_of, grads).items()}
+    grads = gradients_of(rows)
+    ours = update(before, grads, args)
+    tried = mistakes(before, grads, rows, args, gradients_of)
     cosine, far, factor = compare(theirs, ours)
     tried[f"the update times {factor:.3g}"] = {name: factor * x for name, x in ours.items()}
-    if args.paths[2].is_dir():
-        tried["weight decay on norms and biases, too"] = moved(grads, decays=lambda p: True)
-        tried["no weight decay"] = moved(grads, decays=lambda p: False)
-        tried["AdamW without bias correction"] = moved(grads, correct=(1 - args.beta1) / math.sqrt(1 - args.beta2))
-        rounded = {name: (before[name] + x).bfloat16().float() - before[name] for name, x in ours.items()}
-        tried["weights kept in bfloat16"] = rounded
-    scores = {name: 1 - compare(theirs, x)[1] / max(far, 1e-30) for name, x in tried.items()}
-    best = sorted(scores, key=scores.get, reverse=True)
+    single, half = (update(before, library_gradients(reference.folder, rows, args, x), args) for x in (False, True))
+    tried["bfloat16 throughout"] = half
+    left = {name: compare(theirs, x)[1] for name, x in tried.items()}
+    fine, coarse = FLOAT32 * compare(single, ours)[1], BFLOAT16 * compare(half, ours)[1]
+    verdict, finding, hypotheses = judge(far, fine, coarse, left)
     still = [name for name in ours if ours[name].any() and not theirs[name].any()]
-    words = [f"cosine {cosine:.5f}, relative distance {far:.2g}, best factor {factor:.3g}"]
-    words.append(f"two float32 programs are {single:.2g} apart, float32 and bfloat16 {half:.2g}")
-    found = []
     if still:
-        why = "tied weights?" if reference.hf.tie_word_embeddings and "embed" in still[0] else ""
-        found.append(f"did not move: {', '.join(still[:3])} {why}")
-    elif far > FLOAT32 * single and scores[best[0]] > EXPLAINS:
-        found.append(f"{best[0]}: explains {scores[best[0]]:.1%}")
-    elif far > max(FLOAT32 * single, BFLOAT16 * half):
-        found.append("nothing that was tried explains it")
-    else:
-        words.append("as the formula says")
-    rows = [["parameter", "cosine", "relative distance", "best factor"]]
+        verdict, finding = f"did not move: {', '.join(still[:3])}{' (tied weights?)' * (EMBEDDING in still)}", True
+    size = f"cosine {cosine:.5f}, relative distance {far:.2g}, best factor {factor:.3g}"
+    words = [f"the update: {size}; float32's rounding makes {fine:.2g}, bfloat16's {coarse:.2g}: {verdict}"]
+    parameters = [["cosine", "distance", "best factor", "parameter"]]
     for name in ours:
-        numbers = compare({name: theirs[name]}, {name: ours[name]})
-        rows.append([name, *(f"{x:.3g}" for x in numbers)])
-    hypotheses = [["hypothesis", "explains"], *([name, f"{scores[name]:.1%}"] for name in best[:6])]
-    return words + found, found, dict(hypotheses=hypotheses, parameters=rows), []
+        parameters.append([*(f"{x:.3g}" for x in compare(theirs, {name: ours[name]})), name])
+    return words, words * finding, [[["explains", "hypothesis"], *hypotheses], parameters], []

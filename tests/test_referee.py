@@ -1,0 +1,361 @@
+"""
+tools/referee.py: formats, mistakes that it must name, and healthy systems that it must not accuse, with a tiny model.
+
+    pytest tests/test_referee.py
+
+tests/referee_others.py does the same with TRL, SGLang and transformers; CI does not run that.
+"""
+
+import json
+import math
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import kernels
+import train_grpo
+from models.folders import make_scratch_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+import referee  # noqa: E402
+import referee_server  # noqa: E402
+from referee_formats import read  # noqa: E402
+from referee_hypotheses import Reference, leaf_of  # noqa: E402
+
+EOS = 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators():
+    kernels.enable_batch_invariant(1)
+    yield
+    kernels.disable_batch_invariant()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a model that is sharp enough for mistakes to show."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = dict(scratch_layers=2, scratch_hidden=64, scratch_mlp=128)
+    make_scratch_model(folder, train_grpo.DEFAULTS | sizes)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data *= 4
+    model.save_pretrained(folder)
+    return folder
+
+
+def draw(folder, temperature=1.0, top_p=1.0, count=48, new=24):
+    """Rows that transformers samples in float32, with log-probs before temperature and rule; stops at the EOS."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompts = torch.randint(3, 90, (count, 6))
+    options = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, max_new_tokens=new, pad_token_id=0)
+    out = model.generate(prompts, return_dict_in_generate=True, output_logits=True, **options)
+    steps = torch.stack(out.logits, 1).log_softmax(-1)
+    rows = []
+    for prompt, ids, logprobs in zip(prompts.tolist(), out.sequences[:, 6:].tolist(), steps):
+        n = ids.index(EOS) + 1 if EOS in ids else new
+        rows.append(dict(prompt_ids=prompt, response_ids=ids[:n], logprobs=logprobs[range(n), ids[:n]].tolist()))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def healthy(model):
+    return draw(model)
+
+
+@pytest.fixture
+def judge(model, tmp_path):
+    """judge(rows, flags): (words, findings) about rows of an engine."""
+
+    def call(rows, **flags):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        args = SimpleNamespace(**referee.FLAGS | flags, paths=[model, path])
+        words, found, tables, pictures = referee.rollouts(args)
+        assert len([*pictures]) == 3 and all(len(row) == len(rows[0]) for rows in tables for row in rows)
+        return words, found
+
+    return call
+
+
+def with_logprobs(rows, change, **more):
+    return [row | dict(logprobs=change(row["logprobs"])) | more for row in rows]
+
+
+def test_a_healthy_engine_is_not_accused_and_bfloat16_is_named_as_such(judge, healthy, model):
+    words, found = judge(healthy)
+    assert not found and "float32's rounding" in words[0]
+    reference = Reference(model, "MODEL")
+    with torch.no_grad():
+        rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        rows = []
+        for row in healthy:
+            prompt, response = row["prompt_ids"], row["response_ids"]
+            z = rounded(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+            logprobs = z.log_softmax(-1)[range(len(response)), response]
+            own = reference.logprobs([SimpleNamespace(prompt=prompt, response=response)], 1.0)[0]
+            rows.append(row | dict(logprobs=logprobs.tolist(), trainer_logprobs=own.tolist()))
+    words, found = judge(rows)
+    assert not found and "bfloat16 throughout" in words[0] and "the engine is" in words[2]
+
+
+def test_mistakes_of_log_probs_are_named(judge, healthy, model):
+    late = with_logprobs(healthy, lambda x: [0.0, *x[:-1]])
+    assert "log-probs shifted by +1: explains 100" in judge(late)[1][0]
+    assert "log-probs shifted by -1: explains 100" in judge(with_logprobs(healthy, lambda x: [*x[1:], 0.0]))[1][0]
+    assert "bits: explains 100" in judge(with_logprobs(healthy, lambda x: [y / math.log(2) for y in x]))[1][0]
+    assert "temperature 1: explains" in judge(healthy, temperature=0.6)[1][0]
+    words, found = judge(with_logprobs(healthy, lambda x: [y + (i > 8) * (i % 5) for i, y in enumerate(x)]))
+    assert "unexplained" in found[0] and "weights changed in flight?" in found[0]
+
+
+def test_the_head_rope_and_prompts_are_named(judge, healthy, model):
+    reference = Reference(model, "MODEL")
+    samples = [SimpleNamespace(prompt=row["prompt_ids"], response=row["response_ids"]) for row in healthy]
+    lengths = [len(s.response) for s in samples]
+
+    def reported(logprobs):
+        return [row | dict(logprobs=x.tolist()) for row, x in zip(healthy, logprobs.split(lengths))]
+
+    longer = [SimpleNamespace(prompt=[EOS, *s.prompt], response=s.response) for s in samples]
+    assert "<eos> before the prompts: explains 100" in judge(reported(reference.logprobs(longer, 1.0)[0]))[1][0]
+    parts = []
+    with torch.no_grad():
+        for s in samples:
+            leaf = leaf_of(s)
+            ids = dict(input_ids=leaf.ids[None], position_ids=leaf.positions[None])
+            hidden = reference.model.model(**ids, plan=kernels.packed_plan(leaf.lengths)).last_hidden_state[0]
+            z = torch.nn.functional.linear(hidden[leaf.predictors].bfloat16(), reference.head.bfloat16()).float()
+            parts.append(z.log_softmax(-1).gather(1, leaf.targets[:, None])[:, 0])
+    assert "the head in bfloat16: explains" in judge(reported(torch.cat(parts)))[1][0]
+
+
+def test_how_samples_were_drawn_is_named_where_log_probs_are_right(judge, healthy, model):
+    (line,) = judge(draw(model, top_p=0.8))[1]
+    assert "as if drawn by top-p 0.8" in line
+    found = judge(draw(model, temperature=0.7))[1]
+    assert "as if drawn by temperature 0.7" in found[0] or "temperature 0.65" in found[0]
+
+
+def test_an_eos_that_was_dropped_or_masked_is_named(judge, healthy, model):
+    reference = Reference(model, "MODEL")
+    rows = []
+    for row in healthy:  # cut where the model may well end, which a tiny random model seldom does by itself
+        z = reference.logits(SimpleNamespace(prompt=row["prompt_ids"], response=row["response_ids"]))
+        n = int(z.softmax(-1)[1:, EOS].argmax()) + 1
+        if z.softmax(-1)[n, EOS] > 0.2:
+            rows.append(dict(prompt_ids=row["prompt_ids"], response_ids=row["response_ids"][:n] + [EOS] * 1))
+    assert len(rows) > 4
+    masked = [row | dict(mask=[1] * (len(row["response_ids"]) - 1) + [0]) for row in rows]
+    assert any("the mask leaves out the EOS" in x for x in judge(masked)[1])
+    dropped = [row | dict(response_ids=row["response_ids"][:-1]) for row in rows]
+    assert any("EOS dropped" in x for x in judge(dropped)[1])
+    assert not any("EOS" in x for x in judge(rows)[1])
+
+
+# ---- formats
+
+IDS = dict(prompt=[5, 6, 7], response=[8, 9])
+SLIME = dict(tokens=[5, 6, 7, 8, 9], response_length=2, rollout_log_probs=[-1.0, -2.0], loss_mask=[1, 1])
+PRIME = dict(token_ids=[5, 6, 7, 8, 9], loss_mask=[False, False, False, True, True])
+PRIME |= dict(inference_logprobs=[0, 0, 0, -1.0, -2.0], trainer_logprobs=[0, 0, 0, -1.5, -2.5])
+VERL = dict(prompts=[[0, 5, 6, 7]], responses=[[8, 9, 0]], attention_mask=[[0, 1, 1, 1, 1, 1, 0]])
+VERL |= dict(rollout_log_probs=[[-1.0, -2.0, 0.0]], response_mask=[[1, 1, 0]])
+VLLM = dict(token_ids=[8, 9], logprobs=[{"8": dict(logprob=-1.0), "3": dict(logprob=-0.5)}, {"9": dict(logprob=-2.0)}])
+CHAT = dict(token_ids=[8, 9], logprobs=dict(content=[dict(logprob=-1.0), dict(logprob=-2.0)]))
+TEXT = dict(token_ids=[8, 9], logprobs=dict(token_logprobs=[-1.0, -2.0]))
+FORMATS = {
+    "own": dict(prompt_ids=[5, 6, 7], response_ids=[8, 9], logprobs=[-1.0, -2.0]),
+    "TRL's rollout_func": dict(prompt_ids=[[5, 6, 7]], completion_ids=[[8, 9]], logprobs=[[[-1.0], [-2.0]]]),
+    "slime": SLIME,
+    "prime-rl": PRIME,
+    "verl": VERL,
+    "vLLM": dict(prompt_token_ids=[5, 6, 7], outputs=[VLLM]),
+    "chat completions": dict(prompt_token_ids=[5, 6, 7], choices=[CHAT]),
+    "completions": dict(prompt_token_ids=[5, 6, 7], choices=[TEXT]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_sample(name, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(FORMATS[name]))
+    (sample,) = read(tmp_path)
+    assert dict(prompt=sample.prompt, response=sample.response) == IDS and sample.logprobs == [-1.0, -2.0]
+
+
+def test_trl_s_batch_is_read_without_its_padding(tmp_path):
+    ids = torch.tensor
+    batch = dict(prompt_ids=ids([[0, 5, 6]]), prompt_mask=ids([[0, 1, 1]]), completion_ids=ids([[8, 9, 0]]))
+    batch |= dict(
+        completion_mask=ids([[1, 1, 0]]), advantages=ids([0.5]), old_per_token_logps=ids([[-1.0, -2.0, -9.0]])
+    )
+    save_file(batch, tmp_path / "batch.safetensors")
+    (sample,) = read(tmp_path / "batch.safetensors")
+    assert (sample.prompt, sample.response, sample.advantage) == ([5, 6], [8, 9], 0.5)
+    assert sample.trainer_logprobs == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a.jsonl", "{"),
+        ("a.jsonl", "[1]"),
+        ("a.jsonl", '{"text": "x"}'),
+        ("a.jsonl", '{"prompt_ids": [1], "response_ids": [2, 3], "logprobs": [-1.0]}'),
+        ("a.jsonl", '{"prompt_ids": [1], "response_ids": 3}'),
+        ("a.jsonl", ""),
+        ("a.safetensors", "x"),
+        ("a.pt", "\x80"),
+    ],
+)
+def test_a_bad_file_is_one_line(name, text, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as end:
+        read(tmp_path / name)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and name in said
+
+
+# ---- steps
+
+
+def a_step(folder, rows, out, half=1.0, frozen=False, decay=(), by="token", rate=1e-3):
+    """A trainer's update, in plain transformers and torch: AdamW, decay 0.1 on what `decay` says."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    total = sum(len(row["response_ids"]) for row in rows)
+    for row in rows:
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        z = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        logprobs = z.log_softmax(-1)[range(len(response)), response]
+        weight = 1 / total if by == "token" else 1 / (len(response) * len(rows))
+        (-half * row["advantage"] * logprobs.sum() * weight).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.get_input_embeddings().weight.requires_grad_(not frozen)
+    if frozen:
+        model.get_input_embeddings().weight.grad = None
+    decayed = [p for p in model.parameters() if p.dim() > 1 or "norms" in decay]
+    others = [p for p in model.parameters() if not any(p is x for x in decayed)]
+    groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
+    torch.optim.AdamW([g for g in groups if g["params"]], lr=rate).step()
+    model.save_pretrained(out)
+
+
+STEPS = {
+    "half": ("all gradients half", dict(half=0.5)),
+    "frozen": ("did not move: model.embed_tokens.weight (tied weights?)", dict(frozen=True)),
+    "decay": ("weight decay on norms and biases, too", dict(decay="norms")),
+    "sequence": ("loss aggregated by sequence", dict(by="sequence")),
+    "rate": ("the update times 2", dict(rate=2e-3)),
+}
+
+
+def test_an_update_is_as_the_formula_says_or_its_mistake_is_named(model, healthy, tmp_path, capsys, monkeypatch):
+    rows = [row | dict(reward=float(i % 3 == 0)) for i, row in enumerate(healthy[:16])]
+    rewards = torch.tensor([row["reward"] for row in rows]).view(4, 4)
+    advantages = train_grpo.advantages_of(rewards, "grpo").flatten().tolist()
+    for row, advantage in zip(rows, advantages):
+        row["response_ids"] = row["response_ids"][: 4 + int(20 * row["reward"])]
+        row["logprobs"] = row["logprobs"][: len(row["response_ids"])]
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    theirs = [row | dict(advantage=a * 0.01) for row, a in zip(rows, advantages)]
+    given = tmp_path / "given.jsonl"
+    given.write_text("".join(json.dumps(row) + "\n" for row in theirs))
+    flags = ["--learning_rate=1e-3", "--weight_decay=0.1", f"--out={tmp_path}/page.html"]
+    a_step(model, [row | dict(advantage=a) for row, a in zip(rows, advantages)], tmp_path / "after")
+    monkeypatch.setattr(
+        sys, "argv", ["", "--step", *map(str, (model, batch, tmp_path / "after")), "--group_size=4", *flags]
+    )
+    assert not referee.main()
+    assert "float32's rounding\n" in capsys.readouterr().out
+    assert "<pre>explains" in (tmp_path / "page.html").read_text()
+    for name, (wanted, mistake) in STEPS.items():
+        a_step(model, theirs, tmp_path / name, **mistake)
+        monkeypatch.setattr(sys, "argv", ["", "--step", *map(str, (model, given, tmp_path / name)), *flags])
+        assert referee.main()
+        assert wanted in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_step_without_advantages_and_a_wrong_checkpoint_are_one_line(model, healthy, tmp_path, capsys, monkeypatch):
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text(json.dumps(healthy[0]))
+    for after in (model, tmp_path):
+        monkeypatch.setattr(sys, "argv", ["", "--step", str(model), str(batch), str(after)])
+        with pytest.raises(SystemExit) as end:
+            referee.main()
+        assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+        batch.write_text(json.dumps(healthy[0] | dict(advantage=1.0)))
+
+
+# ---- servers
+
+
+class Server(BaseHTTPRequestHandler):
+    """Completions that are a function of the request, unless `mistake` says otherwise."""
+
+    mistake = ""
+    running = 0
+    seen = set()
+
+    def do_GET(self):
+        self.answer(dict(data=[dict(id="m")]))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/flush_cache":
+            Server.seen.clear()
+            return self.answer({})
+        Server.running += 1
+        if Server.mistake == "batch":
+            threading.Event().wait(0.002)
+        key = body["prompt"]
+        far = 1e-6 * (Server.mistake == "batch" and Server.running > 1)
+        far += 1e-6 * (Server.mistake == "cache" and key in Server.seen)
+        Server.seen.add(key)
+        Server.running -= 1
+        self.answer(dict(choices=[dict(text=key[-5:], logprobs=dict(token_logprobs=[-0.5 + far]))]))
+
+    def answer(self, value):
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 128)  # a hundred at once
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("mistake, where", [("", ""), ("batch", "together, warm"), ("cache", "alone, warm")])
+def test_what_changes_a_server_s_answers_is_named(mistake, where, url, monkeypatch):
+    monkeypatch.setattr(Server, "mistake", mistake)
+    words, found, _, _ = referee_server.server(SimpleNamespace(server=url, chat=False))
+    assert bool(found) == bool(mistake) and where in words[0]
+    assert not any("alone, flushed" in x for x in found) and (mistake != "batch" or "alone" not in words[0])
+
+
+def test_no_server_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        referee_server.server(SimpleNamespace(server="http://127.0.0.1:9", chat=False))
+    assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
