@@ -573,10 +573,11 @@ def write_group(folder, index, tensors, meta):
     write_atomic(group_path(folder, index), save(tensors, header))
 
 
-def read_group(folder, index, expected):
+def read_group(folder, index, expected, vocabulary=0):
     """
     (tensors, meta) of a group file. Raises RunError for a torn or altered file, and where meta differs from
-    `expected` (run, step, prompt, version): a file of another run must not be trained on.
+    `expected` (run, step, prompt, version): a file of another run must not be trained on. vocabulary: number of tokens
+    that there are; then also where the tensors do not fit together, as an operator would read beside them.
     """
     path = group_path(folder, index)
     try:
@@ -584,14 +585,29 @@ def read_group(folder, index, expected):
             header = f.metadata() or {}
             meta = json.loads(header.get("meta", "{}"))
             tensors = {name: torch.from_numpy(f.get_tensor(name)) for name in f.keys()}
-    except (SafetensorError, ValueError, OSError) as e:
+        digest = _digest(tensors, meta)
+        fits = not vocabulary or _fit(tensors, vocabulary)
+    except (SafetensorError, ValueError, OSError, KeyError, TypeError, RuntimeError) as e:  # also of deep JSON
         raise RunError(f"{path}: torn or not a rollout file ({reason(e)}); delete it to have it made again")
-    if header.get("sha256") != _digest(tensors, meta):
+    if not fits:
+        raise RunError(f"{path}: lengths or tokens that cannot be this model's; delete it to have it made again")
+    if header.get("sha256") != digest:
         raise RunError(f"{path}: its checksum is wrong; delete it to have it made again")
     for key, value in expected.items():
         if meta.get(key) != value:
             raise RunError(f"{path}: has {key} {meta.get(key)!r}, expected {value!r}: not a file of this run and step")
     return tensors, meta
+
+
+def _fit(t, vocabulary):
+    """Whether the tensors of a group file fit together, and its tokens are of the vocabulary."""
+    ids, lengths = torch.cat([t["prompt_tokens"], t["tokens"]]), t["lengths"]
+    samples = t.get("sample", torch.arange(len(t["rewards"])))
+    by_token = [t["tokens"], t["logprobs"], t["loss_mask"], t["weight_version"], t.get("turn", t["tokens"])]
+    by_row = [t["truncated"], samples, t.get("turns", samples)]
+    within = 0 <= ids.min() <= ids.max() < vocabulary and 0 <= samples.min() <= samples.max() < len(t["rewards"])
+    whole = ids.dtype == lengths.dtype == samples.dtype == torch.int64 and lengths.min() >= 0
+    return within and whole and {*map(len, by_token)} == {int(lengths.sum())} and {*map(len, by_row)} == {len(lengths)}
 
 
 def appears(path, seconds):
@@ -608,10 +624,12 @@ class Queue:
     The groups of a run. Each rank has its own engine sample (by `sampler`; None without an engine), and reads what all
     engines have made. signs: a path for each engine, which it touches while it lives; () if there are none, as in a
     replay. timeout: seconds without a touch after which the run ends. store: where the engines' ranks say what they do.
+    vocabulary: as for `read_group`.
     """
 
-    def __init__(self, folder, sampler, run, timeout=0, signs=(), store=None):
+    def __init__(self, folder, sampler, run, timeout=0, signs=(), store=None, vocabulary=0):
         self.folder, self.sampler, self.run, self.timeout, self.signs = folder, sampler, run, timeout, signs
+        self.vocabulary = vocabulary
         self.store = store or dist.HashStore()
 
     def sample(self, job):
@@ -627,7 +645,7 @@ class Queue:
         for path in (group_path(folder, i) for i in job.rows):
             if not appears(path, 60 if self.signs else 0):
                 raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
-        return [read_group(folder, i, expected | {"prompt": i}) for i in job.rows]
+        return [read_group(folder, i, expected | {"prompt": i}, self.vocabulary) for i in job.rows]
 
     def _share(self, key, job):
         """This rank's share of the job's prompts: each goes to the engine that asks next. It changes who, not what."""

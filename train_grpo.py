@@ -1124,7 +1124,7 @@ if __name__ == "__main__":
         saved = sync.read_checkpoint(latest, ranks.rank, ranks.world, **origin)
         # An engine, too, starts from the checkpoint; with LoRA from the base, as adapters are no model.
         model_path, start = model_path if lora_rank else latest, saved["step"]
-        in_flight = (sync.read_group(latest / "flight", i, {}) for i in range(saved["in_flight"]))
+        in_flight = (sync.read_group(latest / "flight", i, {}, hf.vocab_size) for i in range(saved["in_flight"]))
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
     if rollbacks := len(saved.get("rollbacks", [])):  # of the watch; from here on these are read from c alone
@@ -1183,7 +1183,7 @@ if __name__ == "__main__":
         kind = episodes.sampler if episodes else Sampler
         sampler = kind(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
     signs = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
-    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15, signs, ranks.store)
+    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15, signs, ranks.store, hf.vocab_size)
 
     def version_for(step):
         """The version of the weights with which the samples of a step are made."""

@@ -31,7 +31,7 @@ from sync import reason
 
 OUTPUT = 65536  # bytes that a program may write to its output, to its errors or to a file
 THREADS = 16  # of a program
-FILES = 256  # that a program may have open; each may be a socket, whose buffers no limit of memory counts
+FILES = 64  # that a program may have open; each may be a socket or a pipe, whose buffers no limit of memory counts
 NO_MEMORY, KILLED = 65, 128 + signal.SIGKILL  # exit statuses: of INSIDE; and of what the kernel or somebody has killed
 NOBODY = "65534"  # the user of a sandbox that root starts: for root the kernel does not limit the number of threads
 PATIENCE = 10  # a program may take PATIENCE * (sandbox_seconds + 1) seconds of wall time
@@ -55,16 +55,16 @@ OWN = ["--size", str(2**23), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro
 # that are refused: other processes (fork, vfork); what namespaces do not part (add_key, request_key, keyctl, ptrace,
 # process_vm_readv and writev, kcmp, pidfd_getfd, process_madvise, perf_event_open, bpf, userfaultfd, io_uring_setup,
 # enter and register); memory that no limit counts (shmget, semget, msgget, mq_open, memfd_create, memfd_secret,
-# setxattr, lsetxattr, fsetxattr, setxattrat).
+# setxattr, lsetxattr, fsetxattr, setxattrat; setsockopt, by which buffers grow).
 NEWER = (425, 426, 427, 438, 440, 447, 463)  # the same everywhere
 CALLS = {
     "x86_64": (
         0xC000003E, 56, (41, 53),
-        (57, 58, 248, 249, 250, 101, 310, 311, 312, 298, 321, 323, 29, 64, 68, 240, 319, 188, 189, 190, *NEWER),
+        (57, 58, 248, 249, 250, 101, 310, 311, 312, 298, 321, 323, 29, 64, 68, 240, 319, 188, 189, 190, 54, *NEWER),
     ),
     "aarch64": (
         0xC00000B7, 220, (198, 199),
-        (217, 218, 219, 117, 270, 271, 272, 241, 280, 282, 194, 190, 186, 180, 279, 5, 6, 7, *NEWER),
+        (217, 218, 219, 117, 270, 271, 272, 241, 280, 282, 194, 190, 186, 180, 279, 5, 6, 7, 208, *NEWER),
     ),
 }  # fmt: skip
 CLONE3, CLONE_THREAD, X32 = 435, 0x10000, 1 << 30

@@ -15,7 +15,9 @@ import pytest
 from conftest import digest, run_warm
 from safetensors.torch import load_file, save_file
 
+import configurator
 import sync
+from train_grpo import DEFAULTS
 
 TOOLS = Path(__file__).parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -120,6 +122,38 @@ def test_an_altered_line_of_the_ledger_does_not_fit_its_chain(tool, two_ranks, t
 def test_nothing_to_verify_is_status_2(tool, args, line, two_ranks, tmp_path):
     status, said = tool("verify", two_ranks[0] if args else tmp_path, *args)
     assert status == 2 and said.startswith("error: ") and line in said and said.count("\n") == 1
+
+
+ASKS = {
+    "agent": "touch {mark}", "reward": "numeric+0.1*{mark}.py:f", "truth_reward": "model:theirs/judge", "mode": "serve",
+    "judge": "http://127.0.0.1:9/v1", "init_from": "theirs/model", "reference": "theirs/model", "sandbox": "none",
+    "dataset": "theirs/rows",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["verify", "branch"])
+@pytest.mark.parametrize("key", ASKS)
+def test_a_strangers_run_has_nothing_run_or_called_that_the_command_line_does_not_repeat(tool, tmp_path, name, key):
+    value = ASKS[key].format(mark=tmp_path / "mark")
+    flags = ["--step=1", f"--out_dir={tmp_path}/b"] * (name == "branch")
+    (tmp_path / "mark.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nf = len\n")
+    (tmp_path / "config.py").write_text(configurator.config_source(DEFAULTS | {key: value}, {}))
+    (tmp_path / "ledger.jsonl").touch()
+    status, said = tool(name, tmp_path, *flags)
+    assert status == 2 and f"--{key}={value}" in said.replace("'", "") and "if you trust it, repeat" in said
+    assert said.count("\n") == 1 and not (tmp_path / "mark").exists()
+    status, said = tool(name, tmp_path, *flags, f"--{key}={value}")
+    assert status == 2 and ("its ledger is empty" in said or "the run has steps 0 to -1" in said)
+
+
+@pytest.mark.parametrize("name", ["verify", "branch"])
+@pytest.mark.parametrize("source", ["open({!r}, 'w')", "seed = open({!r}, 'w')", "def f(x=open({!r}, 'w')): pass"])
+def test_the_config_of_a_published_run_is_read_and_not_executed(tool, tmp_path, name, source):
+    (tmp_path / "config.py").write_text(source.format(str(tmp_path / "mark")))
+    (tmp_path / "ledger.jsonl").touch()
+    status, said = tool(name, tmp_path, "--step=1")
+    assert status == 2 and "config.py: not only lines 'key = literal'" in said and said.count("\n") == 1
+    assert not (tmp_path / "mark").exists()
 
 
 def test_the_digest_chooses_the_steps():

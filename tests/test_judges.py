@@ -5,17 +5,20 @@ Rewards that ask another process or machine: expressions compared by math-verify
 """
 
 import asyncio
+import gzip
+import itertools
 import json
 import random
 import re
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import SimpleQueue
@@ -309,7 +312,7 @@ def test_a_failure_is_tried_again_and_then_an_error_and_no_zero(settings, failur
         assert len(asked) == 6
     line = str(error.value)
     assert line.startswith(f"reward failed on here: RuntimeError: judge='{url}' failed 3 times: ")
-    assert why in line and "\n" not in line
+    assert why in line and line.isprintable()
 
 
 def test_a_judge_that_is_too_slow_has_failed(settings, monkeypatch):
@@ -320,6 +323,72 @@ def test_a_judge_that_is_too_slow_has_failed(settings, monkeypatch):
             load_reward("judge", settings(judge=url, judge_tries=2))("", "", "")
         over.set()
     assert len(asked) == 2
+
+
+@contextmanager
+def sending(*parts, pause=0.05):
+    """The address of a server that answers with these bytes, one after the other, and then with the last for ever."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(65536)
+            with suppress(OSError):
+                for part in itertools.chain(parts, itertools.repeat(parts[-1])):
+                    self.request.sendall(part)
+                    time.sleep(pause)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        server.shutdown()
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+
+
+def test_a_try_has_a_bound_of_seconds_and_of_bytes_for_the_whole_answer(monkeypatch):
+    monkeypatch.setattr(judges, "JUDGE_BYTES", 2**20)
+    for parts, pause, why in (
+        ((OK, b"x-a: 1\r\n"), 0.05, "no whole answer in 0.5 s"),  # each byte comes in time, the head never ends
+        ((OK + b"\r\n", b" "), 0.05, "no whole answer in 0.5 s"),
+        ((OK + b"\r\n", b" " * 2**16), 0, "an answer of more than 1048576 bytes"),
+    ):
+        with sending(*parts, pause=pause) as url:
+            monkeypatch.setitem(rewards.SETTINGS, "judge", url)
+            began = time.monotonic()
+            with pytest.raises(ValueError, match=why):
+                judges.ask_judge("/models", 0.5 if pause else 60)
+            assert time.monotonic() - began < 20
+    packed = gzip.compress(b" " * 2**24 + b"[]")  # and what is small on its way stays so
+    with sending(OK + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed) + packed) as url:
+        monkeypatch.setitem(rewards.SETTINGS, "judge", url)
+        with pytest.raises(ValueError):
+            judges.ask_judge("/models", 60)
+
+
+def test_a_judge_cannot_send_us_elsewhere(monkeypatch):
+    with answering(lambda body: says("score: 1")) as (other, asked):
+        with sending(f"HTTP/1.1 307 Moved\r\nlocation: {other}/chat\r\ncontent-length: 0\r\n\r\n".encode()) as url:
+            monkeypatch.setitem(rewards.SETTINGS, "judge", url)
+            with pytest.raises(ValueError, match="status 307"):
+                judges.ask_judge("/chat/completions", 10, {"n": 1})
+        assert not asked
+        monkeypatch.setitem(rewards.SETTINGS, "judge", other)
+        assert judges.ask_judge("/chat/completions", 10, {"n": 1}) and asked
+
+
+def test_openais_key_goes_only_to_a_judge_that_the_command_line_names(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "mine")
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    with answering(lambda body: says("")) as (url, asked):
+        monkeypatch.setitem(rewards.SETTINGS, "judge", url)
+        for origin in "config/theirs.py", "command line":
+            monkeypatch.setitem(judges.ORIGINS, "judge", origin)
+            judges.ask_judge("/chat/completions", 10, {"n": 1})
+        monkeypatch.setenv("JUDGE_API_KEY", "judges")
+        judges.ask_judge("/chat/completions", 10, {"n": 1})
+    assert [headers["authorization"][7:] for headers, _ in asked] == ["none", "mine", "judges"]
 
 
 def refusal(capsys, config):

@@ -83,9 +83,10 @@ def make_run(folder, texts, steps=3, change=None, rewards=(1.0, 0.0), **figures)
         tensors = dict(
             prompt_tokens=torch.tensor([1]), tokens=tokens, lengths=torch.tensor([len(texts)] * 2),
             logprobs=torch.linspace(0, -9, len(tokens)), loss_mask=torch.ones(len(tokens), dtype=torch.bool),
-            rewards=torch.tensor(rewards),
+            rewards=torch.tensor(rewards), weight_version=torch.zeros_like(tokens), truncated=torch.zeros(2).bool(),
         )  # fmt: skip
-        sync.write_group(queue, 0, tensors, dict(prompt=0, answer=texts[0], finished=True))
+        prompt = 0 if step else "</small><meta http-equiv=refresh content=0>"
+        sync.write_group(queue, 0, tensors, dict(prompt=prompt, answer=texts[0], finished=True))
         ledger.append(phase="rl", step=step, tokens="0", rewards="1" if step == change else "0")
         seconds = dict(wait_seconds=0.5, train_seconds=0.25, sync_seconds=0.125, step_seconds=1.0)
         line = dict(phase="rl", step=step, reward_mean=step / 4, logprob_mismatch_tokens=0) | seconds | figures
@@ -199,6 +200,9 @@ def test_a_run_that_is_still_going_may_have_written_half_a_line(draw, tmp_path):
     (lambda run: (run / "metrics.jsonl").unlink(), "no metrics.jsonl in it: not the folder of a run"),
     (lambda run: (run / "ledger.jsonl").unlink(), "no ledger.jsonl in it: not the folder of a run"),
     (lambda run: (run / "metrics.jsonl").write_text("a\n"), "not lines of JSON"),
+    (lambda run: (run / "metrics.jsonl").write_text("[]\n"), "a line that has no phase and step"),
+    (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": "x"}\n'), "sync_seconds, step: no number"),
+    (lambda run: (run / "config.py").write_text("seed = print(1)"), "not only lines 'key = literal'"),
     (lambda run: (run / "queue/rl_000000/group_0000.safetensors").write_text("a"), "torn or not a rollout file"),
 ])  # fmt: skip
 def test_what_is_no_run_ends_in_one_line(tmp_path, capsys, spoil, line):

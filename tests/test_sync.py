@@ -15,12 +15,14 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import wait_for
 from psutil import net_if_addrs
+from safetensors.torch import save
 
 import sync
 from kernels import CAPABILITIES
@@ -344,6 +346,47 @@ def test_a_flipped_bit_anywhere_in_a_group_file_is_refused(tmp_path):
             continue
         # a flip in the header's padding or in the order of its keys changes nothing that is read
         assert meta == META and all(torch.equal(tensors[k], TENSORS[k]) for k in TENSORS), i
+
+
+WHOLE = dict(
+    prompt_tokens=torch.tensor([1, 2]), tokens=torch.tensor([3, 0, 5]), lengths=torch.tensor([1, 2]),
+    logprobs=torch.zeros(3), loss_mask=torch.ones(3).bool(), weight_version=torch.zeros(3).long(),
+    truncated=torch.zeros(2).bool(), rewards=torch.zeros(2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(tokens=[3, -1, 5]), dict(tokens=[3, 6, 5]), dict(tokens=[3.0, 0.5, 5.0]), dict(prompt_tokens=[6]),
+        dict(lengths=[1, 3]), dict(lengths=[4, -1]), dict(lengths=[1, 1, 1]), dict(logprobs=[0.0]), dict(rewards=[0.0]),
+        dict(sample=[0, 2]), dict(sample=[0]), dict(turn=[0, 0]), dict(tokens=[], lengths=[]), dict(truncated=[[True]]),
+    ],
+)  # fmt: skip
+def test_a_group_file_whose_tensors_do_not_fit_is_refused_whatever_its_checksum(tmp_path, change):
+    sync.write_group(tmp_path, 0, WHOLE, META)
+    sync.write_group(tmp_path, 1, WHOLE | {name: torch.tensor(x) for name, x in change.items()}, META)
+    sync.read_group(tmp_path, 0, {}, 6)
+    with pytest.raises(RunError, match="group_0001.safetensors: .*; delete it to have it made again") as error:
+        sync.read_group(tmp_path, 1, {}, 6)
+    assert "\n" not in str(error.value)
+
+
+def test_a_group_file_with_bottomless_json_is_refused(tmp_path):
+    sync.group_path(tmp_path, 0).write_bytes(save(WHOLE, {"meta": "[" * 99999 + "]" * 99999}))
+    with pytest.raises(RunError, match="torn or not a rollout file"):
+        sync.read_group(tmp_path, 0, {})
+
+
+def test_what_others_wrote_reaches_a_terminal_as_text():
+    assert str(RunError("a\x1b[2J\nb\u202e")) == "error: a\\x1b[2J b\\x202e"
+
+
+def test_a_store_listens_at_its_own_address_alone():
+    store = sync.listening_store("127.0.0.1")
+    tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    listening = [line.split()[1] for line in tables.splitlines() if line.split()[3] == "0A"]
+    assert [x for x in listening if x.endswith(f":{store.port:04X}")] == [f"0100007F:{store.port:04X}"]
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ import html
 import itertools
 import math
 import re
+import sys
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 from runs import lines, saved_config
 
-from configurator import FREE_KEYS, fail
+from configurator import FREE_KEYS, fail, require
 
 try:
     import matplotlib
@@ -69,7 +70,13 @@ def read_run(folder, name):
     if not folder.is_dir():
         fail(f"{folder}: no such run")
     config = saved_config(folder) if (folder / "config.py").is_file() else {}
-    return Run(folder, name, lines(folder), lines(folder, "ledger.jsonl"), config)
+    run = Run(folder, name, lines(folder), lines(folder, "ledger.jsonl"), config)
+    seconds = ["step_seconds", *(f"{part}_seconds" for part in PHASES)]
+    for line in run.lines:
+        needed = dict.fromkeys(seconds if line["phase"] == "rl" else ()) | line | {"phase": 0}
+        wrong = [key for key, x in needed.items() if not isinstance(x, (int, float))]
+        require(not wrong, f"{folder}: metrics.jsonl, step {line['step']}: {', '.join(wrong)}: no number")
+    return run
 
 
 def steps_of(run):
@@ -257,7 +264,7 @@ def group_html(t, meta, config, decode):
         rows.append(f'<div class="sample {sign}"><small>sample {g}: {figure}</small>{row_html(t, *row, decode)}</div>')
     prompt = "".join(f"<i>{visible(decode(token))}</i>" for token in t["prompt_tokens"].tolist())
     answer = f" <small>answer {visible(repr(meta['answer']))}</small>" if "answer" in meta else ""
-    head = f"<pre><small>prompt {meta['prompt']}</small> {prompt}{answer}</pre>"
+    head = f"<pre><small>prompt {visible(str(meta.get('prompt')))}</small> {prompt}{answer}</pre>"
     return f'{head}<div class="group">{"".join(rows)}</div>'
 
 
@@ -269,7 +276,7 @@ def samples_html(run, names, wanted, prompts):
     parts = [f"<h2>Samples of {html.escape(' and '.join(names))}</h2>"]
     for step in steps:
         paths = sorted((queue / f"rl_{step:06d}").glob("group_*"))[:prompts]
-        groups = (sync.read_group(path.parent, int(path.stem[6:]), {}) for path in paths)
+        groups = (sync.read_group(path.parent, int(path.stem[6:]), {}, sys.maxsize) for path in paths)
         text = "".join(group_html(*group, run.config, decode) for group in groups)
         parts.append(f"<h3>Step {step}</h3>{text or '<p>Its rollout files are not kept.</p>'}")
     return "".join(parts) if steps else ""

@@ -44,6 +44,8 @@ def lines(folder, file="metrics.jsonl", phase=None):
         every = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     except ValueError as e:
         require(False, f"{path}: not lines of JSON: {e}")
+    whole = all(isinstance(line, dict) and {"phase", "step"} <= line.keys() for line in every)
+    require(whole, f"{path}: a line that has no phase and step")
     return [line for line in every if phase in (None, line["phase"])]
 
 
