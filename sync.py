@@ -602,12 +602,10 @@ def read_group(folder, index, expected, vocabulary=0):
 def _fit(t, vocabulary):
     """Whether the tensors of a group file fit together, and its tokens are of the vocabulary."""
     ids, lengths = torch.cat([t["prompt_tokens"], t["tokens"]]), t["lengths"]
-    samples = t.get("sample", torch.arange(len(t["rewards"])))
-    by_token = [t["tokens"], t["logprobs"], t["loss_mask"], t["weight_version"], t.get("turn", t["tokens"])]
-    by_row = [t["truncated"], samples, t.get("turns", samples)]
-    within = 0 <= ids.min() <= ids.max() < vocabulary and 0 <= samples.min() <= samples.max() < len(t["rewards"])
-    whole = ids.dtype == lengths.dtype == samples.dtype == torch.int64 and lengths.min() >= 0
-    return within and whole and {*map(len, by_token)} == {int(lengths.sum())} and {*map(len, by_row)} == {len(lengths)}
+    by_token = {len(t[name]) for name in ("tokens", "logprobs", "loss_mask", "weight_version")}
+    by_row = {len(t["truncated"]), len(t.get("sample", t["rewards"]))}
+    within = 0 <= ids.min() <= ids.max() < vocabulary and lengths.min() >= 0 and ids.dtype == torch.int64
+    return within and by_token == {int(lengths.sum())} and by_row == {len(lengths)}
 
 
 def appears(path, seconds):

@@ -360,7 +360,7 @@ WHOLE = dict(
     [
         dict(tokens=[3, -1, 5]), dict(tokens=[3, 6, 5]), dict(tokens=[3.0, 0.5, 5.0]), dict(prompt_tokens=[6]),
         dict(lengths=[1, 3]), dict(lengths=[4, -1]), dict(lengths=[1, 1, 1]), dict(logprobs=[0.0]), dict(rewards=[0.0]),
-        dict(sample=[0, 2]), dict(sample=[0]), dict(turn=[0, 0]), dict(tokens=[], lengths=[]), dict(truncated=[[True]]),
+        dict(sample=[0]), dict(tokens=[], lengths=[]), dict(truncated=[True]),
     ],
 )  # fmt: skip
 def test_a_group_file_whose_tensors_do_not_fit_is_refused_whatever_its_checksum(tmp_path, change):
