@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, lean_imports
+from configurator import close_bars, lean_imports, printable
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
 from sync import RunError, content_hash, group_path, hidden_torchrun, listening_store, tensor_hashes, write_group
@@ -459,7 +459,7 @@ class RolloutEngine:
 
     def end(self, line, status=1):
         """Ends the process, whatever its threads wait for."""
-        os.write(self.stderr, f"\nerror: {line}\n".encode())  # maybe behind the first rank's bar
+        os.write(self.stderr, f"\nerror: {printable(line)}\n".encode())  # maybe behind the first rank's bar
         for process in multiprocessing.active_children():
             process.kill()
         os._exit(status)
