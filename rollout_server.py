@@ -26,7 +26,6 @@ ask for no CUDA device. Nothing here imports sglang before an engine is wanted: 
 """
 
 import asyncio
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -43,7 +42,7 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,10 +50,19 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, lean_imports, named_arguments
+from configurator import close_bars, lean_imports, named_arguments, printable
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
-from sync import RunError, group_path, hidden_torchrun, listening_store, rank_is_lost, tensor_hashes, write_group
+from sync import (
+    RunError,
+    content_hash,
+    group_path,
+    hidden_torchrun,
+    listening_store,
+    rank_is_lost,
+    tensor_hashes,
+    write_group,
+)
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
 HEARTBEAT_TOKENS = 50  # tokens of a sample after which SGLang sends what it has of it; SGLang's own number
@@ -270,32 +278,18 @@ def output_to(path):
 
 
 @contextmanager
-def folder_for_sockets():
+def folder_for_sockets(log):
     """
-    A folder for SGLang's sockets, which is deleted at the end: nobody needs their names once both ends have found each
-    other. Deletes those of processes that were killed meanwhile, too.
+    A folder for the sockets of the engine with this log, which is deleted at the end: nobody needs their names once
+    both ends have found each other. It has one name at each start, so what a kill has left in it goes at the next one.
     """
-    for left in Path(tempfile.gettempdir()).glob("onecurve_engine_*"):
-        with suppress(OSError), locked_folder(left):  # nor somebody else's
-            shutil.rmtree(left)
-    new = Path(tempfile.mkdtemp(prefix=".onecurve_engine_"))
-    with locked_folder(new):
-        folder = new.rename(new.with_name(new.name[1:]))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder)
-
-
-@contextmanager
-def locked_folder(folder):
-    """Holds the folder's lock, as long as this process lives. Raises BlockingIOError if another one has it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    folder = Path(tempfile.gettempdir(), f"onecurve_{content_hash(str(log.resolve()))}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(0o700)  # raises if it is still there, and so another user's
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield folder
     finally:
-        os.close(descriptor)
+        shutil.rmtree(folder)
 
 
 def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
@@ -377,7 +371,7 @@ class RolloutEngine:
         for model in MODELS.values():  # SGLang takes its share of what these leave of a card
             model.load()
         try:
-            with folder_for_sockets() as folder:
+            with folder_for_sockets(log) as folder:
                 with hidden_torchrun(), output_to(log):
                     self.sglang = self._start(model_path, device, dtype, gpu, folder)
                 from sglang.srt.managers import io_struct
@@ -453,7 +447,7 @@ class RolloutEngine:
 
     def end(self, line, status=1):
         """Ends the process, whatever its threads wait for."""
-        os.write(self.stderr, f"\nerror: {line}\n".encode())  # maybe behind the first rank's bar
+        os.write(self.stderr, f"\nerror: {printable(line)}\n".encode())  # maybe behind the first rank's bar
         for process in multiprocessing.active_children():
             process.kill()
         os._exit(status)

@@ -91,7 +91,7 @@ def seccomp_filter(machine):
 
 
 class SandboxError(ValueError):
-    """A sandbox that does not start, or that something else killed: no verdict on the program. One line."""
+    """A sandbox that does not start: no verdict on the program. One line."""
 
 
 class Run(NamedTuple):
@@ -99,7 +99,7 @@ class Run(NamedTuple):
 
     verdict: str  # 'pass': it ended with status 0; 'fail': with another; 'limit': of time, memory or output
     near_limit: bool  # so near to a limit of time or memory that another run may end with another verdict
-    cpu_seconds: float  # of all its processes, the start of Python included; incomplete if wall time ran out
+    cpu_seconds: float  # the start of Python included; incomplete if wall time ran out
     output: str
     errors: str
 
@@ -158,25 +158,25 @@ def run_program(source, calls=(), stdin="", python="", again=False):
     seconds, job = SETTINGS["sandbox_seconds"], ascii((source, [*calls])).encode()
     python = python or interpreter(SETTINGS["sandbox"])
     job = b"%08d" % len(job) + job + stdin.encode(errors="replace")
-    rules = seccomp_filter(os.uname().machine)
+    rules = seccomp_filter(os.uname().machine) if SETTINGS["sandbox"] == "bwrap" else b""
     # files, not pipes: the kernel bounds their size, and nobody has to read while the program runs
     with RUNNING, ExitStack() as stack:
         opened = (stack.enter_context(_memory_file(content)) for content in (job, b"", b"", rules, b""))
-        given, output, errors, rules, status = opened
-        command = [*sandbox_command(python, rules, status), "-s", "-S", "-c", INSIDE]  # -I ignores PYTHONHASHSEED
+        given, output, errors, *bubbles = opened  # bubblewrap's: the filter, and what it says of the end
+        command = [*sandbox_command(python, *bubbles), "-s", "-S", "-c", INSIDE]  # -I ignores PYTHONHASHSEED
         files = dict(stdin=given, stdout=output, stderr=errors, cwd=tempfile.gettempdir())
-        files["pass_fds"] = rules.fileno(), status.fileno()
+        files["pass_fds"] = [file.fileno() for file in bubbles if rules]
         process = subprocess.Popen(command, env={"PYTHONHASHSEED": "0"}, start_new_session=True, **files)
         ended = _wait(process.pid, PATIENCE * (seconds + 1))
         os.killpg(process.pid, signal.SIGKILL)  # harmless if all have ended
         _, wait_status, usage = os.wait4(process.pid, 0)
         process.returncode = code = os.waitstatus_to_exitcode(wait_status)  # so that nobody waits for it again
         full = max(os.fstat(file.fileno()).st_size for file in (output, errors)) >= OUTPUT
-        texts = (os.pread(file.fileno(), OUTPUT, 0).decode(errors="replace") for file in (output, errors, status))
+        texts = (os.pread(file.fileno(), OUTPUT, 0).decode(errors="replace") for file in (output, errors, bubbles[1]))
         said, complaints, told = texts
     cpu = usage.ru_utime + usage.ru_stime
     own = re.search(r'"exit-code": (\d+)', told)  # the program's, and not bubblewrap's
-    foreign = SETTINGS["sandbox"] != "none" and not own
+    foreign = bool(rules) and not own
     if ended and foreign and code >= 0:
         raise SandboxError(f"the sandbox itself ended with status {code}: {reason(complaints.strip() or 'no word')}")
     code = int(own[1]) if own else 128 - code if code < 0 else code  # as a shell says it

@@ -440,16 +440,17 @@ def test_an_engine_that_sglang_refuses_to_start_leaves_no_process(tmp_path, give
         assert process.exitcode == 0
 
 
-def test_sockets_of_an_engine_that_was_killed_while_it_started_go_when_the_next_one_starts(tmp_path, monkeypatch):
+def test_sockets_of_an_engine_that_was_killed_while_it_started_go_when_it_starts_again(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    log, other = tmp_path / "logs" / "engine_0.log", tmp_path / "logs" / "engine_1.log"
     if not (child := os.fork()):
-        with rollout_server.folder_for_sockets() as left:
+        with rollout_server.folder_for_sockets(log) as left:
             (left / "socket").touch()
             os._exit(0)  # nothing is done at the end, as after SIGKILL
     os.waitpid(child, 0)
     assert [path.name for path in tmp_path.glob("*/*")] == ["socket"]
-    with rollout_server.folder_for_sockets() as one, rollout_server.folder_for_sockets() as other:
-        assert {*tmp_path.iterdir()} == {one, other} and one.stat().st_mode & 0o77 == 0
+    with rollout_server.folder_for_sockets(log) as mine, rollout_server.folder_for_sockets(other):
+        assert not [*tmp_path.glob("*/*")] and mine.stat().st_mode & 0o77 == 0
     assert not [*tmp_path.iterdir()]
 
 
