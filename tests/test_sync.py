@@ -351,7 +351,8 @@ def test_a_flipped_bit_anywhere_in_a_group_file_is_refused(tmp_path):
 WHOLE = dict(
     prompt_tokens=torch.tensor([1, 2]), tokens=torch.tensor([3, 0, 5]), lengths=torch.tensor([1, 2]),
     logprobs=torch.zeros(3), loss_mask=torch.ones(3).bool(), weight_version=torch.zeros(3).long(),
-    truncated=torch.zeros(2).bool(), rewards=torch.zeros(2),
+    truncated=torch.zeros(2).bool(), rewards=torch.zeros(2), sample=torch.arange(2), turns=torch.ones(2).long(),
+    turn=torch.zeros(3).long(),
 )  # fmt: skip
 
 
