@@ -20,9 +20,10 @@ The life of one prompt:
 A group whose file exists is never made again.
 
 `install_operators` (models/dense.py) hooks kernels.py into SGLang's classes in the scheduler's process; `kernels.draw`
-takes the place of its draw. On a CPU SGLang needs three replacements more (in `run_scheduler`; 0.5.17 has no switch for
-them): a flag that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), and process groups that
-ask for no CUDA device. Nothing here imports sglang before an engine is wanted: that takes seconds.
+takes the place of its draw. On a CPU SGLang needs four replacements more (in `run_scheduler`; 0.5.17 has no switch for
+them): a flag that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), process groups that ask
+for no CUDA device, and its sampler (`sample_tokens`). Nothing here imports sglang before an engine is wanted: that
+takes seconds.
 """
 
 import asyncio
@@ -118,6 +119,7 @@ def allow_deterministic_backend():
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
+<<<<<<< HEAD
 def leave_nothing_open():
     """
     No port for other machines: torch's store listens at all addresses, and gives what it has to whoever asks. No names
@@ -135,6 +137,22 @@ def leave_nothing_open():
     rendezvous._create_c10d_store = store
     tqdm.set_lock(threading.RLock())
     scheduler.create_load_snapshot_writer = lambda *_, **__: None
+=======
+def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
+    """
+    SGLang's sampler where all requests are drawn from the whole softmax: its draw, from the log-softmax whose log-probs
+    it returns. SGLang's own draws from the log of a softmax: other bits, with which a token can be another.
+    """
+    from sglang.srt.layers import sampler
+
+    cut = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
+    if cut or info.is_all_greedy or not return_logprob:
+        return by_sglang(self, output, info, return_logprob, *others)
+    logprobs = kernels.log_softmax(output.next_token_logits.div_(info.temperatures), -1, False)
+    tokens = sampler.multinomial_with_seed(logprobs, info.sampling_seed, others[-1])
+    output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
+    return tokens[:, 0].int()
+>>>>>>> kern
 
 
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
@@ -159,6 +177,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
+        sampler.Sampler.forward = functools.partialmethod(sample_tokens, sampler.Sampler.forward)
         kernels.panel_cache = {}
         os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
 

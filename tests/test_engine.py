@@ -278,7 +278,7 @@ def test_a_batch_of_requests_equals_the_same_requests_alone(pair):
 
 
 def test_a_sample_gives_signs_of_life_and_keeps_every_token(pair):
-    """Between its first token and its last, though a step's tokens mostly do not go through SGLang's own function."""
+    """Between its first token and its last."""
     engine, model, _ = pair
     length, seen = 2 * rollout_server.HEARTBEAT_TOKENS + 20, set()
     params = dict(temperature=1.0, max_new_tokens=length, ignore_eos=True, sampling_seed=1)
