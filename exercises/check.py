@@ -95,6 +95,7 @@ def result_of(exercise, answer, case, path):
         result = exercise.result(answer, *case)
         if result is None:
             raise TypeError("it returned None")
+        tensors(result)
         return result
     except NotImplementedError:
         raise Wrong("the hole is still there") from None
