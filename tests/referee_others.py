@@ -20,6 +20,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 from importlib.metadata import version
 from pathlib import Path
 
@@ -134,8 +135,7 @@ def of_transformers(checkpoints, prompts, out):
 TRL = "trl==1.16.0"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 RATE = "--learning_rate=1e-4"
-HEALTHY = ("", "in bfloat16")
-GRADIENTS = ("", "loss halved")  # mistakes whose gradients are judged, too
+HEALTHY = ("", "in bfloat16", "healthy")
 STEPS = {  # mistake: (what the referee must say, TRL's settings, the referee's flags)
     "": ("", {}, {}),
     "in bfloat16": ("", dict(bf16=True), {}),
@@ -150,7 +150,7 @@ STEPS = {  # mistake: (what the referee must say, TRL's settings, the referee's 
 
 
 def trl_side(task):
-    """One step of TRL's GRPOTrainer for each of STEPS: the batch, the gradients and the weights after it."""
+    """One step of TRL's GRPOTrainer for each of STEPS: the batch and the weights after it."""
     import torch
     from datasets import Dataset
     from safetensors.torch import save_file
@@ -164,10 +164,6 @@ def trl_side(task):
         return [len(set(text)) / max(1, len(text)) + len(text) / 100 for text in completions]
 
     class Keep(TrainerCallback):
-        def on_pre_optimizer_step(self, *_, model=None, **__):
-            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-            save_file(grads, self.folder / "gradients.safetensors")
-
         def on_optimizer_step(self, *_, model=None, **__):
             model.save_pretrained(self.folder / "after")
 
@@ -228,10 +224,8 @@ def of_trl(checkpoints, prompts, out):
         batch = folder / "batch.safetensors"
         if not mistake or "temperature" in mistake:
             said = "trainer: " if mistake else ""
-            yield f"{mistake}, its log-probs", said, [checkpoints[1], batch, *shown]
-        for after in ("after", "gradients.safetensors"):
-            if after == "after" or mistake in GRADIENTS:
-                yield f"{mistake}, {after}", wanted, ["--step", checkpoints[1], batch, folder / after, RATE, *shown]
+            yield f"{mistake or 'healthy'}, log-probs", said, [checkpoints[1], batch, *shown]
+        yield mistake, wanted, ["--step", checkpoints[1], batch, folder / "after", RATE, *shown]
 
 
 # ---- SGLang, without our operators
@@ -286,10 +280,95 @@ def of_servers(checkpoints, prompts, out):
             process.wait()
 
 
+# ---- docs/signatures.md: our own operators, broken on purpose
+
+
+def broken(reference, early, rows, cold, begun, nucleus):
+    """
+    {signature: (samples, log-probs (N,))}: what an engine would report that is ours but for one mistake. reference,
+    early: of the late and the early weights; rows, cold, begun, nucleus: samples drawn plainly, at 0.7, with both
+    weights, and by top-p.
+    """
+    import torch
+    from referee_hypotheses import bfloat16
+
+    import kernels
+    from models.dense import rope_frequencies
+
+    rotary = reference.model.model.rotary_emb
+    own = rotary.forward
+    found = {}
+
+    def now(samples, temperature=1.0):
+        return reference.logprobs(samples, temperature)[0]
+
+    found["processed"] = cold, now(cold, 0.7)
+    longer = [types.SimpleNamespace(prompt=[1, *s.prompt], response=s.response) for s in rows]
+    found["template"] = rows, now(longer)
+    lengths = [len(s.response) for s in begun]
+    parts = zip(now(begun).split(lengths), early.logprobs(begun, 1.0)[0].split(lengths))
+    found["in_flight"] = begun, torch.cat([torch.cat([old[:20], new[20:]]) for new, old in parts])
+    head = [reference.logits(s, bfloat16)[:-1].log_softmax(-1)[range(len(s.response)), s.response] for s in rows]
+    found["head"] = rows, torch.cat(head)
+    frequencies = bfloat16(rope_frequencies(reference.hf, "cpu"))
+    rotary.forward = lambda x, ids: kernels.rope_table(frequencies, ids[0])
+    found["rope"] = rows, now(rows)
+    rotary.forward = own
+    found["order"] = rows, torch.tensor([x for s in rows for x in s.logprobs])  # transformers' own kernels
+    found["shifted"] = rows, torch.cat([x.roll(1) for x in now(rows).split([len(s.response) for s in rows])])
+    found["top_p"] = nucleus, now(nucleus)
+    return found
+
+
+def signatures(checkpoints, prompts, out):
+    """Draws docs/signatures/*.png."""
+    import plot
+    import torch
+    from referee_formats import sample_of
+    from referee_hypotheses import Reference
+
+    import kernels
+
+    kernels.enable_batch_invariant(2)
+    early, late = checkpoints
+    drawn = [generate(late, prompts, **x) for x in ({}, dict(temperature=0.7, raw=True), dict(top_p=0.9, raw=True))]
+    begun = generate(early, prompts, new=20)
+    rest = generate(late, [[*r["prompt_ids"], *r["response_ids"]] for r in begun])
+    both = [a | {k: a[k] + b[k] for k in ("response_ids", "logprobs")} for a, b in zip(begun, rest)]
+    rows, cold, nucleus, both = ([sample_of(row) for row in part] for part in (*drawn, both))
+    reference = Reference(late, "MODEL")
+    folder = ROOT / "docs" / "signatures"
+    folder.mkdir(exist_ok=True)
+    for name, (samples, theirs) in broken(reference, Reference(early, "MODEL"), rows, cold, both, nucleus).items():
+        ours = reference.logprobs(samples, 1.0)[0]
+        position = torch.cat([torch.arange(len(s.response)) for s in samples])
+        figure = plot.Figure(figsize=(7, 2.4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot(position, (theirs - ours).abs().clamp(min=1e-9), ".", markersize=1.5, alpha=0.4, color=plot.COLORS[0])
+        left.set(yscale="log", ylim=(5e-10, 30), xlabel="position in the response", ylabel="distance, nats")
+        right.plot(ours, theirs, ".", markersize=1.5, alpha=0.4, color=plot.COLORS[1])
+        right.set(xlabel="log-prob in float32", ylabel="reported")
+        if name == "top_p":
+            right.clear()
+            above = []
+            for s in samples:
+                p = reference.logits(s)[:-1].softmax(-1)
+                own = p[range(len(s.response)), s.response]
+                above += (p * (p > own[:, None])).sum(1).tolist()
+            right.hist(above, bins=40, range=(0, 1), color=plot.COLORS[1])
+            right.set(xlabel="mass of the tokens above the sampled one", ylabel="tokens")
+        figure.savefig(folder / f"{name}.png", dpi=80)
+        d = (theirs - ours).abs()
+        first = float(d[position == 0].mean())
+        shown = f"mean {float(d.mean()):.2g}, largest {float(d.max()):.2g}, first tokens {first:.2g}"
+        print(f"{name}: {shown}, tokens beyond 1e-4: {float((d > 1e-4).float().mean()):.0%}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", nargs="*", default=["transformers", "trl", "sglang", "servers"])
     parser.add_argument("--out", type=Path, default=Path("out/referee"))
+    parser.add_argument("--signatures", action="store_true", help="draw docs/signatures/*.png instead")
     parser.add_argument("--trl_side", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl_side:
@@ -297,6 +376,8 @@ def main():
     out = args.out.resolve()
     os.environ["OPENAI_API_KEY"] = "key"
     checkpoints, prompts = learned(out)
+    if args.signatures:
+        return signatures(checkpoints, prompts, out)
     print("| system | mistake | the referee says | named |\n|---|---|---|---|")
     for system in args.systems:
         for i, (mistake, wanted, *given) in enumerate(globals()[f"of_{system}"](checkpoints, prompts, out)):

@@ -16,6 +16,7 @@ import html
 import math
 import os
 import sys
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -95,7 +96,8 @@ def endings(reference, samples):
 def rollouts(args):
     """(words, findings, tables, pictures) of an engine's samples."""
     samples = read(args.paths[1])
-    samples = [s for i, s in enumerate(samples) if sum(len(x.response) for x in samples[:i]) < args.tokens]
+    ends = accumulate(len(s.response) for s in samples)
+    samples = [s for s, end in zip(samples, ends) if end - len(s.response) < args.tokens]
     reference = tried.Reference(args.paths[0], "MODEL")
     top = max(max(s.prompt + s.response) for s in samples)
     require(top < len(reference.head), f"{args.paths[1]}: token {top}; MODEL has {len(reference.head)}")
@@ -106,9 +108,9 @@ def rollouts(args):
         return torch.tensor([x for s in samples for x in getattr(s, name) or [default] * len(s.response)])
 
     drawn = tried.of_distribution(reference, *given)
-    predicted = {name: x[0] for name, x in drawn.items()}
-    predicted["bfloat16 throughout"] = tried.in_bfloat16(reference.folder, *given)
-    unit = float((predicted["bfloat16 throughout"] - ours).abs().mean())
+    rounded = tried.in_bfloat16(reference.folder, *given)
+    unit = float((rounded - ours).abs().mean())
+    predicted = drawn | {"bfloat16 throughout": rounded}
     columns = dict(engine=column("logprobs"), trainer=column("trainer_logprobs"))
     masked = column("mask", 1) == 0
     columns = {name: x.masked_fill(masked, math.nan) for name, x in columns.items() if not x.isnan().all()}
@@ -129,7 +131,7 @@ def rollouts(args):
     if len(columns) == 2:
         rows += distances("both", columns["trainer"], columns["engine"], dict(all=ours))
         words.append(f"the {far[max(far)]} is {max(far) / max(min(far), 1e-30):.2g} times as far from float32")
-    gains = {name: float(x[1].sum()) for name, x in drawn.items()}
+    gains = {name: float((x - ours)[~masked].sum()) for name, x in drawn.items()}
     best = max(gains, key=gains.get)
     if gains[best] > NATS:
         found.append(f"samples: as if drawn by {best}, by {gains[best]:.0f} nats likelier than as they say")

@@ -106,30 +106,22 @@ def least_probabilities(p):
     return least | {f"min-p {x:g}": x * p[:, :1] for x in MIN_P}
 
 
-@torch.no_grad()
 def of_distribution(reference, samples, temperature):
-    """
-    {hypothesis: (2, N)}, from the whole softmax: the log-probs that would be reported, and by how much likelier the
-    token is so than by plain sampling, nats.
-    """
+    """{temperature or sampling rule: log-probs (N,)}: what an engine that draws so reports, and how likely it draws."""
     parts = {}
     for s in samples:
         z = reference.logits(s)[:-1]
-        t = torch.tensor(s.response)[:, None]
+        target = torch.tensor(s.response)[:, None]
         p = (z / temperature).softmax(-1)
-        own = p.gather(1, t)
+        own = p.gather(1, target)
         p = p.sort(descending=True).values
-        found = {f"temperature {x:g}": (z / x).log_softmax(-1).gather(1, t) for x in TEMPERATURES}
-        found = {name: (logprobs, logprobs - own.log()) for name, logprobs in found.items()}
-        z = reference.logits(s, bfloat16)[:-1] / temperature
-        found["the head in bfloat16"] = z.log_softmax(-1).gather(1, t), torch.zeros_like(own)
+        for x in TEMPERATURES:
+            parts.setdefault(f"temperature {x:g}", []).append((z / x).log_softmax(-1).gather(1, target))
         for rule, least in least_probabilities(p).items():
             mass = (p * (p >= least)).sum(1, keepdim=True)
-            inside = own >= least * (1 - 1e-4)
-            found[rule] = (own / mass.where(inside, 1.0)).log(), ((1 - OUTSIDE) * inside / mass + OUTSIDE).log()
-        for name, pair in found.items():
-            parts.setdefault(name, []).append(torch.cat(pair, 1))
-    return {name: torch.cat(x).T for name, x in parts.items()}
+            kept = (own >= least * (1 - 1e-4)) / mass
+            parts.setdefault(rule, []).append((own * kept.clamp(min=OUTSIDE)).log())
+    return {name: torch.cat(x)[:, 0] for name, x in parts.items()}
 
 
 def other_prompts(prompts, tokenizer):
@@ -167,6 +159,9 @@ def hypotheses(reference, samples, ours, temperature):
     rotary.forward = lambda x, ids: [*map(bfloat16, own(x, ids))]
     found["RoPE's cos and sin in bfloat16"] = now(samples)
     rotary.forward = own
+    heads = [(reference.logits(s, bfloat16)[:-1] / temperature).log_softmax(-1) for s in samples]
+    heads = [x[range(len(s.response)), s.response] for x, s in zip(heads, samples)]
+    found["the head in bfloat16"] = torch.cat(heads)
     few = samples[:PROMPTS]
     for name, prompts in other_prompts([s.prompt for s in few], reference.tokenizer).items():
         changed = [SimpleNamespace(prompt=p, response=s.response) for p, s in zip(prompts, few)]
