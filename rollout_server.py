@@ -119,7 +119,6 @@ def allow_deterministic_backend():
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
-<<<<<<< HEAD
 def leave_nothing_open():
     """
     No port for other machines: torch's store listens at all addresses, and gives what it has to whoever asks. No names
@@ -137,7 +136,8 @@ def leave_nothing_open():
     rendezvous._create_c10d_store = store
     tqdm.set_lock(threading.RLock())
     scheduler.create_load_snapshot_writer = lambda *_, **__: None
-=======
+
+
 def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
     """
     SGLang's sampler where all requests are drawn from the whole softmax: its draw, from the log-softmax whose log-probs
@@ -152,7 +152,6 @@ def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
     tokens = sampler.multinomial_with_seed(logprobs, info.sampling_seed, others[-1])
     output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
     return tokens[:, 0].int()
->>>>>>> kern
 
 
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):

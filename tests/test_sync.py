@@ -253,7 +253,7 @@ def test_a_hash_does_not_see_how_many_elements_are_multiplied_at_a_time(elements
     tensor = torch.randn(10, 7).bfloat16()
     (shard,) = cut(tensor, "a", 1)
     whole = sync.tensor_hashes([tensor], [shard], None)
-    monkeypatch.setattr(sync.kernels, "HASHED", elements)
+    monkeypatch.setattr(sync.kernels, "BIT_SUM_CHUNK", elements)
     assert sync.tensor_hashes([tensor], [shard], None) == whole
 
 
