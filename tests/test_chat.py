@@ -5,6 +5,7 @@ The model's part is a script; templates and tokenizers are real ones. test_laws.
 
 import asyncio
 import json
+import os
 import random
 import sys
 import threading
@@ -618,10 +619,15 @@ async def a_set(chat, row):
     return await two_turns(chat, row, lambda: "".join({"a", "b", "c", "d", "e", "f", "g", "h"}))
 
 
+async def its_path(chat, row):
+    """As a program with another Python than ours would notice."""
+    return await two_turns(chat, row, lambda: "." + os.environ.get("PYTHONPATH", ""))
+
+
 def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, tmp_path):
-    """With rollout files of an agent that says and returns the same there, and of one that does not."""
+    """With rollout files of agents that say and return the same there, and of one that does not."""
     paths = {}
-    for index, solve in enumerate((two_turns, a_set)):
+    for index, solve in enumerate((two_turns, its_path, a_set)):
         episodes, returned = zip(*[play(solve, REPLIES, template, in_memory(), g) for g in range(2)])
         tensors = tensors_of(episodes, returned, 0)
         meta = dict(stream="rl", step=3, prompt=2, returned=returned, row=dict(prompt="3+4=", answer="7"))
@@ -633,6 +639,7 @@ def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, 
         config=CONFIG | dict(agent=f"{__file__}:{name}"), model=template.tokenizer.name_or_path, paths=[paths[name]]
     )
     again.check_again(job("two_turns"))
+    again.check_again(job("its_path"))
     with pytest.raises(chat.AgentError, match="^rl step 3, prompt 2, sample 0, turn 0: run again, the agent says"):
         again.check_again(job("a_set"))
 
