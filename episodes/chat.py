@@ -12,6 +12,7 @@ that asks the model, calls tools and returns a reward; row is a row of the data.
     chat.reward(number)                    a reward for the latest turn, beside the one that is returned
     chat.fork()                            another dialogue of the same sample: a sub-agent, a compacted history
     chat.random                            random numbers that are the same in every run
+    async with chat.openai() as client     OpenAI's client, whose requests are turns (episodes/endpoint.py)
 
 A program in any language, with OpenAI's client, is an agent, too: episodes/endpoint.py.
 

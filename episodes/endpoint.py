@@ -292,7 +292,7 @@ def schema_of(tools, values):
     calls = [{"name": {"enum": [f["name"]]}, "parameters": hoisted(f.get("parameters", any_object))} for f in functions]
     calls = [dict(type="object", properties=p, required=[*p], additionalProperties=False) for p in calls]
     array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if not values["parallel_tool_calls"]:
+    if named is not None or not values["parallel_tool_calls"]:
         array["maxItems"] = 1
     ways = [array] * bool(calls) + [hoisted(answer)] * (not forced)
     return json.dumps((ways[0] if len(ways) == 1 else {"anyOf": ways}) | ({"$defs": shared} if shared else {}))

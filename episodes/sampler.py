@@ -156,9 +156,10 @@ class AgentSampler(Sampler):
         whole text and no calls if one of them is not a name with arguments. Calls drawn by a grammar are a JSON array.
         """
         if of.params:
-            calls = json.loads(text)
-            calls = [(call["name"], call["parameters"]) for call in calls] if isinstance(calls, list) else []
-            return ("", calls) if calls else (text, [])
+            try:
+                return "", [(call["name"], call["parameters"]) for call in json.loads(text)]
+            except (ValueError, TypeError, KeyError):  # an answer, or cut by a stop string
+                return text, []
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.environ import envs
         from sglang.srt.function_call.function_call_parser import FunctionCallParser

@@ -7,7 +7,8 @@ Real clients, unmodified, against a served model; CI does not run it. Each gets 
     python tests/clients.py out/tiny_tools/ckpt/step_000100 openai litellm
 
 It prints the table of docs/agents.md. A case works if the client takes the answer without an error: what a tiny model
-says is nonsense, but a grammar makes it JSON.
+says is nonsense, but a grammar makes it JSON. json_object alone is left out where the client parses it: the object that
+such a model begins need not end.
 """
 
 import json
@@ -39,7 +40,7 @@ def case(name, function):
         refused.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
 SMALL = dict(type="object", properties=dict(n=dict(type="boolean")), required=["n"], additionalProperties=False)
 TOOLS = [dict(type="function", function=dict(name="flip", description="Flips.", parameters=SMALL))]
-TOLD = [dict(role="user", content="20+21=")]
+TOLD = [dict(role="user", content="123+245=")]
 """
 TAIL = """
 print("RESULT" + json.dumps([importlib.metadata.version(PACKAGE), works, refused]), flush=True)
@@ -56,7 +57,7 @@ import openai, pydantic
 c = openai.OpenAI()
 class Small(pydantic.BaseModel):
     n: bool
-chat = lambda **k: c.chat.completions.create(**dict(model="policy", messages=TOLD, max_tokens=40) | k)
+chat = lambda **k: c.chat.completions.create(**dict(model="policy", messages=TOLD, max_tokens=100) | k)
 complete = lambda **k: c.completions.create(**dict(model="policy", prompt="20+21=", max_tokens=5) | k)
 case("chat", lambda: chat().choices[0].message.content is not None)
 case("stream", lambda: [x for x in chat(stream=True, stream_options=dict(include_usage=True))][-1].usage)
@@ -75,10 +76,10 @@ case("Responses", lambda: c.responses.create(model="policy", input="20+21="))
 )
 CLIENTS["litellm"] = (
     "litellm",
-    "litellm",
+    "litellm mcp",
     """
 import litellm
-ask = lambda **k: litellm.completion(**dict(model="openai/policy", messages=TOLD, max_tokens=40) | k)
+ask = lambda **k: litellm.completion(**dict(model="openai/policy", messages=TOLD, max_tokens=100) | k)
 case("chat", lambda: ask().choices[0].message.content is not None)
 case("stream", lambda: list(ask(stream=True)))
 case("tools", lambda: ask(tools=TOOLS, tool_choice="required").choices[0].message.tool_calls[0])
@@ -106,14 +107,14 @@ class Small(pydantic.BaseModel):
 def flip(n: bool) -> str:
     "Flips."
     return str(not n)
-m = ChatOpenAI(model="policy", max_tokens=60, use_responses_api=False)
+m = ChatOpenAI(model="policy", max_tokens=600, use_responses_api=False)
 case("invoke", lambda: m.invoke("20+21="))
 case("stream", lambda: list(m.stream("20+21=")))
 case("batch", lambda: m.batch(["1+1=", "2+2="]))
 case("bind_tools", lambda: m.bind_tools([flip]).invoke("20+21="))
 case("tool_choice=any", lambda: m.bind_tools([flip], tool_choice="any").invoke("20+21=").tool_calls[0])
-for method in ("function_calling", "json_mode", "json_schema"):
-    case(f"with_structured_output {method}", lambda: m.with_structured_output(Small, method=method, include_raw=method == "json_mode").invoke("20+21="))
+for method in ("function_calling", "json_schema"):
+    case(f"with_structured_output {method}", lambda: m.with_structured_output(Small, method=method).invoke("20+21="))
 case("top_logprobs", lambda: m.bind(logprobs=True, top_logprobs=3).invoke("20+21="))
 case("create_agent", lambda: create_agent(m, [flip]).invoke(dict(messages=TOLD)))
 case("OpenAI (completions)", lambda: OpenAI(model="policy", max_tokens=5).invoke("20+21="))
@@ -133,7 +134,7 @@ def flip(n: bool) -> str:
     "Flips."
     return str(not n)
 model = agents.OpenAIChatCompletionsModel("policy", openai.AsyncOpenAI())
-limit = dict(max_tokens=60)
+limit = dict(max_tokens=600)
 def agent(**k):
     settings = agents.ModelSettings(**limit | k.pop("settings", {}))
     return agents.Agent(name="a", model=model, model_settings=settings, **k)
@@ -142,7 +143,6 @@ case("run", lambda: run(agent(instructions="Add.")))
 case("tools", lambda: run(agent(tools=[flip])))
 case("tool_choice", lambda: run(agent(tools=[flip], tool_use_behavior="stop_on_first_tool", settings=dict(tool_choice="required"))))
 case("output_type", lambda: run(agent(output_type=Small)).final_output.n in (True, False))
-case("output_type and tools", lambda: run(agent(output_type=Small, tools=[flip], tool_use_behavior="stop_on_first_tool")))
 case("handoff", lambda: run(agent(handoffs=[agent(handoff_description="b")])))
 case("the default model class (Responses)", lambda: agents.Runner.run_sync(agents.Agent(name="a", model="policy"), "20+21="))
 """,
@@ -160,7 +160,7 @@ def flip(n: bool) -> str:
         n: a bit
     '''
     return str(not n)
-m = OpenAIServerModel(model_id="policy", max_tokens=60)
+m = OpenAIServerModel(model_id="policy", max_tokens=600)
 case("model", lambda: m([dict(role="user", content="20+21=")]))
 case("ToolCallingAgent", lambda: ToolCallingAgent(tools=[flip], model=m, max_steps=1, verbosity_level=0).run("20+21="))
 case("CodeAgent", lambda: CodeAgent(tools=[], model=m, max_steps=1, verbosity_level=0).run("20+21="))
@@ -178,7 +178,7 @@ class Small(pydantic.BaseModel):
     n: bool
 model = OpenAIChatModel("policy")
 def agent(**k):
-    return Agent(model, model_settings=dict(max_tokens=60), **k)
+    return Agent(model, model_settings=dict(max_tokens=600), **k)
 case("run", lambda: agent().run_sync("20+21=").output is not None)
 case("output_type", lambda: agent(output_type=Small).run_sync("20+21=").output.n in (True, False))
 case("ToolOutput or text", lambda: agent(output_type=[ToolOutput(Small), str]).run_sync("20+21="))
@@ -196,9 +196,9 @@ CLIENTS["instructor"] = (
 import instructor, openai, pydantic
 class Small(pydantic.BaseModel):
     n: bool
-for mode in ("TOOLS", "JSON", "JSON_SCHEMA"):
+for mode in ("TOOLS", "JSON_SCHEMA"):
     client = instructor.from_openai(openai.OpenAI(), mode=getattr(instructor.Mode, mode))
-    case(mode, lambda: client.chat.completions.create(model="policy", messages=TOLD, response_model=Small, max_retries=0, max_tokens=200))
+    case(mode, lambda: client.chat.completions.create(model="policy", messages=TOLD, response_model=Small, max_retries=0, max_tokens=600))
 """,
 )
 CLIENTS["inspect_ai"] = (
@@ -238,9 +238,10 @@ case("epochs differ", lambda: len({s.output.completion for s in run([generate()]
 )
 CLIENTS["lm-eval"] = (
     "lm_eval",
-    "lm_eval[api] transformers<5",
+    "lm_eval[api] transformers>=5",
     """
 from lm_eval.api.instance import Instance
+from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 def model(kind, route, **k):
     return kind(base_url=URL + route, model="policy", tokenizer=MODEL, max_retries=1, **k)
@@ -256,7 +257,7 @@ case("loglikelihood", lambda: likelihoods(1))
 case("loglikelihood, the same bits in batches of 1 and 5", lambda: likelihoods(1) == likelihoods(5))
 case("loglikelihood_rolling", lambda: m.loglikelihood_rolling(requests("loglikelihood_rolling", ("20+21=41",))))
 chat = model(LocalChatCompletion, "/chat/completions")
-case("generate_until, chat", lambda: chat.generate_until(requests("generate_until", (json.dumps(TOLD), until))) if False else chat.model_call(TOLD, generate=True, gen_kwargs=dict(until)))
+case("generate_until, chat", lambda: chat.generate_until(requests("generate_until", (JsonChatStr(json.dumps(TOLD)), until))))
 """,
 )
 CLIENTS["verifiers"] = (
@@ -265,7 +266,7 @@ CLIENTS["verifiers"] = (
     """
 import datasets, openai, verifiers as vf
 from verifiers.clients import OpenAIChatCompletionsClient
-data = datasets.Dataset.from_list([dict(question=f"20+{i}=", answer="41") for i in range(2)])
+data = datasets.Dataset.from_list([dict(question=f"12{i}+245=", answer="41") for i in range(2)])
 def flip(n: bool) -> str:
     "Flips."
     return str(not n)
@@ -296,7 +297,9 @@ def run_client(name, folder, address, model):
     env = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
     env |= dict(OPENAI_BASE_URL=address, OPENAI_API_KEY=KEY, MODEL=str(model), HF_HUB_OFFLINE="1")
     script = HEAD + f"PACKAGE = {package!r}\n" + code + TAIL
-    done = subprocess.run([python, "-c", script], env=env, cwd=folder, text=True, capture_output=True, timeout=900)
+    path = folder / f"ask_{name}.py"  # a file, as some look at their own source
+    path.write_text(script)
+    done = subprocess.run([python, path], env=env, cwd=folder, text=True, capture_output=True, timeout=900)
     results = re.findall("^RESULT(.*)$", done.stdout, re.MULTILINE)
     return json.loads(results[0]) if results else ["?", [], [done.stderr.strip().splitlines()[-1]]]
 
@@ -314,7 +317,7 @@ def main(model, *names):
     try:
         line = next(line for line in server.stdout if line.startswith("serving"))
         address = re.search(r"at (\S+),", line)[1]
-        print("| client | version | works | refused | date |\n|---|---|---|---|---|", flush=True)
+        print("| client | version | works | fails | date |\n|---|---|---|---|---|", flush=True)
         for name in names or CLIENTS:
             version, works, refused = run_client(name, folder, address, copied)
             day = time.strftime("%Y-%m-%d")
