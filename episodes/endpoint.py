@@ -68,6 +68,7 @@ MOST_BYTES = 4 * 2**20
 MOST_MESSAGES = 4096  # and calls in them
 MOST_TOOLS = 128
 MOST_STOPS = 16, 256  # strings, and characters of each
+MOST_SCHEMA = 2**16  # characters of a grammar's
 MOST_CHOICES = 1024  # of all its prompts
 MOST_TOP = 20  # likeliest tokens
 MOST_OPEN = 4096  # sessions, and requests outside of one
@@ -202,7 +203,7 @@ def read(body, chat=True, exact=False):
     """
 
     def refuse(key, why):
-        raise Refusal(400, f"{key}={json.dumps(body[key])[:80]}: {why}", "invalid_value", key)
+        raise Refusal(400, f"{key}={json.dumps(body.get(key))[:80]}: {why}", "invalid_value", key)
 
     values = {}
     for key, default, kind, fits in FIELDS + (CHAT_FIELDS if chat else COMPLETION_FIELDS):
@@ -226,7 +227,7 @@ def read(body, chat=True, exact=False):
         prompts = v("prompt") if is_list_of_prompts(v("prompt")) else [v("prompt")]
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     if len(prompts) * v("n") > MOST_CHOICES:
-        refuse("n", f"{len(prompts)} prompts with so many choices; the most are {MOST_CHOICES} choices")
+        refuse("n", f"with {len(prompts)} prompts; the most are {MOST_CHOICES} choices")
     asked = Asked(
         messages=[],
         tools=tools,
@@ -270,7 +271,9 @@ def schema_of(tools, values):
     choice, form, shared = values["tool_choice"], values["response_format"], {}
 
     def hoisted(schema):  # its definitions are found from the root
-        shared.update(schema.get("$defs", {}))
+        for name, definition in dict(schema.get("$defs") or {}).items():
+            if shared.setdefault(name, definition) != definition:
+                raise Refusal(400, f"$defs: two schemas of the name {name!r}", "invalid_value")
         return {key: value for key, value in schema.items() if key != "$defs"}
 
     kind, described = form.get("type", "text"), form.get("json_schema")
@@ -295,7 +298,10 @@ def schema_of(tools, values):
     if named is not None or not values["parallel_tool_calls"]:
         array["maxItems"] = 1
     ways = [array] * bool(calls) + [hoisted(answer)] * (not forced)
-    return json.dumps((ways[0] if len(ways) == 1 else {"anyOf": ways}) | ({"$defs": shared} if shared else {}))
+    schema = json.dumps((ways[0] if len(ways) == 1 else {"anyOf": ways}) | ({"$defs": shared} if shared else {}))
+    if len(schema) > MOST_SCHEMA:
+        raise Refusal(400, f"a schema of {len(schema)} characters; the most are {MOST_SCHEMA}", "invalid_value")
+    return schema
 
 
 def messages_of(messages):

@@ -157,9 +157,10 @@ class AgentSampler(Sampler):
         """
         if of.params:
             try:
-                return "", [(call["name"], call["parameters"]) for call in json.loads(text)]
+                calls = [(call["name"], call["parameters"]) for call in json.loads(text)]
             except (ValueError, TypeError, KeyError):  # an answer, or cut by a stop string
-                return text, []
+                calls = []
+            return ("", calls) if calls else (text, [])
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.environ import envs
         from sglang.srt.function_call.function_call_parser import FunctionCallParser

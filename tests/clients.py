@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (cases are one line each)
 """
 Real clients, unmodified, against a served model; CI does not run it. Each gets an environment of its own by uv.
 
@@ -65,10 +64,12 @@ case("tools", lambda: chat(tools=TOOLS))
 case("tool_choice", lambda: chat(tools=TOOLS, tool_choice="required").choices[0].message.tool_calls[0])
 case("named tool", lambda: chat(tools=TOOLS, tool_choice=dict(type="function", function=dict(name="flip"))))
 case("json_object", lambda: chat(response_format=dict(type="json_object")))
-case("parse", lambda: c.chat.completions.parse(model="policy", messages=TOLD, response_format=Small).choices[0].message.parsed)
+parse = lambda **k: c.chat.completions.parse(model="policy", messages=TOLD, **k).choices[0].message.parsed
+case("parse", lambda: parse(response_format=Small))
 case("top_logprobs", lambda: chat(logprobs=True, top_logprobs=5).choices[0].logprobs.content[0].top_logprobs[4])
 case("n, seed, stop", lambda: chat(n=3, seed=1, stop=["1"]).choices[2])
-case("completions", lambda: complete(prompt=["1+1=", "2+2="], echo=True, logprobs=2, max_tokens=0).choices[1].logprobs.top_logprobs[1])
+two = dict(prompt=["1+1=", "2+2="], echo=True, logprobs=2, max_tokens=0)
+case("completions", lambda: complete(**two).choices[1].logprobs.top_logprobs[1])
 case("models.retrieve", lambda: c.models.retrieve(c.models.list().data[0].id))
 case("top_p", lambda: chat(top_p=0.9))
 case("Responses", lambda: c.responses.create(model="policy", input="20+21="))
@@ -83,8 +84,10 @@ ask = lambda **k: litellm.completion(**dict(model="openai/policy", messages=TOLD
 case("chat", lambda: ask().choices[0].message.content is not None)
 case("stream", lambda: list(ask(stream=True)))
 case("tools", lambda: ask(tools=TOOLS, tool_choice="required").choices[0].message.tool_calls[0])
-case("json_schema", lambda: json.loads(ask(response_format=dict(type="json_schema", json_schema=dict(name="x", schema=SMALL))).choices[0].message.content))
-case("text", lambda: litellm.text_completion(model="text-completion-openai/policy", prompt=["1+1=", "2+2="], max_tokens=5))
+form = dict(type="json_schema", json_schema=dict(name="x", schema=SMALL))
+case("json_schema", lambda: json.loads(ask(response_format=form).choices[0].message.content))
+text = dict(model="text-completion-openai/policy", prompt=["1+1=", "2+2="])
+case("text", lambda: litellm.text_completion(max_tokens=5, **text))
 case("hosted_vllm", lambda: ask(model="hosted_vllm/policy", api_base=URL, api_key=KEY))
 def too_long():
     try:
@@ -114,7 +117,8 @@ case("batch", lambda: m.batch(["1+1=", "2+2="]))
 case("bind_tools", lambda: m.bind_tools([flip]).invoke("20+21="))
 case("tool_choice=any", lambda: m.bind_tools([flip], tool_choice="any").invoke("20+21=").tool_calls[0])
 for method in ("function_calling", "json_schema"):
-    case(f"with_structured_output {method}", lambda: m.with_structured_output(Small, method=method).invoke("20+21="))
+    formed = m.with_structured_output(Small, method=method)
+    case(f"with_structured_output {method}", lambda: formed.invoke("20+21="))
 case("top_logprobs", lambda: m.bind(logprobs=True, top_logprobs=3).invoke("20+21="))
 case("create_agent", lambda: create_agent(m, [flip]).invoke(dict(messages=TOLD)))
 case("OpenAI (completions)", lambda: OpenAI(model="policy", max_tokens=5).invoke("20+21="))
@@ -141,10 +145,12 @@ def agent(**k):
 run = lambda a: agents.Runner.run_sync(a, "20+21=", max_turns=3)
 case("run", lambda: run(agent(instructions="Add.")))
 case("tools", lambda: run(agent(tools=[flip])))
-case("tool_choice", lambda: run(agent(tools=[flip], tool_use_behavior="stop_on_first_tool", settings=dict(tool_choice="required"))))
+forced = dict(tools=[flip], tool_use_behavior="stop_on_first_tool", settings=dict(tool_choice="required"))
+case("tool_choice", lambda: run(agent(**forced)))
 case("output_type", lambda: run(agent(output_type=Small)).final_output.n in (True, False))
 case("handoff", lambda: run(agent(handoffs=[agent(handoff_description="b")])))
-case("the default model class (Responses)", lambda: agents.Runner.run_sync(agents.Agent(name="a", model="policy"), "20+21="))
+default = agents.Agent(name="a", model="policy")
+case("the default model class (Responses)", lambda: agents.Runner.run_sync(default, "20+21="))
 """,
 )
 CLIENTS["smolagents"] = (
@@ -164,7 +170,8 @@ m = OpenAIServerModel(model_id="policy", max_tokens=600)
 case("model", lambda: m([dict(role="user", content="20+21=")]))
 case("ToolCallingAgent", lambda: ToolCallingAgent(tools=[flip], model=m, max_steps=1, verbosity_level=0).run("20+21="))
 case("CodeAgent", lambda: CodeAgent(tools=[], model=m, max_steps=1, verbosity_level=0).run("20+21="))
-case("CodeAgent, structured", lambda: CodeAgent(tools=[], model=m, max_steps=1, verbosity_level=0, use_structured_outputs_internally=True).run("20+21="))
+structured = dict(model=m, max_steps=1, verbosity_level=0, use_structured_outputs_internally=True)
+case("CodeAgent, structured", lambda: CodeAgent(tools=[], **structured).run("20+21="))
 """,
 )
 CLIENTS["pydantic-ai"] = (
@@ -198,7 +205,8 @@ class Small(pydantic.BaseModel):
     n: bool
 for mode in ("TOOLS", "JSON_SCHEMA"):
     client = instructor.from_openai(openai.OpenAI(), mode=getattr(instructor.Mode, mode))
-    case(mode, lambda: client.chat.completions.create(model="policy", messages=TOLD, response_model=Small, max_retries=0, max_tokens=600))
+    asked = dict(model="policy", messages=TOLD, response_model=Small, max_retries=0, max_tokens=600)
+    case(mode, lambda: client.chat.completions.create(**asked))
 """,
 )
 CLIENTS["inspect_ai"] = (
@@ -225,7 +233,8 @@ m = get_model("openai-api/onecurve/policy", base_url=URL, api_key=KEY)
 def run(solver, scorer=includes(), epochs=1, **k):
     samples = [Sample(input="20+21=", target="A", choices=["1", "2"])]
     config = GenerateConfig(**dict(max_tokens=30, max_retries=0) | k)
-    (log,) = eval(Task(dataset=samples, solver=solver, scorer=scorer, config=config), model=m, epochs=epochs, display="none", log_dir="/tmp/inspect_logs", message_limit=4)
+    task = Task(dataset=samples, solver=solver, scorer=scorer, config=config)
+    (log,) = eval(task, model=m, epochs=epochs, display="none", log_dir="inspect_logs", message_limit=4)
     assert log.status == "success", log.error.message
     return log
 case("generate", lambda: run([generate()]))
@@ -233,7 +242,8 @@ case("tools", lambda: run([use_tools(flip()), generate()]))
 case("tool_choice=any", lambda: run([use_tools(flip(), tool_choice="any"), generate()]))
 case("multiple_choice", lambda: run([multiple_choice()], choice()))
 case("top_logprobs", lambda: run([generate()], logprobs=True, top_logprobs=3, num_choices=2))
-case("epochs differ", lambda: len({s.output.completion for s in run([generate()], epochs=5, temperature=2.0).samples}) > 1)
+texts = lambda log: {s.output.completion for s in log.samples}
+case("epochs differ", lambda: len(texts(run([generate()], epochs=5, temperature=2.0))) > 1)
 """,
 )
 CLIENTS["lm-eval"] = (
@@ -257,7 +267,8 @@ case("loglikelihood", lambda: likelihoods(1))
 case("loglikelihood, the same bits in batches of 1 and 5", lambda: likelihoods(1) == likelihoods(5))
 case("loglikelihood_rolling", lambda: m.loglikelihood_rolling(requests("loglikelihood_rolling", ("20+21=41",))))
 chat = model(LocalChatCompletion, "/chat/completions")
-case("generate_until, chat", lambda: chat.generate_until(requests("generate_until", (JsonChatStr(json.dumps(TOLD)), until))))
+told = JsonChatStr(json.dumps(TOLD))
+case("generate_until, chat", lambda: chat.generate_until(requests("generate_until", (told, until))))
 """,
 )
 CLIENTS["verifiers"] = (
@@ -273,15 +284,18 @@ def flip(n: bool) -> str:
 rubric = vf.Rubric(funcs=[lambda completion, **_: float(len(completion))])
 rubric.funcs[0].__name__ = "length"
 def run(env, n=1, **sampling):
-    out = env.evaluate_sync(OpenAIChatCompletionsClient(openai.AsyncOpenAI()), "policy", dict(max_tokens=20) | sampling, num_examples=2, rollouts_per_example=n)
+    client, sampling = OpenAIChatCompletionsClient(openai.AsyncOpenAI()), dict(max_tokens=20) | sampling
+    out = env.evaluate_sync(client, "policy", sampling, num_examples=2, rollouts_per_example=n)
     errors = [o["error"] for o in out["outputs"] if o.get("error")]
     assert not errors, errors[0]
     return out["outputs"]
-single, tool = vf.SingleTurnEnv(dataset=data, rubric=rubric), vf.ToolEnv(dataset=data, rubric=rubric, tools=[flip], max_turns=2)
+single = vf.SingleTurnEnv(dataset=data, rubric=rubric)
+tool = vf.ToolEnv(dataset=data, rubric=rubric, tools=[flip], max_turns=2)
 case("SingleTurnEnv", lambda: run(single))
 case("ToolEnv", lambda: run(tool))
 case("logprobs", lambda: run(single, logprobs=True))
-case("rollouts differ", lambda: len({json.dumps(o["completion"], default=str) for o in run(single, 4, temperature=2.0)}) > 2)
+texts = lambda outputs: {json.dumps(o["completion"], default=str) for o in outputs}
+case("rollouts differ", lambda: len(texts(run(single, 4, temperature=2.0))) > 2)
 case("top_p", lambda: run(single, top_p=0.9))
 """,
 )
