@@ -2,7 +2,7 @@
 An environment behind OpenEnv's protocol as an agent: reset, then a step for each turn of the model. It must do the same
 when it is reset with the same seed, as it is when a run is resumed; the second run after step 0 checks it.
 
-    OPENENV_URL=http://127.0.0.1:8000 python train_grpo.py --agent=examples/openenv.py:solve ..
+    OPENENV_URL=http://127.0.0.1:8000 python train_grpo.py --agent=examples/openenv_env.py:solve ..
 """
 
 import os
