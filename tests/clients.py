@@ -36,7 +36,8 @@ def case(name, function):
         assert result is not None and result is not False, result
         works.append(name)
     except BaseException as error:
-        refused.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        refused.append(f"{name} ({type(error).__name__})")
+        print(name, " ".join(str(error).split())[:500], file=sys.stderr, flush=True)
 SMALL = dict(type="object", properties=dict(n=dict(type="boolean")), required=["n"], additionalProperties=False)
 TOOLS = [dict(type="function", function=dict(name="flip", description="Flips.", parameters=SMALL))]
 TOLD = [dict(role="user", content="123+245=")]
@@ -314,6 +315,7 @@ def run_client(name, folder, address, model):
     path = folder / f"ask_{name}.py"  # a file, as some look at their own source
     path.write_text(script)
     done = subprocess.run([python, path], env=env, cwd=folder, text=True, capture_output=True, timeout=900)
+    print(done.stderr[-2000:], file=sys.stderr)
     results = re.findall("^RESULT(.*)$", done.stdout, re.MULTILINE)
     return json.loads(results[0]) if results else ["?", [], [done.stderr.strip().splitlines()[-1]]]
 
@@ -335,8 +337,7 @@ def main(model, *names):
         for name in names or CLIENTS:
             version, works, refused = run_client(name, folder, address, copied)
             day = time.strftime("%Y-%m-%d")
-            cells = [", ".join(works), "; ".join(refused).replace("|", "/")]
-            print(f"| {name} | {version} | {cells[0]} | {cells[1]} | {day} |", flush=True)
+            print(f"| {name} | {version} | {'; '.join(works)} | {'; '.join(refused)} | {day} |", flush=True)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait()
