@@ -150,8 +150,42 @@ def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
         return by_sglang(self, output, info, return_logprob, *others)
     logprobs = kernels.log_softmax(output.next_token_logits.div_(info.temperatures), -1, False)
     tokens = sampler.multinomial_with_seed(logprobs, info.sampling_seed, others[-1])
-    output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
+    if any(others[0]):  # somebody wants the likeliest tokens, too
+        self.output_logprob_processor.compute_logprobs(logprobs, *others[:2], tokens[:, 0]).write_output_to(output)
+    else:
+        output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
     return tokens[:, 0].int()
+
+
+class Ranked:
+    """Log-probs whose topk has the smaller id first among equals, however many others of the batch want."""
+
+    def __init__(self, logprobs):
+        self.logprobs = logprobs
+
+    def topk(self, k, dim):
+        ranked = torch.sort(self.logprobs, dim=dim, descending=True, stable=True)
+        return torch.return_types.topk([x[:, :k] for x in ranked])
+
+
+def ranked_logprobs(own):
+    return lambda logprobs, *args, **kwargs: own(Ranked(logprobs), *args, **kwargs)
+
+
+def process_grammar(self, by_sglang, req):
+    """SGLang's, for a request that may want a grammar; with the first one the means for them are loaded."""
+    if req.sampling_params.json_schema and self.grammar_backend is None:
+        import xgrammar
+        from sglang.srt.constrained import base_grammar_backend, xgrammar_backend
+
+        if self.scheduler.device == "cpu":  # SGLang allocates pinned memory for masks, and refuses to apply them
+            xgrammar_backend._allocate_token_bitmask = lambda V, B: xgrammar.allocate_token_bitmask(B, V)
+            apply = lambda _, logits, vocab_mask: xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)  # noqa: E731
+            xgrammar_backend.XGrammarGrammar.apply_vocab_mask = apply
+        hf, tokenizer = self.scheduler.model_config, self.scheduler.tokenizer
+        create = base_grammar_backend.create_grammar_backend
+        self.grammar_backend = create(self.server_args, tokenizer, hf.vocab_size, hf.hf_eos_token_id)
+    return by_sglang(self, req)
 
 
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
@@ -160,8 +194,9 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     the folder of one, where turns end at strings.
     """
     from sglang.srt import batch_invariant_ops, models
+    from sglang.srt.constrained import grammar_manager
     from sglang.srt.distributed import parallel_state
-    from sglang.srt.layers import sampler
+    from sglang.srt.layers import logprob_processor, sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor import forward_batch_info
@@ -171,6 +206,10 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
     batch_invariant_ops.enable_batch_invariant_mode = enable if inv_freq else lambda: None
     sampler.multinomial_with_seed = kernels.draw
+    for name in ("get_top_logprobs_raw", "get_top_logprobs_chunk"):
+        setattr(logprob_processor, name, ranked_logprobs(getattr(logprob_processor, name)))
+    own = grammar_manager.GrammarManager.process_req_with_grammar
+    grammar_manager.GrammarManager.process_req_with_grammar = functools.partialmethod(process_grammar, own)
     weight_updater.WeightUpdater.update_weights_from_distributed = receive_rows
     if device == "cpu":
         torch.set_num_threads(threads)
@@ -330,6 +369,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
         attention_backend=ATTENTION_BACKEND[device],
         weight_version="0",
         custom_sigquit_handler=died,
+        constrained_json_disable_any_whitespace=True,  # a model could write it for ever
         sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
     )
     if device == "cpu":
@@ -492,19 +532,19 @@ class RolloutEngine:
         """Seconds so far in which SGLang was asked for something."""
         return self.busy + (time.time() - self.since if self.asked else 0)
 
-    async def generate(self, ids, params, hear=None):
+    async def generate(self, ids, params, hear=None, **options):
         """
         SGLang's output for these token ids, or for each list of them. hear: called after each token but the last, with
-        all tokens so far, [(log-prob, id, None)].
+        SGLang's `meta_info` of all tokens so far. options: more of async_generate's arguments.
         """
-        options = dict(input_ids=ids, sampling_params=params, return_logprob=True)
+        options |= dict(input_ids=ids, sampling_params=params, return_logprob=True)
         if not hear:
             return await self.ask(self.sglang.async_generate(**options))
 
         async def stream():
             async for output in await self.sglang.async_generate(**options, stream=True):
                 if not output["meta_info"]["finish_reason"]:
-                    hear(output["meta_info"]["output_token_logprobs"])
+                    hear(output["meta_info"])
             return output
 
         return await self.ask(stream())
