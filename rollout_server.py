@@ -717,7 +717,7 @@ class Sampler:
         one is done.
         """
         share = -(-len(job.rows) // self.engines)
-        self.began = time.time(), self.engine.worked()
+        self.job_began = time.time(), self.engine.worked()
         try:
             self.engine.run([self._work(prompts, folder, job) for _ in range(share)], f"in step {job.step}")
         except RewardError as e:
@@ -731,7 +731,7 @@ class Sampler:
             row = job.rows[index]
             began = time.time()
             tensors, meta = await self._group(folder, index, job)
-            elapsed, worked = (now - then for now, then in zip((time.time(), self.engine.worked()), self.began))
+            elapsed, worked = (now - then for now, then in zip((time.time(), self.engine.worked()), self.job_began))
             meta |= dict(
                 run=self.run,
                 stream=job.stream,
@@ -754,7 +754,7 @@ class Sampler:
         began = time.time()
         born, group = job.begun.get(index, ((job.step, index), None))
         seeds = [sampling_seed(self.config["seed"], job.stream, *born, g, 0) for g in range(job.samples)]
-        samples = self._drawn(group) if group else [Drawn([], [], []) for _ in seeds]
+        samples = self._resumed(group) if group else [Drawn([], [], []) for _ in seeds]
         retractions = await self._draw(samples, row["prompt_tokens"], seeds, job)
         seconds = time.time() - began
         texts = [self.decode(sample.tokens) for sample in samples]
@@ -792,7 +792,7 @@ class Sampler:
                 mine.extend(drawn)
         return sum(output["meta_info"]["num_retractions"] for output in outputs)
 
-    def _drawn(self, group):
+    def _resumed(self, group):
         """The samples of a group file."""
         rows = group.rows("tokens", "logprobs", "weight_version")
         return [Drawn(*(part.tolist() for part in row)) for row in rows]
@@ -810,7 +810,7 @@ class Sampler:
             truncated=torch.tensor([s.tokens[-1] not in self.stop_tokens for s in samples]),  # (G,)
             seeds=torch.tensor(seeds),  # (G,)
             rewards=torch.tensor(rewards, dtype=torch.float32),  # (G,)
-            sample=torch.arange(len(samples)),  # (G,) as all below: a row each, of one turn
+            sample=torch.arange(len(samples)),  # (G,) as the next two: a row each, of one turn
             turns=torch.ones(len(samples), dtype=torch.int64),
             turn_rewards=torch.tensor(rewards, dtype=torch.float32),
             turn=torch.zeros(len(tokens), dtype=torch.int64),  # (T,)
@@ -838,8 +838,8 @@ def sample_step(queue, step, rows, c, version, flight):
     """
     Has the engines make samples (Queue.sample, Sampler.sample, SGLang's async_generate); returns the Batch of RL step
     `step` on every rank, in the order of the prompts. With dynamic sampling (DAPO, equation 11) groups of equal rewards
-    are replaced by the next round's; if groups are missing after the last round, they fill up the batch. Each round has
-    its own prompts, so the number of rounds in a step changes no other step's prompts.
+    are replaced by the next round's; if groups are missing after the last round, the first of those dropped fill up the
+    batch. Each round has its own prompts, so the number of rounds in a step changes no other step's prompts.
     """
     if c.segment_tokens:
         return sample_segments(queue, step, rows, c, version, flight)

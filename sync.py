@@ -314,7 +314,7 @@ def name_start(store, rank, world):
 class TreeReduceScatter(ReduceScatter):
     """
     FSDP2's reduce-scatter as an all-to-all and a pairwise sum in rank order. The backend's own adds in ring order,
-    which depends on the number of ranks. Sends the same bytes. It adds even where `op` asks for FSDP's average: the
+    which depends on the number of ranks. Sends as many bytes. It adds even where `op` asks for FSDP's average: the
     loss has been divided already.
     """
 
@@ -329,9 +329,9 @@ class TreeReduceScatter(ReduceScatter):
 
 class LeafSum:
     """
-    Adds a rank's gradients, leaf by leaf, in place. The `lanes` leaves that a row has on this rank (a power of two) add
-    as a binary counter adds ones: equal-sized subtrees merge. The sum of each row is added to `total`. So beside
-    `total` there are at most log2(lanes) + 1 gradients at a time, however large the batch is.
+    Adds this rank's rows of gradients, leaf by leaf, in place. The `lanes` leaves that a row has on this rank (a power
+    of two) add as a binary counter adds ones: equal-sized subtrees merge. The sum of each row is added to `total`. So
+    beside `total` there are at most log2(lanes) + 1 gradients at a time, however large the batch is.
     """
 
     def __init__(self, lanes):
@@ -463,15 +463,15 @@ class WeightSync:
         how = how or ("ipc" if device == "cuda" and both else "broadcast")
         if ranks.rank == 0:
             print(f"weights travel by {how}", flush=True)
-        self.rounds = bool(shards) and shards[0].data.dtype != dtype
+        self.cast_rounds = bool(shards) and shards[0].data.dtype != dtype
         self.send = {"broadcast": self._broadcast, "ipc": self._ipc}[how]
         shapes = from_first_rank([(s.name, s.shape) for s in shards or ()])
         self.bytes = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
         self.plan = buckets(shapes, dtype)
         self.groups = [f"weights {r}" for r in range(ranks.trainers)] if how == "broadcast" else []
         self.group = self._join("nccl" if device == "cuda" else "gloo") if self.groups else None
-        self.waiting = SimpleQueue() if overlap and engine is None else None  # what the thread is to send
-        if self.waiting:
+        self.deliveries = SimpleQueue() if overlap and engine is None else None  # what the thread is to send
+        if self.deliveries:
             self.thread = threading.Thread(target=self._send_on, args=[shards and shards[0].data.device], daemon=True)
             self.thread.start()
 
@@ -509,14 +509,14 @@ class WeightSync:
         """
         Gives every engine the weights in `shards` as `version`. Returns when the engines hold them; where a thread
         sends, it returns at once, and the shards must not change. Raises RunError if an engine does not get them.
-        hashes: {name: hash} of the weights, or None; used if sending rounds nothing.
+        hashes: {name: hash} of the weights as trained, or None; they are those of what is sent unless a cast rounds.
         """
-        if shards and (self.rounds or not hashes or shards[0].name not in hashes):
+        if shards and (self.cast_rounds or not hashes or shards[0].name not in hashes):
             sent = (self._as_sent(s).data for s in shards)  # one after the other: together they may not fit
             hashes = tensor_hashes(sent, shards, self.ranks.mesh.get_group())
         expected = {s.name: hashes[s.name] for s in shards or ()}
-        if self.waiting:
-            self.waiting.put((version, shards, expected))
+        if self.deliveries:
+            self.deliveries.put((version, shards, expected))
         else:
             self._deliver(version, shards, expected)
 
@@ -537,7 +537,7 @@ class WeightSync:
         """The thread that sends. An error of its own ends this process, and so the run."""
         try:
             with torch.cuda.stream(torch.cuda.Stream(place)) if self.device == "cuda" and place else nullcontext():
-                while delivery := self.waiting.get():
+                while delivery := self.deliveries.get():
                     self._deliver(*delivery)
                     del delivery  # or a version that nobody needs would stay until the next one comes
         except BaseException as e:
@@ -547,8 +547,8 @@ class WeightSync:
 
     def finish(self):
         """Returns when all is sent."""
-        if self.waiting:
-            self.waiting.put(None)
+        if self.deliveries:
+            self.deliveries.put(None)
             self.thread.join()
 
     def close(self):

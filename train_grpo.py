@@ -354,9 +354,9 @@ class Sample(NamedTuple):
     truncated: bool  # cut off at max_new_tokens
     of: int  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
     turn_rewards: torch.Tensor  # (turns,)
-    loss_at: torch.Tensor  # (M,) indices of the loss tokens in `tokens`; all below is known of these tokens alone
+    loss_at: torch.Tensor  # (M,) indices of the loss tokens in `tokens`; the tensors below are of these tokens alone
     turn: torch.Tensor  # (M,) index of each token's turn
-    staleness: torch.Tensor  # (M,) steps from the weights that sampled the token to those that its first update changes
+    staleness: torch.Tensor  # (M,) steps from the weights that sampled the token to those that are trained now
     logprobs: torch.Tensor  # (M,) the engine's
     old_logprobs: torch.Tensor  # (M,) the ratio's denominator: the engine's, or the trainer's before the first update
     advantages: torch.Tensor  # (M,)
@@ -483,7 +483,7 @@ def plan_leaves(lengths, leaf_tokens, lanes):
     Packs samples of these lengths (tokens) into leaves of at most leaf_tokens: lists of indices, `lanes` of them to a
     row, row after row. A longer sample is a leaf of its own; a leaf may be empty. The ranks that share a row wait for
     its longest leaf, so leaves are made as even as can be: the longest sample first, each into the lightest leaf
-    (Graham 1969, LPT), in as few rows as hold them. The plan never depends on the number of ranks.
+    (Graham 1969, LPT), in about as few rows as hold them. The plan never depends on the number of ranks.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows = max(1, -(-sum(lengths) // (leaf_tokens * lanes)))
@@ -834,7 +834,7 @@ class Trainer:
         Forward passes over this rank's leaves of a step: yields (the indices of a leaf's samples, the Leaf, what the
         model's `token_logprobs` returns). Leaf i belongs to rank i % ranks: the ranks work on a row of leaves side by
         side. FSDP2's gathers and scatters need all of them, so an empty leaf is computed like any other. unit: number
-        of neighbours among the samples that share a leaf. weights: shards that the policy has meanwhile.
+        of neighbours among the samples that share a leaf. weights: shards that the policy has during these passes.
         """
         lengths = [sum(len(s.tokens) for s in samples[i : i + unit]) for i in range(0, len(samples), unit)]
         planned = plan_leaves(lengths, self.c.leaf_tokens, self.c.lanes)
@@ -936,7 +936,7 @@ class Trainer:
         Clips the gradients and takes AdamW's step with them: (their norm before the clip, {stage: {name: hash}}). Ends
         the run, with the weights unchanged, if the norm is not finite; `where` says in which step.
         """
-        # All below is elementwise except the norm, so it does not matter where the shards are cut.
+        # Clip and AdamW are elementwise, and the norm is one tree: it does not matter where the shards are cut.
         norm = sync.grad_norm(grads, self.shards, self.process_group)
         require(math.isfinite(norm), f"{where}: the gradient norm is {norm}; the weights are as they were")
         if self.c.grad_clip and norm > self.c.grad_clip:
@@ -1214,7 +1214,7 @@ if __name__ == "__main__":
     for s in range(start - lag, rl_steps):
         times = [time.monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
-        #    is to be sampled next depends on what came.
+        #    is sampled next may depend on what came (dynamic sampling, partial rollouts).
         if start <= s + ahead < rl_steps:
             version = version_for(s + ahead)
             batches[s + ahead] = sample_step(queue, s + ahead, train_rows, c, version, flight)

@@ -28,7 +28,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 TEACHING = [page for folder in ("lessons", "exercises") for page in sorted((ROOT / folder).glob("*.md"))]
 PAGES = [README, *DOCS, ROOT / "RESULTS.md", ROOT / "CONTRIBUTING.md", *TEACHING]
 FLAGS = re.findall(r"--(\w+)", "".join(path.read_text() for path in (ROOT / "tools").glob("*.py")))  # the tools' own
-KEYS = {*train_grpo.DEFAULTS, *FLAGS}
+KEYS = {*train_grpo.DEFAULTS, *FLAGS, "tool_choice"}  # the last is a field of OpenAI's requests
 LINE = re.compile(r"\[`([\w.]+|[\w ]+)`\]\(([\w./]+\.py)#L(\d+)\)")  # [`Trainer.update`](train_grpo.py#L907)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 KEY = re.compile(r"`(?:--)?([a-z]\w*)=")  # `lag=1`, `--lag=1`
