@@ -188,15 +188,33 @@ def process_grammar(self, by_sglang, req):
     return by_sglang(self, req)
 
 
+def install_tokenizer(folder):
+    """Gives the scheduler a tokenizer, so that turns end at strings, and what clients ask for beside tokens."""
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+    from sglang.srt.layers import logprob_processor
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+
+    def init_tokenizer(self, own=Scheduler.init_tokenizer):
+        own(self)
+        self.tokenizer = get_tokenizer(folder)
+
+    # SGLang's own switch would have it send texts, to a process that we do not start.
+    Scheduler.init_tokenizer = init_tokenizer
+    own = GrammarManager.process_req_with_grammar
+    GrammarManager.process_req_with_grammar = functools.partialmethod(process_grammar, own)
+    for name in ("get_top_logprobs_raw", "get_top_logprobs_chunk"):
+        setattr(logprob_processor, name, ranked_logprobs(getattr(logprob_processor, name)))
+
+
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
     the folder of one, where turns end at strings.
     """
     from sglang.srt import batch_invariant_ops, models
-    from sglang.srt.constrained import grammar_manager
     from sglang.srt.distributed import parallel_state
-    from sglang.srt.layers import logprob_processor, sampler
+    from sglang.srt.layers import sampler
     from sglang.srt.layers.rotary_embedding import base as rotary_embedding
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor import forward_batch_info
@@ -206,10 +224,6 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
     batch_invariant_ops.enable_batch_invariant_mode = enable if inv_freq else lambda: None
     sampler.multinomial_with_seed = kernels.draw
-    for name in ("get_top_logprobs_raw", "get_top_logprobs_chunk"):
-        setattr(logprob_processor, name, ranked_logprobs(getattr(logprob_processor, name)))
-    own = grammar_manager.GrammarManager.process_req_with_grammar
-    grammar_manager.GrammarManager.process_req_with_grammar = functools.partialmethod(process_grammar, own)
     weight_updater.WeightUpdater.update_weights_from_distributed = receive_rows
     if device == "cpu":
         torch.set_num_threads(threads)
@@ -248,14 +262,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
     if tokenizer:
-        from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
-
-        def init_tokenizer(self, own=Scheduler.init_tokenizer):
-            own(self)
-            self.tokenizer = get_tokenizer(tokenizer)
-
-        # SGLang's own switch would have it send texts, to a process that we do not start.
-        Scheduler.init_tokenizer = init_tokenizer
+        install_tokenizer(tokenizer)
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     leave_nothing_open()
     run_scheduler_process(*args, **kwargs)
