@@ -150,7 +150,7 @@ def test_a_run_is_published_fetched_by_name_and_verified_and_an_altered_one_is_r
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verify, "fetched", lambda name: Path("out", "hub", name, "run"))  # what it has fetched already
     (tmp_path / "out/hub/user/name/run/ledger.jsonl").write_bytes(ledger)
-    monkeypatch.setattr(verify, "launch", lambda command: run_warm(command[1:], tmp_path / "output"))
+    monkeypatch.setattr(verify, "launch_with_bar", lambda command, *bar: run_warm(command[1:], tmp_path / "output"))
     monkeypatch.setattr(sys, "argv", ["verify.py", "user/name", "--steps=1", "--threads=1"])
     assert verify.main() == 0 and capsys.readouterr().out.endswith(f" of 24, {digest(two_ranks[1])}\n")
 
