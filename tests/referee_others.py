@@ -145,7 +145,7 @@ STEPS = {  # mistake: (what the referee must say, TRL's settings, the referee's 
     "EOS without loss": ("EOS", {}, {}),
     "advantages of the next sample": ("advantages of other samples", {}, {}),
     "a mean over samples, said to be over tokens": ("aggregated by sequence", dict(loss_type="grpo"), {}),
-    "temperature 0.7 in the sampler only": ("no temperature", dict(temperature=0.7), dict(temperature=0.7)),
+    "temperature 0.7 in the sampler only": ("no temperature", {}, dict(temperature=0.7)),
 }
 
 
@@ -171,8 +171,6 @@ def trl_side(task):
         def _generate_and_score_completions(self, inputs):
             out = super()._generate_and_score_completions(inputs)
             ids, masks = (torch.cat([out[f"prompt_{k}"], out[f"completion_{k}"]], 1) for k in ("ids", "mask"))
-            if "temperature" in self.mistake:
-                self.temperature = 1.0
             with torch.no_grad():
                 own = self._get_per_token_logps_and_entropies(self.model, ids, masks, out["completion_ids"].shape[1])[0]
             batch = {k: out[k].contiguous() for k in columns} | dict(old_per_token_logps=own.float().contiguous())
@@ -192,6 +190,8 @@ def trl_side(task):
 
     for i, (mistake, (_, settings, _)) in enumerate(STEPS.items()):
         folder = Path(task["out"]) / f"trl_{i}"
+        if (folder / "after").is_dir():
+            continue
         folder.mkdir(exist_ok=True)
         config = dict(
             output_dir=str(folder), max_steps=1, use_cpu=True, bf16=False, seed=1,
@@ -205,6 +205,8 @@ def trl_side(task):
         trainer = Trainer(task["model"], reward, config, data, callbacks=[keep])
         keep.folder = trainer.folder = folder
         trainer.mistake = mistake
+        if "temperature" in mistake:
+            trainer.generation_config.temperature = 0.7
         if "tied" in mistake:
             trainer.model.get_input_embeddings().weight.requires_grad_(False)
         trainer.train()

@@ -185,7 +185,7 @@ FORMATS = {
     "verl": VERL,
     "vLLM": dict(prompt_token_ids=[5, 6, 7], outputs=[VLLM]),
     "chat completions": dict(prompt_token_ids=[5, 6, 7], choices=[CHAT]),
-    "completions": dict(prompt_token_ids=[5, 6, 7], choices=[TEXT]),
+    "completions": dict(choices=[TEXT | dict(prompt_token_ids=[5, 6, 7])]),
 }
 
 

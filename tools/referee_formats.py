@@ -29,8 +29,8 @@ def unpacked(row):
     """The samples in an object: of a request with several outputs, of a batch in columns, or the one that it is."""
     outputs = row.get("outputs") or row.get("choices")
     for output in outputs or ():
-        response = output.get("token_ids")
-        yield from unpacked(output | dict(prompt_ids=row["prompt_token_ids"], response_ids=response, token_ids=None))
+        ids = dict(prompt_ids=row.get("prompt_token_ids") or output["prompt_token_ids"])
+        yield from unpacked(output | ids | dict(response_ids=output.get("token_ids"), token_ids=None))
     if outputs:
         return
     row = row | {ours: row[name] for ours, names in NAMES.items() for name in names if row.get(name) is not None}

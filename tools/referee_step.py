@@ -95,7 +95,7 @@ def compare(theirs, ours):
     return dot / math.sqrt(a * b), float((x - y).norm()) / math.sqrt(a), dot / b
 
 
-def mistakes(before, grads, rows, args, gradients_of):
+def mistakes(before, grads, rows, args, gradients_of, stop):
     """{mistake: changes} of an update that was put together in another way."""
     found = {f"all gradients {word}: a mean over ranks too many, or too few?": c for c, word in SCALES.items()}
     found |= {"advantages with the other sign": -1}
@@ -108,9 +108,9 @@ def mistakes(before, grads, rows, args, gradients_of):
         found[f"advantages of other samples, {by:+d}"] = gradients_of(
             [changed(r, advantage=x.advantage) for r, x in others]
         )
-    last = [changed(r, mask=[*r.mask[:-1], 0]) for r in rows]
+    last = [changed(r, mask=[m and token not in stop for m, token in zip(r.mask, r.response)]) for r in rows]
     whole = [changed(r, prompt=r.prompt[:1], response=r.prompt[1:] + r.response, old=None) for r in rows]
-    found["last tokens (EOS) without loss"] = gradients_of(last)
+    found["EOS without loss"] = gradients_of(last)
     found["prompts in the loss"] = gradients_of([changed(r, mask=[1] * len(r.response)) for r in whole])
     other = changed(args, temperature=1.0)
     found["no temperature in the trainer"] = gradients_of([changed(r, old=None) for r in rows], other)
@@ -135,7 +135,7 @@ def step(args):
 
     grads = gradients_of(rows)
     ours = update(before, grads, args)
-    tried = mistakes(before, grads, rows, args, gradients_of)
+    tried = mistakes(before, grads, rows, args, gradients_of, reference.stop)
     cosine, far, factor = compare(theirs, ours)
     tried[f"the update times {factor:.3g}"] = {name: factor * x for name, x in ours.items()}
     single, half = (update(before, library_gradients(reference.folder, rows, args, x), args) for x in (False, True))
