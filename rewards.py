@@ -343,8 +343,8 @@ def _near(name, names):
 def describe(error):
     """One line for an exception, with the deepest line in the user's own file, not the one in a library it called."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    chat = str(Path(__file__).parent / "episodes/chat.py")
-    others = ("<frozen importlib", os.path.dirname(os.__file__), __file__, chat)
+    episodes = str(Path(__file__).parent / "episodes")
+    others = ("<frozen importlib", os.path.dirname(os.__file__), __file__, episodes)
     lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     lines = [(file, line) for file, line in lines if not file.startswith(others)]
     deepest = [f" ({Path(file).name}:{line})" for file, line in lines if file == lines[0][0]][-1:]

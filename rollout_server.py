@@ -118,15 +118,49 @@ def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
         return by_sglang(self, output, info, return_logprob, *others)
     logprobs = kernels.log_softmax(output.next_token_logits.div_(info.temperatures), -1, False)
     tokens = sampler.multinomial_with_seed(logprobs, info.sampling_seed, others[-1])
-    output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
+    if any(others[0]):  # somebody wants the likeliest tokens, too
+        self.output_logprob_processor.compute_logprobs(logprobs, *others[:2], tokens[:, 0]).write_output_to(output)
+    else:
+        output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
     return tokens[:, 0].int()
+
+
+class Ranked:
+    """Log-probs whose topk has the smaller id first among equals, however many others of the batch want."""
+
+    def __init__(self, logprobs):
+        self.logprobs = logprobs
+
+    def topk(self, k, dim):
+        ranked = torch.sort(self.logprobs, dim=dim, descending=True, stable=True)
+        return torch.return_types.topk([x[:, :k] for x in ranked])
+
+
+def ranked_logprobs(own):
+    return lambda logprobs, *args, **kwargs: own(Ranked(logprobs), *args, **kwargs)
+
+
+def process_grammar(self, by_sglang, req):
+    """SGLang's, for a request that may want a grammar; with the first one the means for them are loaded."""
+    if req.sampling_params.json_schema and self.grammar_backend is None:
+        import xgrammar
+        from sglang.srt.constrained import base_grammar_backend, xgrammar_backend
+
+        if self.scheduler.device == "cpu":  # SGLang allocates pinned memory for masks, and refuses to apply them
+            xgrammar_backend._allocate_token_bitmask = lambda V, B: xgrammar.allocate_token_bitmask(B, V)
+            apply = lambda _, logits, vocab_mask: xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)  # noqa: E731
+            xgrammar_backend.XGrammarGrammar.apply_vocab_mask = apply
+        hf, tokenizer = self.scheduler.model_config, self.scheduler.tokenizer
+        create = base_grammar_backend.create_grammar_backend
+        self.grammar_backend = create(self.server_args, tokenizer, hf.vocab_size, hf.hf_eos_token_id)
+    return by_sglang(self, req)
 
 
 def decode_results(self, by_sglang, batch, result):
     """
     What SGLang's scheduler does with the tokens of a decode step, in less time: it is half of its own work. Most
-    requests just go on, and only keep their token and its log-prob. Requests that may end here, are streamed, or have a
-    sign of life to send are left to SGLang's own function.
+    requests just go on, and only keep their token and its log-prob. Requests that may end here, are streamed, have a
+    grammar, or have a sign of life to send are left to SGLang's own function.
     """
     if not batch.return_logprob:
         return by_sglang(self, batch, result)
@@ -136,7 +170,8 @@ def decode_results(self, by_sglang, batch, result):
         params, length = req.sampling_params, len(req.output_ids) + 1
         stops = token in (params.stop_token_ids or ()) or token in (req.eos_token_ids or ())
         ends = stops and not params.ignore_eos or length >= params.max_new_tokens or req.to_finish
-        if ends or params.stop_strs or req.stream or length % SIGN_OF_LIFE == 0:
+        more = req.stream or req.grammar or req.logprob.top_logprobs_num
+        if ends or params.stop_strs or more or length % SIGN_OF_LIFE == 0:
             special.append(i)
         else:
             req.output_ids.append(token)
@@ -146,8 +181,30 @@ def decode_results(self, by_sglang, batch, result):
         logits, batch, result = copy.copy(logits), copy.copy(batch), copy.copy(result)
         batch.reqs = [batch.reqs[i] for i in special]
         logits.next_token_logprobs = logits.next_token_logprobs[special]
+        for name in ("next_token_top_logprobs_val", "next_token_top_logprobs_idx"):
+            if ranked := getattr(logits, name):
+                setattr(logits, name, [ranked[i] for i in special])
         result.logits_output, result.next_token_ids = logits, result.next_token_ids[special]
         by_sglang(self, batch, result)
+
+
+def install_tokenizer(folder):
+    """Gives the scheduler a tokenizer, so that turns end at strings, and what clients ask for beside tokens."""
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+    from sglang.srt.layers import logprob_processor
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+
+    def init_tokenizer(self, own=Scheduler.init_tokenizer):
+        own(self)
+        self.tokenizer = get_tokenizer(folder)
+
+    # SGLang's own switch would have it send texts, to a process that we do not start.
+    Scheduler.init_tokenizer = init_tokenizer
+    own = GrammarManager.process_req_with_grammar
+    GrammarManager.process_req_with_grammar = functools.partialmethod(process_grammar, own)
+    for name in ("get_top_logprobs_raw", "get_top_logprobs_chunk"):
+        setattr(logprob_processor, name, ranked_logprobs(getattr(logprob_processor, name)))
 
 
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
@@ -209,14 +266,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
     if tokenizer:
-        from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
-
-        def init_tokenizer(self, own=Scheduler.init_tokenizer):
-            own(self)
-            self.tokenizer = get_tokenizer(tokenizer)
-
-        # SGLang's own switch would have it send texts, to a process that we do not start.
-        Scheduler.init_tokenizer = init_tokenizer
+        install_tokenizer(tokenizer)
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     run_scheduler_process(*args, **kwargs)
 
@@ -319,6 +369,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
         max_total_tokens=config["engine_kv_tokens"] or (on_cpu and samples * (tokens + 1)) or None,
         max_running_requests=config["engine_max_running"] or (on_cpu and samples) or None,
         chunked_prefill_size=config["engine_prefill_chunk"] or None, weight_version="0", custom_sigquit_handler=died,
+        constrained_json_disable_any_whitespace=True,  # a model could write it for ever
         sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
     )  # fmt: skip
     if on_cpu:
@@ -456,19 +507,19 @@ class RolloutEngine:
         """Seconds so far in which SGLang was asked for something."""
         return self.busy + (time.time() - self.since if self.asked else 0)
 
-    async def generate(self, ids, params, hear=None):
+    async def generate(self, ids, params, hear=None, **options):
         """
         SGLang's output for these token ids, or for each list of them. hear: called after each token but the last, with
-        all tokens so far, [(log-prob, id, None)].
+        SGLang's `meta_info` of all tokens so far. options: more of async_generate's arguments.
         """
-        options = dict(input_ids=ids, sampling_params=params, return_logprob=True)
+        options |= dict(input_ids=ids, sampling_params=params, return_logprob=True)
         if not hear:
             return await self.ask(self.sglang.async_generate(**options))
 
         async def stream():
             async for output in await self.sglang.async_generate(**options, stream=True):
                 if not output["meta_info"]["finish_reason"]:
-                    hear(output["meta_info"]["output_token_logprobs"])
+                    hear(output["meta_info"])
             return output
 
         return await self.ask(stream())

@@ -12,6 +12,7 @@ that asks the model, calls tools and returns a reward; row is a row of the data.
     chat.reward(number)                    a reward for the latest turn, beside the one that is returned
     chat.fork()                            another dialogue of the same sample: a sub-agent, a compacted history
     chat.random                            random numbers that are the same in every run
+    async with chat.openai() as client     OpenAI's client, whose requests are turns (episodes/endpoint.py)
 
 A program in any language, with OpenAI's client, is an agent, too: episodes/endpoint.py.
 
@@ -36,6 +37,7 @@ import random
 import re
 import threading
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -51,11 +53,23 @@ MOST_CALLS = 32  # tool calls of a dialogue; each further call gets an error as 
 MOST_FORKS = 16  # of a sample
 MOST_RESULT = 8192  # characters of a tool's result; the rest is cut off
 MARK = "\u2042"  # no template has this character
+MOST_PER_TOKEN = 16  # characters: of a longer prompt it is known without a tokenizer that it is too long
+HEAVY = 2**16  # characters of messages that a thread renders and encodes, so that others do not wait for it
+KNOWN = 2**14  # most characters of messages whose ids are remembered: 2,048 times these and their ids are 160 MiB
+ENCODER = ThreadPoolExecutor(1, "encode")
 WORKERS = ThreadPoolExecutor(512, "tool")  # what tools and journals wait in; its threads are made as they are needed
 
 
 class AgentError(RuntimeError):
     """What an agent or a tool did that ends the run. The message is one line that says where."""
+
+
+class TooLong(AgentError):
+    """A prompt that is longer than the model may be told. limit: tokens of prompt and answer; size: the prompt's."""
+
+    def __init__(self, message, limit, size):
+        super().__init__(message)
+        self.limit, self.size = limit, size
 
 
 class ToolCall(NamedTuple):
@@ -80,6 +94,7 @@ class Turn(NamedTuple):
     text: str
     tool_calls: list
     rewards: list  # given by chat.reward
+    message: int = -1  # its index among the dialogue's messages, which may have texts of the assistant that are no turn
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -95,7 +110,7 @@ class Template:
     def __init__(self, tokenizer, stop_tokens, arguments):
         self.tokenizer, self.arguments, self.checked = tokenizer, arguments, set()  # checked: sets of tools
         self.stop_tokens, self.stops = stop_tokens, [tokenizer.decode([i]) for i in stop_tokens]
-        self.known = functools.lru_cache(4096)(self._ids)  # samples of a prompt are told the same
+        self.known = functools.lru_cache(2048)(self._ids)  # samples of a prompt are told the same
         self.call_marks = [*"<[{"]  # what a call of a tool may begin with, in any model's format
 
     def render(self, messages, tools, generate=True):
@@ -139,19 +154,22 @@ class Template:
 
     def first(self, messages, tools):
         """The ids with which a dialogue begins, up to the model's first turn."""
-        return self.known(json.dumps((messages, tools)))
+        return self._remembered(json.dumps((messages, tools)))
+
+    def _remembered(self, told):
+        return (self.known if len(told) <= KNOWN else self._ids)(told).tolist()
 
     def _ids(self, told):
         messages, tools, *last = json.loads(told)
         if not last:
-            return self.encode(self.render(messages, tools))
+            return array("i", self.encode(self.render(messages, tools)))
         calls = tools and messages[0]["role"] == "tool" and [_call_of(m) for m in messages if m["role"] == "tool"]
         stop, text = self.suffix(messages, tools, calls or ())
-        return self.encode(text if last[0] in self.stop_tokens else stop + text)
+        return array("i", self.encode(text if last[0] in self.stop_tokens else stop + text))
 
     def next(self, messages, tools, last):
         """The ids of these messages between two turns of the model, of which the first ended with the token `last`."""
-        return self.known(json.dumps((messages, tools, last)))
+        return self._remembered(json.dumps((messages, tools, last)))
 
     def check(self, name):
         """
@@ -385,7 +403,9 @@ class Chat:
         self.messages, self.said, self.turns = [], 0, []  # said: number of messages, turns among them, already in ids
         self.tools, self.schemas = None, []
         self.ended, self.asked_after, self.forks, self.acts, self.calls = False, 0, 0, 0, 0
-        self.hear = None  # is given a turn's tokens as they come (RolloutEngine.generate)
+        # For an endpoint: what else the engine is to do for a turn, who hears of its tokens as they come, and what the
+        # engine said of the latest one (RolloutEngine.generate).
+        self.params, self.options, self.hear, self.meta = {}, {}, None, {}
         self.random = random.Random(repr((episode.config["seed"], episode.key, path)))
         episode.chats.append(self)
 
@@ -396,6 +416,11 @@ class Chat:
 
     def _error(self, why):
         return AgentError(f"{self.episode.where}, {self.now()}: {why}")
+
+    def _too_long(self, size):
+        longest = self.episode.config["max_prompt_tokens"]
+        line = f"the prompt has {size} tokens, over max_prompt_tokens={longest}"
+        return TooLong(str(self._error(line)), min(longest + 1, self.episode.most_tokens), size)
 
     def system(self, text):
         self.messages.append({"role": "system", "content": text})
@@ -428,9 +453,13 @@ class Chat:
         fresh = self.messages[self.said :]
         if not fresh:
             raise self._error("generate() with nothing new to tell the model; use chat.user or chat.call first")
-        ids = () if self.ended else self._encode(fresh)
+        size = len(json.dumps(fresh)) + (0 if self.turns else len(json.dumps(self.schemas)))  # characters
+        if not self.turns and size > MOST_PER_TOKEN * (longest + 1024):
+            raise self._too_long(f"more than {longest}")
+        loop, encode = asyncio.get_running_loop(), functools.partial(self._encode, fresh)
+        ids = () if self.ended else encode() if size < HEAVY else await loop.run_in_executor(ENCODER, encode)
         if not self.turns and len(ids) > longest:
-            raise self._error(f"the prompt has {len(ids)} tokens, over max_prompt_tokens={longest}")
+            raise self._too_long(len(ids))
         prompt = self.turns[0].start if self.turns else len(ids)
         most = min(prompt + episode.config["max_new_tokens"], episode.most_tokens)
         room = most - len(self.ids) - len(ids)
@@ -469,6 +498,8 @@ class Chat:
             if not self.turns:
                 if self.schemas and (names := tuple(self.tools)) not in template.checked:
                     template.check_continuation(self.schemas)
+                    if len(template.checked) > 1000:  # anybody may ask for tools of any names
+                        template.checked.clear()
                     template.checked.add(names)
                 return template.first(fresh, self.schemas)
             return template.next(fresh, self.schemas, self.ids[-1])
@@ -484,7 +515,8 @@ class Chat:
         text, self.ended = text[: min(stops, default=len(text))], not (ended or stops)
         text, calls = self.episode.parse(self, text) if self.tools and not self.ended else (text, [])
         calls = [ToolCall(f"call_{k}_{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
-        self.turns.append(Turn(len(self.ids) - len(tokens), len(self.ids), self.ended, text, calls, []))
+        message = len(self.messages)
+        self.turns.append(Turn(len(self.ids) - len(tokens), len(self.ids), self.ended, text, calls, [], message))
         self.messages.append(
             {"role": "assistant", "content": text} | ({"tool_calls": told_calls(calls)} if calls else {})
         )

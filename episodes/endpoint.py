@@ -1,13 +1,14 @@
 """
-OpenAI's protocol over HTTP: for agents that are programs, and to serve a model.
+OpenAI's protocol over HTTP: for agents that ask as its clients do, and to serve a model (episodes/serve.py).
 
-    python train_grpo.py --agent="python examples/client.py" ..                   # a process per sample
-    python train_grpo.py --mode=serve --init_from=out/run/ckpt/step_000100      # until Ctrl-C
+    python train_grpo.py --agent="python examples/client.py" ..      # a process per sample
+    async with chat.openai() as client: ..                           # or a client inside the process
 
 A program finds in its environment OPENAI_BASE_URL (a session of its own), OPENAI_API_KEY and ROW, its row as JSON, and
 otherwise only the variables in INHERITED; give it more by agent="env KEY=value python x.py". Its last line of output
-is the sample's reward, unless it has sent one to POST /reward. A program that fails, or gives no number, ends the run.
-What a program asks the world by itself is in no journal.
+is the sample's reward, unless it has sent one to POST /reward, with the key in REWARD_KEY. A program that fails, or
+gives no number, ends the run. What a program asks the world by itself is in no journal. Keys are a session's own: no
+program can ask, or be rewarded, in another's name.
 
 In a session (/s/<name>/v1) tokens are only ever appended: a request whose messages begin with those of a dialogue, up
 to a turn of the model, goes on from the sampled tokens themselves. Any other history begins a dialogue of its own, a
@@ -16,12 +17,16 @@ begun so; its noise follows from the name, and the rows are in the names' order.
 not go on from one turn twice at a time. A retry that says so (x-stainless-retry-count) gets the recorded answer, which
 is always completed, even if nobody waits for it.
 
-Where a model is served, a request's noise follows from its seed (else the config's), its content and the number of the
-choice: the same request always gets the same answer, bit for bit, whatever else is asked meanwhile, and as a stream,
-too. A request whose client is gone leaves the engine. Sessions exist there, too; they begin with their first request,
-whose seed and temperature they keep, and end with DELETE /s/<name>.
-In a run the temperature is the run's, and other settings of a request are ignored; a served model honours the
-temperature (0: as good as greedy) and refuses what it cannot draw exactly. No answer has a clock in it: `created` is 0.
+Where a model is served, a request's noise follows from its seed, its content and the number of the choice: the same
+request always gets the same answer, bit for bit, whatever else is asked meanwhile, and as a stream, too. Without a seed
+the k-th request of equal ones goes on with the choices of the one before, so that repeats differ, and are together the
+same in any order. A request whose client is gone leaves the engine. Sessions exist there, too; they begin with their
+first request, whose seed and temperature they keep, and end with DELETE /s/<name>.
+
+In a run the temperature is the run's, and other settings of a request are ignored: a grammar too, as tokens drawn under
+one could not be trained on. A served model honours the temperature (0: as good as greedy), draws what tool_choice and
+response_format want by a grammar, and refuses what it cannot draw exactly. Log-probs are those of the distribution that
+a token was drawn from; those of a prompt (`echo`) are of temperature 1. No answer has a clock in it: `created` is 0.
 
 Routes: POST /v1/chat/completions, /v1/completions (not in sessions), /v1/reward (sessions); GET /v1/models, /health.
 """
@@ -45,31 +50,40 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from configurator import require
-from episodes.chat import AgentError, Chat, ToolCall, told_calls
+from episodes.chat import AgentError, Chat, ToolCall, TooLong, told_calls
 from rewards import describe, finite
 
 INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR PYTHONPATH PYTHONHASHSEED LD_LIBRARY_PATH VIRTUAL_ENV".split()
-MOST_BYTES = 4 * 2**20  # of a request
+# Bounds of a request, checked before anything is done for it.
+MOST_BYTES = 4 * 2**20
+MOST_MESSAGES = 4096  # and calls in them
+MOST_TOOLS = 128
+MOST_STOPS = 16, 256  # strings, and characters of each
+MOST_SCHEMA = 2**16  # characters of a grammar's
+MOST_CHOICES = 1024  # of all its prompts
+MOST_TOP = 20  # likeliest tokens
 MOST_OPEN = 4096  # sessions, and requests outside of one
-MOST_CHOICES = 128
+MOST_COUNTED = 2**17  # requests without a seed, of which the server knows how often they came
+IDLE = 600.0  # seconds after which a session ends, if others need its place
+HALF_REQUEST = 30.0  # seconds after which half a request is given up
 TAIL = 2**16  # bytes of a program's output that are kept: its end
 MOST_PROGRAMS = 32  # at a time, of an engine: each is a process with its libraries
-# The temperature that stands for 0: it draws the likeliest token, unless logits are nearly equal. A greedy request
-# would make SGLang draw the others of its batch in another way, with other bits.
-COLDEST = 1e-5
+IMPOSSIBLE = -1e30  # a log-prob below that: a grammar forbids the token
 HALF, WINDOW = "\ufffd", 64  # what half a character is decoded to; most tokens of a stream that are decoded again
 POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
 # What we draw from: the whole softmax. With a value other than these a request is refused.
 EXACT = dict(
-    top_p=1, top_k=-1, min_p=0, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_logprobs=0,
-    logit_bias={}, best_of=1, echo=False, suffix="",
+    top_p=1, top_k=-1, min_p=0, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={}, best_of=1,
+    suffix="",
 )  # fmt: skip
 
 # Ends the programs of a rank that has died. It reads a line "+id" for each process group that begins, "-id" when ended.
@@ -87,16 +101,16 @@ for group in left:
 
 
 class Refusal(Exception):
-    """A request that is answered with an error. status: HTTP's."""
+    """A request that is answered with an error. status: HTTP's; code, param: OpenAI's."""
 
-    def __init__(self, status, message, code=None):
+    def __init__(self, status, message, code=None, param=None):
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.param = status, code, param
 
     def content(self):
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": dict(message=str(self), type=kind, code=self.code)}
+        return {"error": dict(message=str(self), type=kind, code=self.code, param=self.param)}
 
 
 def refusal_of(error):
@@ -107,81 +121,187 @@ def refusal_of(error):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# requests and answers
+# requests
 
 
 class Asked(NamedTuple):
-    """What a request asks for."""
+    """What a request asks for, of one of its prompts."""
 
     messages: list  # as a Chat has them; a prompt to complete is one message, of a text or ids
     tools: list  # JSON schemas, in OpenAI's form
+    schema: str  # JSON schema of the turn's text; "": any text
     stop: list
-    most: int  # tokens; 0: what is left
+    most: int | None  # tokens; None: what is left
     temperature: float
     seed: int | None
     n: int
     logprobs: bool
+    top: int  # the likeliest tokens, for each token
+    echo: bool  # the prompt, too
     stream: bool
     usage: bool  # at a stream's end
 
 
-class Choice(NamedTuple):
-    text: str
-    calls: list  # of ToolCall
-    finish: str
-    tokens: list
-    logprobs: list
-    told: int  # number of tokens before them
+def anything(value):
+    return True
+
+
+def fits_stop(value):
+    strings = [value] if isinstance(value, str) else value
+    number, length = MOST_STOPS
+    if len(strings) > number or not all(isinstance(s, str) and 0 < len(s) <= length for s in strings):
+        return False
+    return all(s.encode(errors="replace").decode() == s for s in strings)  # no half of a character
+
+
+def fits_prompt(value):
+    return bool(value) and all(map(is_prompt, value if is_list_of_prompts(value) else [value]))
+
+
+def is_prompt(value):
+    ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
+    return bool(value) and (isinstance(value, str) or ids)
+
+
+def is_list_of_prompts(value):
+    return isinstance(value, list) and any(isinstance(x, (str, list)) for x in value)
+
+
+# key, default, kind, what fits. A key with null has its default.
+FIELDS = (
+    ("tools", [], list, lambda x: len(x) <= MOST_TOOLS),
+    ("tool_choice", "auto", (str, dict), anything),
+    ("parallel_tool_calls", True, bool, anything),
+    ("response_format", {}, dict, anything),
+    ("stop", [], (str, list), fits_stop),
+    ("temperature", 1.0, (int, float), lambda x: x == 0 or 1e-3 <= x <= 1e3),
+    ("seed", None, int, anything),
+    ("n", 1, int, lambda x: 0 < x <= MOST_CHOICES),
+    ("stream", False, bool, anything),
+    ("stream_options", {}, dict, anything),
+)
+CHAT_FIELDS = (
+    ("messages", [], list, lambda x: len(x) <= MOST_MESSAGES),
+    ("logprobs", False, bool, anything),
+    ("top_logprobs", 0, int, lambda x: 0 <= x <= MOST_TOP),
+    ("max_tokens", None, int, lambda x: x > 0),
+    ("max_completion_tokens", None, int, lambda x: x > 0),
+)
+COMPLETION_FIELDS = (
+    ("prompt", None, (str, list), fits_prompt),
+    ("logprobs", None, int, lambda x: 0 <= x <= MOST_TOP),
+    ("max_tokens", None, int, lambda x: x >= 0),
+    ("echo", False, bool, anything),
+)
 
 
 def read(body, chat=True, exact=False):
     """
-    The Asked of a request's JSON, to /chat/completions or (chat=False) to /completions. exact: refuse settings with
-    which we do not draw. Raises Refusal.
+    What the JSON of a request asks for, to /chat/completions or (chat=False) to /completions: an Asked for each of its
+    prompts. exact: as a served model, which draws by grammars and refuses settings with which it does not draw.
+    Raises Refusal.
     """
 
-    def get(key, default, kind, fits=lambda x: True, at=body):
-        value = at.get(key)
-        value = default if value is None else value
-        if not (isinstance(value, kind) and isinstance(value, bool) <= (kind is bool) and fits(value)):
-            raise Refusal(400, f"{key}={json.dumps(value)[:80]}: not a value that {key} can have")
-        return value
+    def refuse(key, why):
+        raise Refusal(400, f"{key}={json.dumps(body.get(key))[:80]}: {why}", "invalid_value", key)
 
+    values = {}
+    for key, default, kind, fits in FIELDS + (CHAT_FIELDS if chat else COMPLETION_FIELDS):
+        value = values[key] = default if body.get(key) is None else body[key]
+        of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if value is not default and not (of_kind and fits(value)):
+            refuse(key, f"not a value that {key} can have")
     for key, only in EXACT.items() if exact else ():
         if body.get(key) not in (None, only):
             why = "we draw from the whole softmax, where equal requests get equal bits"
-            raise Refusal(400, f"{key}={json.dumps(body[key])[:80]}: must be {json.dumps(only)}; {why}")
-    if get("response_format", {}, dict).get("type", "text") != "text":
-        raise Refusal(400, "response_format: only text")
-    choice = get("tool_choice", "auto", (str, dict))
-    if choice not in ("auto", "none"):
-        raise Refusal(400, f"tool_choice={json.dumps(choice)[:80]}: a model cannot be made to call; use auto or none")
-    tools = [] if choice == "none" else get("tools", [], list)
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        wanted = isinstance(function, dict) and dict(name=str, parameters=dict, description=str)
-        if not wanted or not all(isinstance(function.get(key, kind()), kind) for key, kind in wanted.items()):
-            raise Refusal(400, 'tools: each {"type": "function", "function": {"name": .., "parameters": {..}}}')
+            refuse(key, f"must be {json.dumps(only)}; {why}")
+    v = values.get
+    if v("echo") and v("stream"):
+        refuse("echo", "not as a stream")
+    tools = [] if v("tool_choice") == "none" else tools_of(v("tools"))
     if chat:
-        messages = messages_of(get("messages", [], list))
+        prompts = [messages_of(v("messages"))]
+    elif v("prompt") is None:
+        raise Refusal(400, "prompt: missing", "missing_required_parameter", "prompt")
     else:
-        fits = lambda x: x and (isinstance(x, str) or all(type(i) is int and i >= 0 for i in x))  # noqa: E731
-        prompt = get("prompt", "", (str, list), fits)
-        messages = [{"role": "user", "content": prompt}]
-    stop = get("stop", [], (str, list), lambda x: x != "" and all(isinstance(s, str) and s for s in x))
-    length = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    return Asked(
-        messages,
-        tools,
-        stop=[stop] if isinstance(stop, str) else stop,
-        most=get(length, 0, int, lambda x: x > 0 or body.get(length) is None),
-        temperature=get("temperature", 1.0, (int, float), lambda x: x == 0 or 1e-3 <= x <= 1e3),
-        seed=get("seed", None, (int, type(None))),
-        n=get("n", 1, int, lambda x: 0 < x <= MOST_CHOICES),
-        logprobs=get("logprobs", False, bool) if chat else body.get("logprobs") is not None,
-        stream=get("stream", False, bool),
-        usage=get("include_usage", False, bool, at=get("stream_options", {}, dict)),
+        prompts = v("prompt") if is_list_of_prompts(v("prompt")) else [v("prompt")]
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    if len(prompts) * v("n") > MOST_CHOICES:
+        refuse("n", f"with {len(prompts)} prompts; the most are {MOST_CHOICES} choices")
+    asked = Asked(
+        messages=[],
+        tools=tools,
+        schema=schema_of(tools, values) if exact else "",
+        stop=[v("stop")] if isinstance(v("stop"), str) else v("stop"),
+        most=v("max_tokens") if v("max_completion_tokens") is None else v("max_completion_tokens"),
+        temperature=v("temperature"),
+        seed=v("seed"),
+        n=v("n"),
+        logprobs=v("logprobs") if chat else v("logprobs") is not None,
+        top=v("top_logprobs") if chat else v("logprobs") or 0,
+        echo=bool(v("echo")),
+        stream=v("stream"),
+        usage=bool(v("stream_options").get("include_usage")),
     )
+    return [asked._replace(messages=messages) for messages in prompts]
+
+
+def tools_of(tools):
+    """The tools of a request without what is null. Raises Refusal."""
+    out = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict):
+            why = f'tools[{i}]: wants {{"type": "function", "function": {{..}}}}'
+            raise Refusal(400, why, "invalid_value", "tools")
+        function = {key: value for key, value in function.items() if value is not None}
+        for key, kind in dict(name=str, parameters=dict, description=str).items():
+            if not isinstance(function.get(key, None if key == "name" else kind()), kind):
+                why = f"tools[{i}].function.{key}: wants {'an object' if kind is dict else 'a text'}"
+                raise Refusal(400, why, "invalid_value", "tools")
+        out.append(tool | dict(function=function))
+    return out
+
+
+def schema_of(tools, values):
+    """
+    The JSON schema of what tool_choice and response_format let the model write, as a text; "": any text. Calls are then
+    [{"name": .., "parameters": {..}}], whatever the model's own format of calls is. Raises Refusal.
+    """
+    choice, form, shared = values["tool_choice"], values["response_format"], {}
+
+    def hoisted(schema):  # its definitions are found from the root
+        for name, definition in dict(schema.get("$defs") or {}).items():
+            if shared.setdefault(name, definition) != definition:
+                raise Refusal(400, f"$defs: two schemas of the name {name!r}", "invalid_value")
+        return {key: value for key, value in schema.items() if key != "$defs"}
+
+    kind, described = form.get("type", "text"), form.get("json_schema")
+    any_object = answer = {"type": "object"}
+    if kind == "json_schema":
+        answer = described.get("schema") if isinstance(described, dict) else None
+    if kind not in ("text", "json_object", "json_schema") or not isinstance(answer, dict):
+        why = "wants text, json_object, or json_schema with a schema"
+        raise Refusal(400, f"response_format={json.dumps(form)[:80]}: {why}", "invalid_value", "response_format")
+    function = choice.get("function") if isinstance(choice, dict) else None
+    named = function.get("name") if isinstance(function, dict) else None
+    functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+    forced = named is not None or choice == "required"
+    if not (forced or choice in ("auto", "none")) or forced and not functions:
+        why = "wants auto, none, required or one of the tools"
+        raise Refusal(400, f"tool_choice={json.dumps(choice)[:80]}: {why}", "invalid_value", "tool_choice")
+    if kind == "text" and not forced:
+        return ""
+    calls = [{"name": {"enum": [f["name"]]}, "parameters": hoisted(f.get("parameters", any_object))} for f in functions]
+    calls = [dict(type="object", properties=p, required=[*p], additionalProperties=False) for p in calls]
+    array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+    if named is not None or not values["parallel_tool_calls"]:
+        array["maxItems"] = 1
+    ways = [array] * bool(calls) + [hoisted(answer)] * (not forced)
+    schema = json.dumps((ways[0] if len(ways) == 1 else {"anyOf": ways}) | ({"$defs": shared} if shared else {}))
+    if len(schema) > MOST_SCHEMA:
+        raise Refusal(400, f"a schema of {len(schema)} characters; the most are {MOST_SCHEMA}", "invalid_value")
+    return schema
 
 
 def messages_of(messages):
@@ -204,16 +324,19 @@ def messages_of(messages):
             elif role == "assistant":
                 calls = []
                 for i, call in enumerate(message.get("tool_calls") or ()):
-                    name, arguments = call["function"]["name"], dict(json.loads(call["function"]["arguments"]))
-                    calls.append(ToolCall(f"call_{turns}_{i}", name, arguments))
+                    name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+                    calls.append(ToolCall(f"call_{turns}_{i}", name, dict(json.loads(arguments))))
                     calls_by_id[call["id"]] = calls[-1]
                 new, turns = new | ({"tool_calls": told_calls(calls)} if calls else {}), turns + 1
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if len(calls_by_id) > MOST_MESSAGES:
+                raise ValueError(f"more than {MOST_MESSAGES} calls")
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             wanted = "neither a text, nor calls, nor the result of a call"
-            raise Refusal(400, f"messages[{len(out)}]: {wanted} ({type(error).__name__}: {error})") from error
+            why = f"messages[{len(out)}]: {wanted} ({type(error).__name__}: {error})"
+            raise Refusal(400, why, "invalid_value", "messages") from error
         out.append(new)
     if not out or out[-1]["role"] == "assistant":
-        raise Refusal(400, "messages: must end with what the model is told")
+        raise Refusal(400, "messages: must end with what the model is told", "invalid_value", "messages")
     return out
 
 
@@ -223,47 +346,89 @@ def content_of(message):
     return message["role"], message["content"], calls
 
 
+# ------------------------------------------------------------------------------------------------------------------
+# answers
+
+
+class Token(NamedTuple):
+    id: int
+    logprob: float | None  # None: a prompt's first
+    top: list  # [(id, log-prob)] of the likeliest, if they were asked for
+
+
+class Choice(NamedTuple):
+    text: str
+    calls: list  # of ToolCall
+    finish: str
+    tokens: list  # of Token
+    told: list  # the Tokens before them; log-probs are known with `echo` only
+
+
+def tokens_of(meta, kind):
+    """The Tokens that SGLang's `meta_info` has: kind 'output', or 'input' for the prompt's."""
+    pairs = meta[f"{kind}_token_logprobs"]
+    tops = meta.get(f"{kind}_top_logprobs") or [None] * len(pairs)
+    known = [[(i, x) for x, i, _ in top or () if x > IMPOSSIBLE] for top in tops]
+    return [Token(i, x, top) for (x, i, _), top in zip(pairs, known)]
+
+
 def calls_of(choice):
     """The calls as OpenAI has them."""
     function = lambda call: dict(name=call.name, arguments=json.dumps(call.arguments))  # noqa: E731
     return [dict(id=call.id, type="function", function=function(call)) for call in choice.calls]
 
 
-def logprobs_of(asked, tokens, logprobs, decode, chat):
+def logprobs_of(asked, tokens, decode, chat, before=0):
+    """before: number of characters before these tokens."""
     if not asked.logprobs:
         return None
-    texts = [decode([token]) for token in tokens]
-    if not chat:
-        return dict(tokens=texts, token_logprobs=logprobs, top_logprobs=None, text_offset=None)
-    of = lambda text, x: dict(token=text, logprob=x, bytes=[*text.encode()], top_logprobs=[])  # noqa: E731
-    return dict(content=[*map(of, texts, logprobs)])
+    text = functools.lru_cache(lambda i: decode([i]))
+    if chat:
+        of = lambda i, x: dict(token=text(i), logprob=x, bytes=[*text(i).encode()])  # noqa: E731
+        return dict(content=[of(t.id, t.logprob) | dict(top_logprobs=[of(*pair) for pair in t.top]) for t in tokens])
+    texts = [text(t.id) for t in tokens]
+    likeliest = lambda t: {text(i): x for i, x in [(t.id, t.logprob), *t.top[::-1]]}  # noqa: E731
+    tops = [None if t.logprob is None else likeliest(t) for t in tokens]
+    return dict(
+        tokens=texts,
+        token_logprobs=[t.logprob for t in tokens],
+        top_logprobs=tops if asked.top else None,
+        text_offset=[*itertools.accumulate(map(len, texts[:-1]), initial=before)] if texts else [],
+    )
 
 
-def usage_of(choices):
-    told, written = choices[0].told, sum(len(choice.tokens) for choice in choices)
+def usage_of(choices, n):
+    told = sum(len(choice.told) for choice in choices[::n])
+    written = sum(len(choice.tokens) for choice in choices)
     return dict(prompt_tokens=told, completion_tokens=written, total_tokens=told + written)
 
 
-def whole(asked, choices, head, decode, chat):
-    """The JSON of these Choices."""
+def whole(asks, choices, head, decode, chat):
+    """The JSON of these Choices, n for each Asked."""
+    n = asks[0].n
 
-    def said(choice):
+    def said(asked, choice):
         if not chat:
-            return dict(text=choice.text)
+            prompt = asked.messages[0]["content"]
+            begin = prompt if isinstance(prompt, str) else decode(prompt)
+            return dict(text=begin * asked.echo + choice.text)
         message = dict(role="assistant", content=(choice.text or None) if choice.calls else choice.text)
         return dict(message=message | (dict(tool_calls=calls_of(choice)) if choice.calls else {}))
 
     def end(i, choice):
-        logprobs = logprobs_of(asked, choice.tokens, choice.logprobs, decode, chat)
-        return dict(index=i, logprobs=logprobs, finish_reason=choice.finish) | said(choice)
+        asked = asks[i // n]
+        logprobs = logprobs_of(asked, choice.told * asked.echo + choice.tokens, decode, chat)
+        return dict(index=i, logprobs=logprobs, finish_reason=choice.finish) | said(asked, choice)
 
-    return head | dict(choices=[*itertools.starmap(end, enumerate(choices))], usage=usage_of(choices))
+    return head | dict(choices=[*itertools.starmap(end, enumerate(choices))], usage=usage_of(choices, n))
 
 
-async def events(asked, answers, head, decode, chat):
+async def events(asks, answers, head, decode, chat):
     """What `whole` has, as a stream: server-sent events with the Answers' pieces, then calls and usage."""
     event = lambda content: f"data: {json.dumps(content)}\n\n"  # noqa: E731
-    read, left = [pieces(answer, asked.stop) for answer in answers], [*range(len(answers))]
+    asked, left = asks[0], [*range(len(answers))]
+    read = [pieces(answer, asked) for answer in answers]
+    written = [0] * len(answers)  # characters
 
     def chunk(i, finish=None, logprobs=None, **delta):
         said = dict(delta=delta) if chat else dict(text=delta.get("content", ""))
@@ -275,9 +440,11 @@ async def events(asked, answers, head, decode, chat):
         while left:
             news, ended = [answers[i].news for i in left], [i for i in left if answers[i].task.done()]
             for i in left:
-                text, *drawn = next(read[i])
-                if text or asked.logprobs and drawn[0]:
-                    yield chunk(i, logprobs=logprobs_of(asked, *drawn, decode, chat), content=text)
+                text, tokens = next(read[i])
+                if text or asked.logprobs and tokens:
+                    logprobs = logprobs_of(asked, tokens, decode, chat, written[i])
+                    written[i] += sum(len(decode([t.id])) for t in tokens) if asked.logprobs and not chat else 0
+                    yield chunk(i, logprobs=logprobs, content=text)
             for i in ended:
                 choice = answers[i].task.result()
                 for k, call in enumerate(calls_of(choice)):
@@ -287,39 +454,43 @@ async def events(asked, answers, head, decode, chat):
             if left:
                 await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
         if asked.usage:
-            yield event(head | dict(choices=[], usage=usage_of([answer.task.result() for answer in answers])))
+            usage = usage_of([answer.task.result() for answer in answers], asked.n)
+            yield event(head | dict(choices=[], usage=usage))
         yield "data: [DONE]\n\n"
     except Exception as error:  # the status is sent
         yield event(refusal_of(error).content())
 
 
-def pieces(answer, stop):
+def pieces(answer, asked):
     """
-    Each next() gives the (text, tokens, log-probs) of an Answer that are new. The texts end to end must be the text of
-    its Choice, so text that may still change waits: half a character, the beginning of a stop string and, where there
-    are tools, the beginning of a call and white space, which parsers strip.
+    Each next() gives the (text, Tokens) of an Answer that are new. The texts end to end must be the text of its Choice,
+    so text that may still change waits: half a character, the beginning of a stop string and, where there are tools,
+    the beginning of a call and white space, which parsers strip.
     """
     sent, number = "", 0
     text, known, begin, end = "", "", 0, 0  # text of the first `end` tokens; text of the tokens begin .. end alone
     while True:
-        tokens, logprobs = answer.tokens, answer.logprobs
+        tokens = answer.tokens
         if answer.task.done():
-            certain, _, _, tokens, logprobs, _ = answer.task.result()
+            choice = answer.task.result()
+            certain, tokens = choice.text, choice.tokens
             if not certain.startswith(sent):
                 raise Refusal(500, "what was streamed is not how the text begins; ask without stream")
         elif tokens:
             tools, template = answer.chat.tools, answer.chat.episode.template
-            certain = text + template.decode(tokens[begin:], bool(tools))[len(known) :]
+            decode = lambda begin: template.decode([t.id for t in tokens[begin:]], bool(tools))  # noqa: B023, E731
+            certain = text + decode(begin)[len(known) :]
             if len(tokens) - end > WINDOW and certain[-1:] != HALF:
-                text, known, begin, end = certain, template.decode(tokens[end:], bool(tools)), end, len(tokens)
-            certain, words = certain.rstrip(HALF), [*stop, *(template.call_marks if tools else ())]
+                text, known, begin, end = certain, decode(end), end, len(tokens)
+            marks = "[" if asked.schema else template.call_marks  # a grammar's calls are JSON
+            certain, words = certain.rstrip(HALF), [*asked.stop, *(marks if tools else ())]
             begins = lambda i: any(word.startswith(certain[i : i + len(word)]) for word in words)  # noqa: E731
             certain = certain[: next(filter(begins, range(len(sent), len(certain))), None)]
             if tools:
                 certain = "" if certain[:1].isspace() else certain.rstrip()
         else:
             certain = ""
-        new = certain[len(sent) :], tokens[number:], logprobs[number:]
+        new = certain[len(sent) :], tokens[number:]
         sent, number = certain, len(tokens)
         yield new
 
@@ -335,19 +506,19 @@ def hash_of(*content):
 class Answer:
     """
     What is being written for a request in a session: `task` gives the Choice. chat: the dialogue; id: of the response;
-    tokens, logprobs: those so far, if they are streamed; news: a future that is done when there are more.
+    tokens: those so far, if they are streamed; news: a future that is done when there are more.
     """
 
     def __init__(self, session, asked):
         loop = asyncio.get_running_loop()
-        self.chat, self.id, self.tokens, self.logprobs, self.news = None, "", [], [], loop.create_future()
+        self.chat, self.id, self.tokens, self.news = None, "", [], loop.create_future()
         self.task = asyncio.ensure_future(session.turn(asked, self))
         self.task.add_done_callback(lambda _: self.news.set_result(None))
 
-    def hear(self, drawn):
-        for logprob, token, _ in drawn[len(self.tokens) :]:
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
+    def hear(self, meta):
+        news = ("output_token_logprobs", "output_top_logprobs")
+        new = {key: meta[key][len(self.tokens) :] for key in news if meta.get(key)}
+        self.tokens += tokens_of(new, "output")
         self.news.set_result(None)
         self.news = self.news.get_loop().create_future()
 
@@ -368,9 +539,11 @@ class Session:
         self.begun = {}  # {hash of what a dialogue begins with: number of them}
         self.answers = []  # (hash of the request, Answer), in the order of arrival
         self.reward, self.failed = None, asyncio.get_running_loop().create_future()
+        self.used = time.monotonic()
 
     def answer(self, asked, request, is_retry):
         """The Answer to what is asked. request: the hash of its bytes."""
+        self.used = time.monotonic()
         known = [answer for of, answer in self.answers if is_retry and of == request]
         if not known:
             known = [Answer(self, asked)]
@@ -381,20 +554,33 @@ class Session:
         """The Choice for an Answer."""
         try:
             chat = answer.chat = self._dialogue(asked)
-            answer.id, chat.hear = hash_of(chat.episode.key, chat.path, chat.ids), answer.hear if asked.stream else None
+            answer.id = hash_of(chat.episode.key, chat.path, chat.ids, asked._replace(stream=False, usage=False))
+            chat.hear = answer.hear if asked.stream else None
+            chat.params = {"json_schema": asked.schema} if asked.schema else {}
+            wanted = dict(top_logprobs_num=asked.top, logprob_start_len=0 if asked.echo else -1)
+            chat.options = wanted if asked.top or asked.echo else {}
             self.busy.add(chat)
             try:
-                reply = await chat.generate(asked.tools, asked.most, asked.stop)
+                # A turn has a token at least: where none is wanted it is left out below.
+                reply = await chat.generate(asked.tools, 1 if asked.most == 0 else asked.most or 0, asked.stop)
             finally:
                 self.busy.remove(chat)
+                self.used = time.monotonic()
                 del chat.messages[chat.said :]  # messages to a dialogue that had ended
         except AgentError as error:
-            if not self.failed.done():
-                self.failed.set_result(error)
+            self.fail(error)
+            if isinstance(error, TooLong):
+                limit = f"This model's maximum context length is {error.limit} tokens"  # as clients know it
+                why = f"{limit}, and the request has {error.size}"
+                raise Refusal(400, why, "context_length_exceeded", "messages") from error
             raise Refusal(400, str(error)) from error
-        told = len(chat.ids) - len(reply.tokens)
-        finish = "length" if reply.truncated else "tool_calls" if reply.tool_calls else "stop"
-        return Choice(reply.text, reply.tool_calls, finish, reply.tokens, chat.logprobs[told:], told)
+        except ValueError as error:  # SGLang's, of a grammar
+            raise Refusal(400, describe(error), "invalid_value") from error
+        return choice_of(asked, chat, reply)
+
+    def fail(self, error):
+        if not self.failed.done():
+            self.failed.set_result(error)
 
     def _dialogue(self, asked):
         """The Chat that the request continues, or a new one, told the request's new messages. Raises AgentError."""
@@ -421,16 +607,57 @@ class Session:
         return chat
 
 
+def choice_of(asked, chat, reply):
+    """The Choice with this Reply, the latest turn of a dialogue."""
+    begin = len(chat.ids) - len(reply.tokens)
+    if "output_token_logprobs" in chat.meta:
+        tokens = tokens_of(chat.meta, "output")[: len(reply.tokens)]
+    else:
+        tokens = [Token(i, x, []) for i, x in zip(reply.tokens, chat.logprobs[begin:])]
+    told = tokens_of(chat.meta, "input") if asked.echo else [Token(i, None, []) for i in chat.ids[:begin]]
+    chat.meta = {}
+    if asked.most == 0:
+        return Choice("", [], "length", [], told)
+    finish = "length" if reply.truncated else "tool_calls" if reply.tool_calls else "stop"
+    return Choice(reply.text, reply.tool_calls, finish, tokens, told)
+
+
+class Connection(H11Protocol):
+    """A connection that is closed when half a request is all that came in HALF_REQUEST seconds."""
+
+    timer = None
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self._watch()
+
+    def handle_events(self):
+        super().handle_events()
+        self._watch()
+
+    def _watch(self):
+        state = self.conn.their_state
+        begun = self.cycle is None or bool(self.conn.trailing_data[0])  # else it is idle between two requests
+        half = state is h11.SEND_BODY or state is h11.IDLE and begun
+        if half and not self.timer:
+            self.timer = self.loop.call_later(HALF_REQUEST, self.transport.close)
+        elif not half and self.timer:
+            self.timer.cancel()
+            self.timer = None
+
+
 class Endpoint:
     """
     The server, in the event loop that runs when it is made. names: of the model; decode(ids) -> text;
-    serves(asked, number of the choice, whether it is a chat) -> Episode, or None in a run.
+    serves(asked, number of the choice, whether it is a chat) -> Episode, or None in a run; fingerprint: OpenAI's
+    system_fingerprint.
     """
 
-    def __init__(self, sock, key, names, decode, serves=None):
-        self.key, self.names, self.decode, self.serves = key, names, decode, serves
+    def __init__(self, sock, key, names, decode, serves=None, fingerprint=None):
+        self.key, self.names, self.decode, self.serves, self.fingerprint = key, names, decode, serves, fingerprint
         self.url = "http://{}:{}".format(*sock.getsockname()[:2])
         self.sessions, self.open = {}, set()  # open: a task for each request outside of sessions
+        self.times = {}  # {hash of a request without a seed: how often it came}
         routes = [
             Route("/health", self.health),
             Route("/s/{session}", self.delete, methods=["DELETE"]),
@@ -440,6 +667,7 @@ class Endpoint:
             routes += [
                 Route(session + "/v1/chat/completions", self.complete, methods=["POST"]),
                 Route(session + "/v1/models", self.models),
+                Route(session + "/v1/models/{model:path}", self.model),
                 Route(session + "/v1/reward", self.rewarded, methods=["POST"]),
             ]
 
@@ -450,7 +678,7 @@ class Endpoint:
         app = Starlette(routes=routes, exception_handlers=dict.fromkeys((Refusal, HTTPException, Exception), refused))
         config = uvicorn.Config(
             app, log_config=None, log_level="critical", access_log=False, lifespan="off", backlog=MOST_OPEN,
-            timeout_keep_alive=60, timeout_graceful_shutdown=1,
+            http=Connection, timeout_keep_alive=60, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self.server = uvicorn.Server(config)
         self.server.capture_signals = contextlib.nullcontext  # signals are the run's to handle
@@ -458,15 +686,21 @@ class Endpoint:
 
     # ---- routes
 
-    def _check_key(self, request):
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
-            wanted = "Authorization: Bearer <OPENAI_API_KEY>"
+    def key_of(self, session, use="ask"):
+        """The key of a session, to ask in it or (use='reward') to give its reward."""
+        return hmac.new(self.key.encode(), f"{use} {session}".encode(), hashlib.sha256).hexdigest()
+
+    def _check_key(self, request, use="ask"):
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        session = request.path_params.get("session")
+        keys = [self.key] if session is None else [self.key, self.key_of(session, use)]
+        if not any([hmac.compare_digest(given, key.encode()) for key in keys]):
+            wanted = f"Authorization: Bearer <{'REWARD_KEY' if use == 'reward' else 'OPENAI_API_KEY'}>"
             raise Refusal(401, f"wrong key: the header must be '{wanted}'", "invalid_api_key")
 
-    async def _body(self, request):
+    async def _body(self, request, use="ask"):
         """(the bytes of a request, its JSON)."""
-        self._check_key(request)
+        self._check_key(request, use)
         size, raw = 0, bytearray()
         async for part in request.stream():  # to its end: a client does not read before it has sent all
             size += len(part)
@@ -486,11 +720,20 @@ class Endpoint:
 
     async def models(self, request):
         self._check_key(request)
-        data = [dict(id=name, object="model", created=0, owned_by="onecurve") for name in self.names]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": [*map(model_card, self.names)]})
+
+    async def model(self, request):
+        self._check_key(request)
+        return JSONResponse(model_card(self._named(request.path_params["model"])))
+
+    def _named(self, name):
+        if name not in self.names:
+            why = f"no such model as {name!r}; use {self.names[0]}"
+            raise Refusal(404, why, "model_not_found", "model")
+        return name
 
     async def rewarded(self, request):
-        _, body = await self._body(request)
+        _, body = await self._body(request, "reward")
         session = self._session(request)
         try:
             session.reward = finite(body.get("reward"), "POST /reward")
@@ -503,8 +746,11 @@ class Endpoint:
         self._session(request)
         if not self.serves:
             raise Refusal(404, "a run's sessions end with their programs")
-        await end_all([answer for _, answer in self.sessions.pop(request.path_params["session"]).answers])
+        await self._end(request.path_params["session"])
         return JSONResponse({"deleted": True})
+
+    def _end(self, session):
+        return end_all([answer for _, answer in self.sessions.pop(session).answers])
 
     def _session(self, request, asked=None):
         """The session of a request's path; where a model is served, one begins with what is first asked there."""
@@ -517,42 +763,65 @@ class Endpoint:
         return self.sessions[name]
 
     def _take_place(self):
-        if len(self.sessions) + len(self.open) >= MOST_OPEN:
+        """Raises a Refusal if all places are taken, and none by a session that nobody uses: such a session ends."""
+        if len(self.sessions) + len(self.open) < MOST_OPEN:
+            return
+        idle = min(self.sessions, key=lambda name: self.sessions[name].used, default=None)
+        if idle is None or self.sessions[idle].busy or time.monotonic() - self.sessions[idle].used < IDLE:
             raise Refusal(429, f"more than {MOST_OPEN} open sessions or requests; try again when some have ended")
+        asyncio.ensure_future(self._end(idle))
+
+    def _choice(self, asked):
+        """The number of a request's first choice: 0, or without a seed that after those of equal requests."""
+        if asked.seed is not None:
+            return 0
+        name = hash_of(asked._replace(logprobs=False, top=0, echo=False, stream=False, usage=False))
+        times = self.times.pop(name, 0)
+        self.times[name] = times + 1
+        if len(self.times) > MOST_COUNTED:
+            del self.times[next(iter(self.times))]
+        return times * asked.n
 
     async def complete(self, request, chat=True):
-        """Answers with a turn of the model, in a session or not, or with the completion of a prompt."""
+        """Answers with a turn of the model, in a session or not, or with the completions of prompts."""
         raw, body = await self._body(request)
-        asked = read(body, chat, exact=bool(self.serves))
-        if body.get("model", self.names[0]) not in self.names:
-            raise Refusal(404, f"no such model as {body['model']!r}; use {self.names[0]}", "model_not_found")
-        if request.path_params or not self.serves:
-            session = self._session(request, asked)
-            if asked.n != 1:
-                raise Refusal(400, f"n={asked.n}: a session has one history; use 1")
+        in_session = "session" in request.path_params or not self.serves
+        try:
+            asks = read(body, chat, exact=bool(self.serves))
+            name = self._named(body.get("model") or self.names[0])
+            if in_session and asks[0].n != 1:
+                raise Refusal(400, f"n={asks[0].n}: a session has one history; use 1", "invalid_value", "n")
+        except Refusal as refusal:
+            if not self.serves:  # else a framework could swallow it, and make it a reward of 0
+                session = self._session(request)
+                session.fail(AgentError(f"{session.root.episode.where}: a request was refused: {refusal}"))
+            raise
+        if in_session:
+            session = self._session(request, asks[0])
             retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             # The answer goes on without its client: a retry gets it, and a disconnection changes no training data.
-            answers = [session.answer(asked, hashlib.sha256(raw).digest(), retry)]
+            answers = [session.answer(asks[0], hashlib.sha256(raw).digest(), retry)]
         else:
             self._take_place()
-            sessions = [Session(Chat(self.serves(asked, i, chat), ())) for i in range(asked.n)]
-            answers = [session.answer(asked, b"", False) for session in sessions]
+            choices = [(asked, self._choice(asked)) for asked in asks]
+            chats = [(asked, self.serves(asked, k + i, chat)) for asked, k in choices for i in range(asked.n)]
+            answers = [Session(Chat(episode, ())).answer(asked, b"", False) for asked, episode in chats]
             self._end_with(request, answers)
         # An error has a status of its own as long as nothing is sent.
         await asyncio.wait([answer.news for answer in answers], return_when=asyncio.FIRST_COMPLETED)
-        if not asked.stream:
+        if not asks[0].stream:
             await asyncio.wait([answer.task for answer in answers])
         done = [answer.task for answer in answers if answer.task.done()]
         if any(task.cancelled() for task in done):
             raise Refusal(499, "ended: its client is gone, or its session")
         choices = [task.result() for task in done]
         kind = "chat.completion" if chat else "text_completion"
-        name = f"{'chatcmpl' if chat else 'cmpl'}-{answers[0].id}"
-        head = dict(id=name, object=kind, created=0, model=body.get("model", self.names[0]))
-        if not asked.stream:
-            return JSONResponse(whole(asked, choices, head, self.decode, chat))
+        head = dict(id=f"{'chatcmpl' if chat else 'cmpl'}-{answers[0].id}", object=kind, created=0, model=name)
+        head["system_fingerprint"] = self.fingerprint
+        if not asks[0].stream:
+            return JSONResponse(whole(asks, choices, head, self.decode, chat))
         head["object"] += ".chunk" if chat else ""
-        return StreamingResponse(events(asked, answers, head, self.decode, chat), media_type="text/event-stream")
+        return StreamingResponse(events(asks, answers, head, self.decode, chat), media_type="text/event-stream")
 
     def _end_with(self, request, answers):
         """Ends these Answers when the client is gone or has received them."""
@@ -571,6 +840,10 @@ class Endpoint:
         await self.task
 
 
+def model_card(name):
+    return dict(id=name, object="model", created=0, owned_by="onecurve")
+
+
 def listen(host, port):
     """A socket to serve on. Ends the run with one line if nothing can listen there."""
     try:
@@ -581,7 +854,49 @@ def listen(host, port):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# agents that are programs
+# agents that ask over HTTP: a program, or a client inside the process
+
+endpoints = {}  # of the event loops of this process
+
+
+@contextlib.asynccontextmanager
+async def session_of(chat):
+    """Inside, this sample's agent may ask: (its Session, {variable: value} that tells a client where and how)."""
+    loop, episode = asyncio.get_running_loop(), chat.episode
+    if chat.messages or chat.turns:
+        raise AgentError(f"{episode.where}, {chat.now()}: a client needs the whole sample; open one, and first of all")
+    if loop not in endpoints:
+        decode = functools.partial(episode.template.decode, special=True)
+        endpoints[loop] = Endpoint(listen("127.0.0.1", 0), secrets.token_urlsafe(), [POLICY], decode)
+    endpoint, name = endpoints[loop], "-".join(map(str, episode.key))
+    session = endpoint.sessions[name] = Session(chat)
+    where = dict(OPENAI_BASE_URL=f"{endpoint.url}/s/{name}/v1", OPENAI_API_KEY=endpoint.key_of(name))
+    try:
+        yield session, where | dict(REWARD_KEY=endpoint.key_of(name, "reward"))
+        # Answers that the agent asked for and did not wait for are trained on, too, however long they take.
+        await asyncio.gather(*[answer.task for _, answer in session.answers], return_exceptions=True)
+    finally:
+        del endpoint.sessions[name]
+        if session.failed.done():  # whatever came of it, and also where a framework has swallowed it
+            raise session.failed.result()
+
+
+@contextlib.asynccontextmanager
+async def openai(chat):
+    """
+    OpenAI's asynchronous client, whose requests are this sample's turns: for frameworks that can be given a client.
+    What it asks wrongly ends the run at the block's end, even if the framework goes on.
+    """
+    from openai import AsyncOpenAI
+
+    async with session_of(chat) as (_, where):
+        options = dict(base_url=where["OPENAI_BASE_URL"], api_key=where["OPENAI_API_KEY"])
+        # no clock: agent_timeout and engine_timeout say when something hangs
+        async with AsyncOpenAI(**options, timeout=None, max_retries=0) as client:
+            yield client
+
+
+Chat.openai = openai  # chat.py knows no HTTP
 
 
 def program(command):
@@ -593,42 +908,33 @@ def program(command):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     require(shutil.which(words[0], path=path), f"agent={command!r}: no program {words[0]!r} in the PATH")
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ} | dict(PATH=path)
-    endpoints = {}  # (the Endpoint, a place for each program, their guard) of each event loop
+    guards = {}  # (a place for each program, their guard) of each event loop
 
     async def solve(chat, row):
         loop, episode = asyncio.get_running_loop(), chat.episode
-        if loop not in endpoints:
-            decode = functools.partial(episode.template.decode, special=True)
-            endpoint = Endpoint(listen("127.0.0.1", 0), secrets.token_urlsafe(), [POLICY], decode)
+        if loop not in guards:
             options = dict(stdin=subprocess.PIPE, text=True, start_new_session=True)
             guard = subprocess.Popen([sys.executable, "-S", "-c", GUARD], **options)
-            endpoints[loop] = endpoint, asyncio.Semaphore(MOST_PROGRAMS), guard
-        endpoint, places, guard = endpoints[loop]
+            guards[loop] = asyncio.Semaphore(MOST_PROGRAMS), guard
+        places, guard = guards[loop]
         episode.asking += 1  # it waits for a place, which is not its fault
         async with places:
             episode.asking, episode.moved = episode.asking - 1, time.monotonic()
-            return await ask_for(chat, row, endpoint, guard)
+            async with session_of(chat) as (session, where):
+                return await reward_of(session, inherited | where | dict(ROW=json.dumps(row)), guard)
 
-    async def ask_for(chat, row, endpoint, guard):
-        episode = chat.episode
-        name = "-".join(map(str, episode.key))
-        session = endpoint.sessions[name] = Session(chat)
+    async def reward_of(session, env, guard):
+        episode = session.root.episode
         episode.doing = "its program"
-        env = dict(OPENAI_BASE_URL=f"{endpoint.url}/s/{name}/v1", OPENAI_API_KEY=endpoint.key, ROW=json.dumps(row))
-        running = asyncio.ensure_future(run_program(words, inherited | env, guard))
+        running = asyncio.ensure_future(run_program(words, env, guard))
         try:
             await asyncio.wait([running, session.failed], return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
                 raise session.failed.result()
             status, output, errors = await running
-            # Answers that the program asked for and did not wait for are trained on, too, however long they take.
-            await asyncio.gather(*[answer.task for _, answer in session.answers], return_exceptions=True)
-            if session.failed.done():
-                raise session.failed.result()
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            del endpoint.sessions[name]
         told = f"{episode.where}: {command!r}"
         if status:
             last = errors.rpartition("\n")[2]

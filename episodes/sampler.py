@@ -72,9 +72,10 @@ class Agent:
     def transcript(self, dialogues):
         """Lines for samples.md: an episode's dialogues, turn by turn."""
         for dialogue in dialogues:
-            fork, turns = f"fork {dialogue['path']} " * (len(dialogues) > 1), iter(dialogue["turns"])
-            for m in dialogue["messages"]:
-                turn = next(turns) if m["role"] == "assistant" else dict(tool_calls=[], rewards=[])
+            fork = f"fork {dialogue['path']} " * (len(dialogues) > 1)
+            turns = {turn["message"]: turn for turn in dialogue["turns"]}
+            for i, m in enumerate(dialogue["messages"]):
+                turn = turns.get(i, dict(tool_calls=[], rewards=[]))
                 said = "".join(f", calls {call['name']} {call['arguments']}" for call in turn["tool_calls"])
                 said += "".join(f", reward {x:g}" for x in turn["rewards"])
                 yield f"    - {fork}{m['role']}: `{m['content']!r}`{said}\n"
@@ -141,8 +142,10 @@ class AgentSampler(Sampler):
         told = hashlib.sha256(json.dumps(of.ids).encode()).hexdigest()
         seed = sampling_seed(self.config["seed"], *of.episode.key, of.path, told)
         params = dict(self.params, temperature=job.temperature, sampling_seed=seed, max_new_tokens=most)
-        output = await self.engine.generate(of.ids, params | (dict(stop=stop) if stop else {}), of.hear)
+        params |= of.params | (dict(stop=stop) if stop else {})
+        output = await self.engine.generate(of.ids, params, of.hear, **of.options)
         drawn, meta = self.engine.drawn(output, job.version), output["meta_info"]
+        of.meta = meta if of.options else {}
         for name in used:
             used[name] += meta[name]
         return drawn.tokens, drawn.logprobs
@@ -150,8 +153,14 @@ class AgentSampler(Sampler):
     def _calls(self, of, text):
         """
         (the rest of the text, [(name, arguments)]) of a turn, by SGLang's parser for the model's format of calls; the
-        whole text and no calls if one of them is not a name with arguments.
+        whole text and no calls if one of them is not a name with arguments. Calls drawn by a grammar are a JSON array.
         """
+        if of.params:
+            try:
+                calls = [(call["name"], call["parameters"]) for call in json.loads(text)]
+            except (ValueError, TypeError, KeyError):  # an answer, or cut by a stop string
+                calls = []
+            return ("", calls) if calls else (text, [])
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.environ import envs
         from sglang.srt.function_call.function_call_parser import FunctionCallParser

@@ -171,7 +171,7 @@ async def answer(sock, engine, tokenizer, stop_tokens, config, weights):
 
     names = [name_of(config["init_from"]), POLICY]
     key = os.environ.get("ONECURVE_API_KEY") or secrets.token_urlsafe()
-    endpoint = Endpoint(sock, key, names, functools.partial(templates[1].decode, special=True), serves)
+    endpoint = Endpoint(sock, key, names, functools.partial(templates[1].decode, special=True), serves, weights)
     told = f"context {tokens} tokens, {weights}, OPENAI_API_KEY={key}"
     print(f"serving {names[0]} at {endpoint.url}/v1, {told}", flush=True)
     await ended.wait()

@@ -5,6 +5,7 @@ The model's part is a script; templates and tokenizers are real ones. test_laws.
 
 import asyncio
 import json
+import os
 import random
 import sys
 import threading
@@ -618,10 +619,15 @@ async def a_set(chat, row):
     return await two_turns(chat, row, lambda: "".join({"a", "b", "c", "d", "e", "f", "g", "h"}))
 
 
+async def its_path(chat, row):
+    """As a program with another Python than ours would notice."""
+    return await two_turns(chat, row, lambda: "." + os.environ.get("PYTHONPATH", ""))
+
+
 def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, tmp_path):
-    """With rollout files of an agent that says and returns the same there, and of one that does not."""
+    """With rollout files of agents that say and return the same there, and of one that does not."""
     paths = {}
-    for index, solve in enumerate((two_turns, a_set)):
+    for index, solve in enumerate((two_turns, its_path, a_set)):
         episodes, returned = zip(*[play(solve, REPLIES, template, in_memory(), g) for g in range(2)])
         tensors = tensors_of(episodes, returned, 0)
         meta = dict(stream="rl", step=3, prompt=2, returned=returned, row=dict(prompt="3+4=", answer="7"))
@@ -633,6 +639,7 @@ def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, 
         config=CONFIG | dict(agent=f"{__file__}:{name}"), model=template.tokenizer.name_or_path, paths=[paths[name]]
     )
     again.check_again(job("two_turns"))
+    again.check_again(job("its_path"))
     with pytest.raises(chat.AgentError, match="^rl step 3, prompt 2, sample 0, turn 0: run again, the agent says"):
         again.check_again(job("a_set"))
 
@@ -708,6 +715,66 @@ def test_the_advantage_of_a_turn_is_its_discounted_return_among_turns_of_its_num
 
 
 # ---- what agent= may be
+
+
+def stand_in(monkeypatch, **modules):
+    """Puts objects in the place of packages that are not installed here; tests/clients.py has the real ones."""
+    for name, content in modules.items():
+        monkeypatch.setitem(sys.modules, name.replace("__", "."), types.SimpleNamespace(**content))
+
+
+def test_an_environment_behind_openenvs_contract_is_an_agent(template, monkeypatch):
+    seeds = []
+
+    class Remote:
+        def __init__(self, base_url):
+            self.left = 2
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *error):
+            pass
+
+        async def reset(self, seed):
+            seeds.append(seed)
+            return types.SimpleNamespace(observation={"text": "go"}, reward=None, done=False)
+
+        async def step(self, action):
+            self.left -= 1
+            seen = {"text": f"not {action['message']}"}
+            return types.SimpleNamespace(observation=seen, reward=float(self.left == 0), done=self.left == 0)
+
+    stand_in(monkeypatch, openenv={}, openenv__core={}, openenv__core__generic_client=dict(GenericEnvClient=Remote))
+    monkeypatch.setenv("OPENENV_URL", "http://there")
+    solve, _ = again.load_agent("examples/openenv_env.py:solve")
+    (episode, reward), _ = play(solve, ["a", "b"], template), play(solve, ["a", "b"], template)
+    assert reward == 0 and [turn.rewards for turn in episode.chats[0].turns] == [[0.0], [1.0]]
+    assert [m["content"] for m in episode.chats[0].messages] == ["go", "a", "not a", "b"] and seeds[0] == seeds[1]
+
+
+def test_what_a_reward_of_verifiers_raises_is_no_zero(template, monkeypatch):
+    def reward(completion, **others):
+        return len(completion) / others["divide_by"]
+
+    class Environment:
+        system_prompt, rubric = "", types.SimpleNamespace(funcs=[reward])
+
+        async def run_rollout(self, task, client, model, sampling):
+            answer = await client.chat.completions.create(model=model, messages=task["prompt"])
+            try:
+                value = await self.rubric.funcs[0](
+                    completion=answer.choices[0].message.content, divide_by=task["answer"]
+                )
+            except ZeroDivisionError:  # as verifiers does
+                value = 0.0
+            return dict(reward=value, error=None)
+
+    stand_in(monkeypatch, verifiers=dict(load_environment=lambda name: Environment()))
+    monkeypatch.setenv("ENVIRONMENT", "mine")
+    solve, _ = again.load_agent("examples/verifiers_env.py:solve")
+    assert play(solve, ["four"], template, row=dict(prompt="a", answer=4))[1] == 1
+    assert "ZeroDivisionError" in error_of(solve, ["four"], template, row=dict(prompt="a", answer=0))
 
 
 @pytest.mark.parametrize(

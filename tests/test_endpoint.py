@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from episodes import again, chat, endpoint
-from episodes.sampler import AgentSampler
+from episodes.sampler import Agent, AgentSampler
 from examples import client as example
 from models import folders
 
@@ -164,11 +164,114 @@ def test_greedy_answers_change_no_bit_of_others_and_follow_no_seed(address):
 
 
 def test_n_choices_differ_and_the_first_is_that_of_one(ask):
-    one, four = ask("25+26=", temperature=2.0), ask("25+26=", temperature=2.0, n=4)
+    one, four = (ask("25+26=", temperature=2.0, seed=1, n=n) for n in (1, 4))
     texts = [choice.message.content for choice in four.choices]
     assert [choice.index for choice in four.choices] == [0, 1, 2, 3] and len(set(texts)) > 1
     assert texts[0] == one.choices[0].message.content and one.usage.prompt_tokens == four.usage.prompt_tokens
     assert four.usage.completion_tokens > one.usage.completion_tokens
+
+
+def test_repeats_without_a_seed_differ_and_are_the_same_set_in_any_order(address, ask):
+    def texts(*numbers, **settings):
+        return [ask("28+29=", temperature=2.0, n=n, max_tokens=6, **settings).choices for n in numbers]
+
+    seeded = texts(1, 1, seed=1)
+    assert seeded[0] == seeded[1] == texts(2, seed=1)[0][:1]
+    (six,) = texts(6)
+    repeated = [choice.message.content for (choice,) in texts(*[1] * 6)]
+    assert repeated == [choice.message.content for choice in six] and len(set(repeated)) > 3
+    assert [choice.message.content for choice in texts(6)[0]] != repeated
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=address, api_key=KEY, max_retries=0) as client:
+            asked = dict(model="policy", prompt=["2+2=", "2+3="], temperature=2.0, max_tokens=6)
+            return await asyncio.gather(*[client.completions.create(**asked) for _ in range(6)])
+
+    crowd = [tuple(choice.text for choice in answer.choices) for answer in asyncio.run(run())]
+    client = openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
+    both = [
+        client.completions.create(model="policy", prompt=p, temperature=2.0, max_tokens=6, n=6)
+        for p in ("2+2=", "2+3=")
+    ]
+    assert all(sorted(x) == sorted(c.text for c in one.choices) for x, one in zip(zip(*crowd), both))
+
+
+SMALL = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"], "additionalProperties": False}
+FORM = {"type": "json_schema", "json_schema": {"name": "small", "schema": SMALL}}
+FLIP = [{"type": "function", "function": {"name": "flip", "description": None, "parameters": SMALL}}]
+
+
+def kinds_of_requests(number):
+    """(route, what to ask) of requests of every kind."""
+    told = dict(messages=[{"role": "user", "content": f"{20 + number}+21="}], logprobs=True, top_logprobs=number % 4)
+    yield "chat", told | dict(tools=TOOLS, n=2)
+    yield "chat", told | dict(tools=FLIP, tool_choice="required", parallel_tool_calls=False, max_tokens=60)
+    yield "chat", told | dict(response_format=FORM, max_tokens=60) | (dict(tools=FLIP) if number % 2 else {})
+    yield "", dict(prompt=[f"{number}+1=", "1+1="], echo=True, logprobs=number % 4, max_tokens=number % 3)
+    yield "", dict(prompt=[BY_TEXT[c] for c in f"2+{number}="], logprobs=2)
+
+
+def test_50_requests_with_grammars_echo_and_likeliest_tokens_have_the_same_bits_alone_and_in_a_crowd(address):
+    requests = [kind for number in range(10) for kind in kinds_of_requests(number)]
+
+    async def run(order, at_a_time):
+        places, out = asyncio.Semaphore(at_a_time), {}
+        async with openai.AsyncOpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=300) as client:
+            routes = {"chat": client.chat.completions, "": client.completions}
+
+            async def ask(i):
+                route, asked = requests[i]
+                async with places:
+                    settings = dict(model="policy", seed=i, temperature=[0, 0.7, 1.3][i % 3], max_tokens=24) | asked
+                    out[i] = (await routes[route].create(**settings)).model_dump_json()
+
+            await asyncio.gather(*map(ask, order))
+        return out
+
+    alone, order = asyncio.run(run(range(50), 1)), random.Random(0).sample(range(50), 50)
+    assert asyncio.run(run(order, 50)) == asyncio.run(run(order, 13)) == alone
+    for i, (_, asked) in enumerate(requests):
+        for choice in json.loads(alone[i])["choices"]:
+            if asked.get("tool_choice"):
+                (call,) = choice["message"]["tool_calls"]
+                assert (
+                    call["function"]["name"] == "flip" and type(json.loads(call["function"]["arguments"])["n"]) is bool
+                )
+            if (
+                asked.get("response_format")
+                and not choice["message"]["tool_calls"]
+                and choice["finish_reason"] == "stop"
+            ):
+                assert json.loads(choice["message"]["content"]) in ({"n": False}, {"n": True})
+            tokens = choice["logprobs"]["content"] if "message" in choice else []
+            assert all(len(token["top_logprobs"]) <= asked["top_logprobs"] for token in tokens)
+            assert i % 5 or all(len(token["top_logprobs"]) == asked["top_logprobs"] for token in tokens)
+
+
+def test_log_probs_of_a_prompt_are_those_with_which_its_tokens_were_drawn(address):
+    client = openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
+    prompt, create = (
+        [BY_TEXT[c] for c in "12+34="],
+        functools.partial(client.completions.create, model="policy", seed=3),
+    )
+    (drawn,) = create(prompt=prompt, max_tokens=20, logprobs=3).choices
+    ids = prompt + [BY_TEXT.get(text, 1) for text in drawn.logprobs.tokens]
+    others = [[BY_TEXT[c] for c in "9" * n] for n in range(1, 30)]
+    for prompts in ([ids], [*others, ids]):
+        told = create(prompt=prompts, max_tokens=0, echo=True, logprobs=3).choices[-1]
+        assert told.logprobs.token_logprobs[6:] == drawn.logprobs.token_logprobs and told.finish_reason == "length"
+        assert told.logprobs.top_logprobs[6:] == drawn.logprobs.top_logprobs
+        assert told.logprobs.token_logprobs[0] is None and len(told.logprobs.tokens) == len(ids)
+        assert told.text.startswith("12+34=" + drawn.text) and told.logprobs.text_offset[:3] == [0, 1, 2]
+    likeliest = [max(top, key=top.get) for top in drawn.logprobs.top_logprobs]  # as lm-eval finds greedy tokens
+    (greedy,) = create(prompt=prompt, max_tokens=1, temperature=0, logprobs=1).choices
+    assert greedy.logprobs.tokens == likeliest[:1]
+
+
+def test_an_answer_says_which_request_and_which_weights_it_is_of(ask):
+    one, other = (ask("25+26=", seed=1, temperature=x) for x in (1.0, 1.5))
+    assert one.id != other.id and one.id == ask("25+26=", seed=1).id
+    assert one.system_fingerprint == other.system_fingerprint and one.system_fingerprint.startswith("fp_")
 
 
 def test_a_turn_ends_at_a_string_at_a_length_or_by_itself(ask):
@@ -188,7 +291,7 @@ def test_a_turn_ends_at_a_string_at_a_length_or_by_itself(ask):
 
 def test_a_completion_goes_on_from_a_text_or_from_ids(address):
     client = openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
-    asked = dict(model="policy", max_tokens=6, n=2, logprobs=0, temperature=2.0)
+    asked = dict(model="policy", max_tokens=6, n=2, logprobs=0, temperature=2.0, seed=1)
     prompts = dict(text="2+2=", ids=[BY_TEXT[c] for c in "2+2="], other="2+3=")
     drawn = {name: client.completions.create(prompt=prompt, **asked) for name, prompt in prompts.items()}
     again = client.completions.create(prompt="2+2=", **asked)
@@ -207,12 +310,19 @@ def test_a_completion_goes_on_from_a_text_or_from_ids(address):
         (dict(max_tokens=0), 400, "max_tokens=0: not a value"),
         (dict(stop=""), 400, 'stop="": not a value'),
         (dict(n=True), 400, "n=true: not a value"),
-        (dict(tool_choice="required"), 400, "a model cannot be made to call"),
-        (dict(response_format={"type": "json_object"}), 400, "only text"),
+        (dict(tool_choice="required"), 400, "tool_choice="),
+        (dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "sub"}}), 400, "one of the tools"),
+        (dict(response_format={"type": "grammar"}), 400, "response_format="),
+        (dict(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}), 400, "Unsupported"),
+        (dict(tools=[{"type": "function", "function": {"description": "x"}}]), 400, "tools[0].function.name: wants"),
+        (dict(tools=TOOLS * 129), 400, "tools="),
+        (dict(stop=["x"] * 17), 400, "stop="),
+        (dict(messages=[{"role": "user", "content": "1"}] * 4097), 400, "messages="),
         (dict(messages=[]), 400, "must end with what the model is told"),
         (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "messages[0]: neither a text"),
         (dict(messages=[{"role": "tool", "tool_call_id": "x", "content": "1"}]), 400, "messages[0]: neither a text"),
-        (dict(messages=[{"role": "user", "content": "9" * 300}]), 400, "the prompt has 303 tokens, over"),
+        (dict(messages=[{"role": "user", "content": "9" * 300}]), 400, "length is 200 tokens, and the request has 303"),
+        (dict(messages=[{"role": "user", "content": "9" * 300_000}]), 400, "the request has more than 199"),
         (dict(messages=[{"role": "user", "content": "9" * 5_000_000}]), 413, "the most are 4194304"),
         (dict(model="gpt"), 404, "no such model as 'gpt'"),
     ],
@@ -221,7 +331,9 @@ def test_what_cannot_be_answered_is_refused_in_one_line(ask, settings, status, w
     with pytest.raises(openai.APIStatusError) as refused:
         ask("1+1=", **settings)
     assert refused.value.status_code == status and why in refused.value.body["message"]
-    assert refused.value.body.keys() == {"message", "type", "code"}
+    assert refused.value.body.keys() == {"message", "type", "code", "param"}
+    assert refused.value.param in (None, *settings)
+    assert (refused.value.code == "context_length_exceeded") == ("maximum context length" in str(refused.value))
 
 
 def test_keys_routes_and_bodies_are_checked(address):
@@ -229,17 +341,29 @@ def test_keys_routes_and_bodies_are_checked(address):
 
         def status(method, path, **options):
             answer = http.request(method, path, **options)
-            assert answer.is_success or answer.json()["error"].keys() == {"message", "type", "code"}
+            assert answer.is_success or answer.json()["error"].keys() == {"message", "type", "code", "param"}
             return answer.status_code
 
         assert [model["id"] for model in http.get("/models").json()["data"]] == ["taught/step_000100", "policy"]
+        assert http.get("/models/taught/step_000100").json()["id"] == "taught/step_000100"
+        assert status("GET", "/models/gpt") == 404
         for key in ("", "Bearer", f"Bearer {KEY}x", KEY.upper()):
             assert status("GET", "/models", headers={"Authorization": key}) == 401
             assert status("POST", "/chat/completions", headers={"Authorization": key}, content=b"{}") == 401
         assert status("GET", address.replace("/v1", "/health"), headers={"Authorization": ""}) == 200
         assert status("POST", "/no_such_route") == 404 and status("GET", "/chat/completions") == 405
         assert status("POST", "/chat/completions", content=b"[") == status("POST", "/completions", content=b"[]") == 400
-        for prompt in ("", [], [10**6], [-1], ["a"], None):  # an id that does not exist would end the engine
+        assert status("POST", "/completions", content=rb'{"prompt": "a", "stop": "\ud800"}') == 400  # half a character
+        for prompt in (
+            "",
+            [],
+            [10**6],
+            [-1],
+            [[]],
+            ["a", 1],
+            [""],
+            None,
+        ):  # an id that does not exist would end the engine
             assert status("POST", "/completions", json=dict(prompt=prompt, max_tokens=1)) == 400
         assert status("POST", "/completions", json=dict(prompt=[1], max_tokens=1)) == 200
         assert status("POST", "/reward", json={"reward": 1}) == 404  # of which session?
@@ -329,21 +453,21 @@ def by_bytes():
 
 def streamed(template, ids, tools, parser):
     """(Does a stream bring a turn with the tokens `ids`? The message; the texts that were streamed; errors.)"""
-    asked = endpoint.read(dict(messages=[{"role": "user", "content": "a"}], stream=True, stop="stop", tools=tools))
+    asks = endpoint.read(dict(messages=[{"role": "user", "content": "a"}], stream=True, stop="stop", tools=tools))
 
     async def draw(of, stop, most):
         for n in range(1, len(ids)):
-            of.hear([(-1.0, token, None) for token in ids[:n]])
+            of.hear(dict(output_token_logprobs=[(-1.0, token, None) for token in ids[:n]]))
             await asyncio.sleep(0)
         return ids, [-1.0] * len(ids)
 
     async def run():
         episode, sampler = episode_of(template, None), types.SimpleNamespace(parser=parser)
         episode.source, episode.parse = draw, functools.partial(AgentSampler._calls, sampler)
-        answer = endpoint.Session(chat.Chat(episode, ())).answer(asked, b"", False)
-        lines = [line async for line in endpoint.events(asked, [answer], {}, template.decode, True)]
+        answer = endpoint.Session(chat.Chat(episode, ())).answer(asks[0], b"", False)
+        lines = [line async for line in endpoint.events(asks, [answer], {}, template.decode, True)]
         events = [json.loads(line.removeprefix("data: ")) for line in lines if "[DONE]" not in line]
-        whole = endpoint.whole(asked, [await answer.task], {}, template.decode, True)["choices"][0]["message"]
+        whole = endpoint.whole(asks, [await answer.task], {}, template.decode, True)["choices"][0]["message"]
         deltas = [event["choices"][0]["delta"] for event in events if "choices" in event]
         texts = [delta["content"] for delta in deltas[1:] if "content" in delta]
         calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
@@ -572,8 +696,8 @@ def test_two_ways_on_from_one_turn_at_a_time_are_an_error(template):
     assert dialogues == 2
 
 
-def test_sessions_are_bounded_where_a_model_is_served(template, monkeypatch):
-    monkeypatch.setattr(endpoint, "MOST_OPEN", 2)
+def served_by_a_script(template, requests):
+    """The result of `requests(http, server)`, with a client of a server whose model says "x"."""
 
     async def source(of):
         return "x"
@@ -582,15 +706,131 @@ def test_sessions_are_bounded_where_a_model_is_served(template, monkeypatch):
         serves = lambda asked, i, of_chat: episode_of(template, source)  # noqa: E731
         server = endpoint.Endpoint(endpoint.listen("127.0.0.1", 0), KEY, ["policy"], template.decode, serves)
         async with httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
-            asked = dict(json=dict(messages=[{"role": "user", "content": "a"}]))
-            names = ["/s/a", "/s/b", "/s/c", "/s/a"]
-            codes = [(await http.post(f"{name}/v1/chat/completions", **asked)).status_code for name in names]
-            codes.append((await http.delete("/s/b")).status_code)
-            codes.append((await http.post("/s/c/v1/chat/completions", **asked)).status_code)
+            out = await requests(http, server)
         await server.close()
-        return codes
+        return out
 
-    assert asyncio.run(run()) == [200, 200, 429, 200, 200, 200]
+    return asyncio.run(run())
+
+
+ASKED = dict(json=dict(messages=[{"role": "user", "content": "a"}]))
+
+
+def test_a_sessions_key_is_good_for_itself_alone_and_not_for_its_reward(template):
+    async def requests(http, server):
+        await http.post("/s/b/v1/chat/completions", **ASKED)
+        out = []
+        for key in (server.key_of("a"), server.key_of("a", "reward")):
+            header = {"Authorization": f"Bearer {key}"}
+            for path in ("/s/a/v1/chat/completions", "/s/b/v1/chat/completions", "/v1/chat/completions"):
+                out.append((await http.post(path, headers=header, **ASKED)).status_code)
+            for path in ("/s/a/v1/reward", "/s/b/v1/reward"):
+                out.append((await http.post(path, headers=header, json=dict(reward=1))).status_code)
+        return out
+
+    asked, rewarded = [200, 401, 401, 401, 401], [401, 401, 401, 200, 401]
+    assert served_by_a_script(template, requests) == asked + rewarded
+
+
+def test_half_a_request_is_given_up_and_a_whole_one_is_not(template, monkeypatch):
+    monkeypatch.setattr(endpoint, "HALF_REQUEST", 0.3)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+
+    async def requests(http, server):
+        streams = [await asyncio.open_connection(*server.url[7:].split(":")) for _ in range(4)]
+        whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        for (_, writer), part in zip(streams, (b"", head[:9], head + b"\r\n{", whole)):
+            writer.write(part)
+        reads = [asyncio.ensure_future(reader.read()) for reader, _ in streams]  # to the connection's end
+        await asyncio.sleep(0.6)
+        closed = [read.done() for read in reads]
+        for _, writer in streams:
+            writer.close()
+        return closed
+
+    assert served_by_a_script(template, requests) == [True, True, True, False]
+
+
+def test_what_is_too_long_is_refused_before_it_is_rendered(template, monkeypatch):
+    monkeypatch.setattr(template, "first", None)  # would be a TypeError
+
+    async def requests(http, server):
+        asked = dict(json=dict(messages=[{"role": "user", "content": "a" * 100_000}]))
+        answer = await http.post("/v1/chat/completions", **asked)
+        return answer.status_code, answer.json()["error"]["code"]
+
+    assert served_by_a_script(template, requests) == (400, "context_length_exceeded")
+
+
+def test_nulls_and_empty_arguments_are_as_if_absent_and_a_run_takes_any_tool_choice_as_auto():
+    function = {"name": "add", "description": None, "parameters": None, "strict": None}
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": ""}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "x", "content": "1"})
+    body = dict(messages=messages, tools=[{"type": "function", "function": function}], response_format=FORM)
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}, None):
+        (asked,) = endpoint.read(body | dict(tool_choice=choice))
+        assert asked.tools == [{"type": "function", "function": {"name": "add"}}] and asked.schema == ""
+        assert asked.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+        assert endpoint.read(body | dict(tool_choice=choice), exact=True)[0].schema
+    assert endpoint.read(dict(messages=messages), exact=True)[0].schema == ""
+
+
+def test_sessions_are_bounded_where_a_model_is_served(template, monkeypatch):
+    monkeypatch.setattr(endpoint, "MOST_OPEN", 2)
+
+    async def requests(http, server):
+        names = ["/s/a", "/s/b", "/s/c", "/s/a"]
+        codes = [(await http.post(f"{name}/v1/chat/completions", **ASKED)).status_code for name in names]
+        codes.append((await http.delete("/s/b")).status_code)
+        codes.append((await http.post("/s/c/v1/chat/completions", **ASKED)).status_code)
+        monkeypatch.setattr(endpoint, "IDLE", 0)  # now a session that nobody uses makes room
+        codes.append((await http.post("/s/d/v1/chat/completions", **ASKED)).status_code)
+        return codes, sorted(server.sessions)
+
+    assert served_by_a_script(template, requests) == ([200, 200, 429, 200, 200, 200, 200], ["c", "d"])
+
+
+def test_a_history_may_have_turns_that_are_not_the_models(template):
+    async def source(of):
+        return "again"
+
+    async def requests(post, session):
+        told = [dict(role=role, content=role[0]) for role in ("user", "assistant", "user")]
+        told += [await post(told), dict(role="user", content="u")]
+        await post(told)
+        (dialogue,) = session.dialogues
+        return [again.record_of(dialogue)]
+
+    lines = [*Agent.transcript(None, asked_of_a_script(template, source, requests))]
+    assert [line.split(":")[0].split()[-1] for line in lines] == ["user", "assistant"] * 2 + ["user", "assistant"]
+    assert sum("'again'" in line for line in lines) == 2
+
+
+# ---- clients inside the process
+
+
+@pytest.mark.parametrize("wrong", [{}, dict(messages=[]), dict(messages=[{"role": "user", "content": "9" * 9999}])])
+def test_an_agent_asks_by_openais_client_and_what_it_asks_wrongly_is_no_zero(template, wrong):
+    async def source(of):
+        return of.messages[-1]["content"].upper()
+
+    async def solve(chat, row):
+        async with chat.openai() as client:
+            asked = dict(model="policy", messages=[{"role": "user", "content": "a"}])
+            first = await client.chat.completions.create(**asked)
+            try:
+                await client.chat.completions.create(**asked | wrong)
+            except openai.APIStatusError:
+                pass  # as a framework might
+            return float(first.choices[0].message.content == "A")
+
+    episode = episode_of(template, source)
+    if not wrong:
+        assert asyncio.run(episode.play(solve, {})) == 1 and [len(c.turns) for c in episode.chats] == [1, 1]
+        return
+    with pytest.raises(chat.AgentError, match="the prompt has" if wrong["messages"] else "must end with"):
+        asyncio.run(episode.play(solve, {}))
 
 
 # ---- agents that are programs
@@ -600,6 +840,7 @@ ASK = """
 import httpx, json, os
 headers = dict(authorization="Bearer " + os.environ["OPENAI_API_KEY"])
 post = lambda path, **body: httpx.post(os.environ["OPENAI_BASE_URL"] + path, json=body, headers=headers).json()
+reward = lambda x: headers.update(authorization="Bearer " + os.environ["REWARD_KEY"]) or post("/reward", reward=x)
 ask = lambda text: post("/chat/completions", messages=[dict(role="user", content=text)])
 ask("a")
 """
@@ -609,7 +850,7 @@ ask("a")
     ["code", "what"],
     [
         (ASK + "print('so')\nprint(0.25)", 0.25),
-        (ASK + "post('/reward', reward=2)\nprint('no number')", 2.0),
+        (ASK + "reward(2)\nprint('no number')", 2.0),
         (ASK + "print(json.loads(os.environ['ROW'])['n'] + ('RANK' in os.environ))", 7.0),
         (ASK + "print('half')", "its last line of output must be the reward, and is 'half'"),
         (ASK + "print('nan')", "its last line of output must be the reward, and is 'nan'"),
