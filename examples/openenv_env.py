@@ -1,0 +1,26 @@
+"""
+An environment behind OpenEnv's protocol as an agent: reset, then a step for each turn of the model. It must do the same
+when it is reset with the same seed, as it is when a run is resumed; the second run after step 0 checks it.
+
+    OPENENV_URL=http://127.0.0.1:8000 python train_grpo.py --agent=examples/openenv_env.py:solve ..
+"""
+
+import os
+
+from openenv.core.generic_client import GenericEnvClient
+
+SEEN, SAID = os.environ.get("OPENENV_FIELDS", "text message").split()  # of this environment's observations and actions
+
+
+async def solve(chat, row):
+    async with GenericEnvClient(base_url=os.environ["OPENENV_URL"]) as env:
+        result = await env.reset(seed=chat.random.getrandbits(31))
+        while not result.done:
+            chat.user(str(result.observation[SEEN]))
+            reply = await chat.generate()
+            if reply.truncated:
+                break
+            result = await env.step({SAID: reply.text})
+            if result.reward is not None:
+                chat.reward(result.reward)
+    return 0.0  # beside its turns' rewards
