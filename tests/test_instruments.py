@@ -34,12 +34,16 @@ from verify import chosen, differing_weight  # noqa: E402
 def tool(tmp_path, monkeypatch, capsys):
     """tool(name, arguments): (exit status, output) of a tool in this process, whose runs are forks of a warm one."""
 
-    def launch(command):
+    def launch(command, *bar):
         return run_warm(command[1:], tmp_path / "output")
 
     def call(name, *args):
-        for module in (compare.runs, verify):
-            monkeypatch.setattr(module, "launch", launch)
+        for module, function in (
+            (compare.runs, "launch"),
+            (compare.runs, "launch_with_bar"),
+            (verify, "launch_with_bar"),
+        ):
+            monkeypatch.setattr(module, function, launch)
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
         capsys.readouterr()
         try:
