@@ -116,7 +116,7 @@ def of_transformers(checkpoints, prompts, out):
     rows = [row | dict(prompt_ids=p) for row, p in zip(rows, tokens)]
     yield "the engine adds a BOS", "before the prompts", rows, {}
     yield "top-p 0.9 in the sampler only", "drawn by top-p 0.9", generate(late, prompts, top_p=0.9, raw=True), {}
-    yield "top-p 0.9, log-probs processed", "top-p 0.9, renormalised", generate(late, prompts, top_p=0.9), {}
+    yield "top-p 0.9, log-probs processed", "top-p 0.9: explains", generate(late, prompts, top_p=0.9), {}
     yield "the head in bfloat16", "the head in bfloat16", generate(late, prompts, change=bfloat16_head), {}
     yield "RoPE's frequencies in bfloat16", "RoPE's frequencies", generate(late, prompts, change=bfloat16_rope), {}
     begun = generate(early, prompts, new=20)
