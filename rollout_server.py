@@ -356,6 +356,20 @@ def folder_for_sockets(log):
         shutil.rmtree(folder)
 
 
+def unlink_shared_memory(pids):
+    """
+    Takes from /dev/shm the names of what these processes have there: the queue between an engine's ranks. SGLang's
+    processes are ended by SIGKILL and would leave them behind; nobody opens them by name again, and without the names
+    the memory goes when the processes go, however that happens.
+    """
+    for pid in pids:
+        mapped = re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text())
+        inodes = set(map(int, mapped))
+        for entry in os.scandir("/dev/shm"):  # its inode came with the name: the file itself may just have gone
+            if entry.inode() in inodes and not entry.name.startswith(("cuda", "nccl")):
+                Path(entry).unlink(missing_ok=True)
+
+
 def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     """What SGLang is started with, as its ServerArgs name it."""
     tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
@@ -482,6 +496,7 @@ class RolloutEngine:
 
             arguments = engine_arguments(self.config, model_path, device, dtype, gpu, self.lends, self._died)
             sglang = EngineInRank(**arguments)
+        unlink_shared_memory(sglang.get_all_child_pids())
         if device == "cpu":  # the first tokens wait for the loops to compile: before anybody counts seconds of silence
             params = dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True)
             sglang.generate(input_ids=[0], sampling_params=params, return_logprob=True)

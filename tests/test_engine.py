@@ -9,6 +9,7 @@ import copy
 import functools
 import itertools
 import json
+import mmap
 import multiprocessing
 import os
 import signal
@@ -424,7 +425,7 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
 
 
 @pytest.mark.parametrize(
-    "change,message",
+    "given,message",
     [("no_such=1", "unexpected keyword argument 'no_such'"), ("model_path='/nowhere'", "/nowhere")],
 )
 def test_an_engine_that_sglang_refuses_to_start_leaves_no_process(tmp_path, given, message):
@@ -568,3 +569,17 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path):
     assert all(s["reward_std"] > 0 and s["grad_norm"] > 0 for s in steps)
     tokens = [sync.read_group(tmp_path / "run/queue/rl_000001", i, {})[0]["tokens"] for i in range(8)]
     assert torch.cat(tokens).max() > 140_000
+
+
+def test_a_name_that_another_engine_removes_meanwhile_does_not_end_a_start():
+    """Two engines that started at a time raced: a name was listed in /dev/shm, and gone when it was looked at."""
+    mine, gone = (Path(f"/dev/shm/onecurve_{what}_{os.getpid()}") for what in ("mine", "gone"))
+    try:
+        mine.write_bytes(b"lock")
+        gone.symlink_to("/nowhere")  # a name that is listed, and nothing there when it is looked at
+        with open(mine, "r+b") as file, mmap.mmap(file.fileno(), 4):
+            rollout_server.unlink_shared_memory([os.getpid()])
+        assert not mine.exists() and gone.is_symlink()
+    finally:
+        mine.unlink(missing_ok=True)
+        gone.unlink()
