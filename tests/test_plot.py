@@ -87,7 +87,7 @@ def make_run(folder, texts, steps=3, change=None, rewards=(1.0, 0.0), **figures)
             prompt_tokens=torch.tensor([1]), tokens=tokens, lengths=torch.tensor([len(texts)] * 2),
             logprobs=torch.linspace(0, -9, len(tokens)), loss_mask=torch.ones(len(tokens), dtype=torch.bool),
             rewards=torch.tensor(rewards), weight_version=torch.zeros_like(tokens), truncated=torch.zeros(2).bool(),
-            sample=torch.arange(2),
+            sample=torch.arange(2), turns=torch.ones(2).long(), turn=torch.zeros_like(tokens),
         )  # fmt: skip
         prompt = 0 if step else "</small><meta http-equiv=refresh content=0>"
         sync.write_group(queue, 0, tensors, dict(prompt=prompt, answer=texts[0], finished=True))

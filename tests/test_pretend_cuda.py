@@ -121,7 +121,7 @@ def test_a_decode_step_is_a_graph_that_asks_nothing_of_python(alone):
 # What an upgrade of SGLang adds to a graph is seen here.
 GRAPH = """aten::_to_copy aten::add.Tensor aten::add_.Tensor aten::copy_ aten::cos aten::cumsum aten::embedding
     aten::floor_divide aten::index_put_ aten::mul.Tensor aten::ones_like aten::sin aten::zero_ triton_attention
-    triton_matmul_tma triton_norm_rope triton_rms_norm triton_swiglu""".split()
+    triton_matmul_tma triton_norm_rope triton_swiglu""".split()
 
 
 def test_every_group_is_destroyed_by_all_its_members_after_the_digest(run):

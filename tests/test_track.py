@@ -199,4 +199,4 @@ def test_the_key_that_did_this_is_answered_by_the_tools_name(capsys):
     with pytest.raises(SystemExit):
         configure(dict(DEFAULTS), ["--track=wandb"])
     line = error_line(capsys.readouterr().err)
-    assert line.startswith("error: --track: no such key; tools/track.py out/run --to=wandb, or tensorboard, follows")
+    assert line.startswith("error: --track: no such key: tools/track.py out/run --to=wandb, or tensorboard, follows")
