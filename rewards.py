@@ -139,6 +139,11 @@ def terms_of(spec):
     return terms
 
 
+def truths_of(spec):
+    """The names of a reward's terms that are only noted: those of weight 0."""
+    return [name for weight, name in terms_of(spec) if weight == 0]
+
+
 def load_reward(spec, config=None):
     """
     The reward function for `spec` (see `terms_of`). A file is looked up in the working directory, then beside this

@@ -807,10 +807,12 @@ def healthy_checkpoint(folder, done):
     return before[-1] if before else None
 
 
-def sample_figures(batch, pass_reward):
-    """The metrics of an RL step's samples: of those it trains on, and how many of all groups are easy or hard."""
+def sample_figures(batch, lengths, pass_reward):
+    """
+    The metrics of an RL step's samples: of those it trains on, and how many of all groups are easy or hard. lengths:
+    (P, G) tokens that the model wrote.
+    """
     rewards = torch.stack([group.tensors["rewards"] for group in batch.groups])
-    lengths = torch.stack([group.response_lengths() for group in batch.groups])
     cut = torch.cat([group.tensors["truncated"] for group in batch.groups])
     right = [group.tensors["rewards"] >= pass_reward for group in batch.sampled if group.meta["finished"]]
     return dict(
@@ -827,8 +829,8 @@ def sample_figures(batch, pass_reward):
     )
 
 
-def time_figures(batch, times, sent):
-    """The metrics of an RL step's time. times, sent: as in `Record.step`."""
+def time_figures(batch, lengths, times, sent):
+    """The metrics of an RL step's time. lengths: as in `sample_figures`; times, sent: as in `Record.step`."""
     began, sampled, learned, published = times
     meta = sorted((group.meta for group in batch.sampled), key=lambda m: m["elapsed"])
     last = {m["engine"]: m for m in meta}.values()  # of each engine
@@ -841,7 +843,7 @@ def time_figures(batch, times, sent):
         idle_seconds=math.fsum(m["idle"] for m in last) / len(last),
         sync_seconds=published - learned,
         step_seconds=seconds,
-        tokens_per_second=sum(int(group.response_lengths().sum()) for group in batch.groups) / seconds,
+        tokens_per_second=float(lengths.sum()) / seconds,
         sync_gb_per_second=sent and sent / 1e9 / (published - learned),
     )
 
@@ -917,10 +919,11 @@ class Record:
             stages["journal"] = content_hash([m["journal"] for m in meta])
         prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t, _ in groups))
         self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
-        line = dict(phase="rl", step=step) | sample_figures(batch, c.pass_reward) | metrics
+        lengths = torch.stack([group.response_lengths() for group in groups])
+        line = dict(phase="rl", step=step) | sample_figures(batch, lengths, c.pass_reward) | metrics
         if self.agent:
             line |= self.agent.metrics(batch.sampled)
-        line |= time_figures(batch, times, sent)
+        line |= time_figures(batch, lengths, times, sent)
         self.metrics(**line)
         self.steps.append(line)
         if c.sample_every and step % c.sample_every == 0:

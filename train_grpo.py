@@ -1208,7 +1208,7 @@ if __name__ == "__main__":
     ahead = lag if engine or (ranks.engines and not overlaps) else 0  # a rank that waits for files reads them when due
     batches = {}  # {step: what was sampled for it}
     alarm = ""
-    truths = [name for weight, name in rewards.terms_of(reward) if weight == 0]
+    truths = rewards.truths_of(reward)
     alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
     bar = tqdm(total=rl_steps, initial=start, disable=not (record and rl_steps), unit="step", mininterval=0.5)
     for s in range(start - lag, rl_steps):
