@@ -591,7 +591,8 @@ def write_atomic(path, data):
     os.replace(temporary, path)
 
 
-def _digest(tensors, meta):
+def _digest(meta, tensors={}):
+    """The checksum of a record, and of the tensors beside it."""
     h = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     for name, t in sorted(tensors.items()):
         h.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
@@ -627,49 +628,49 @@ class Group(NamedTuple):
         of = self.tensors["sample"].repeat_interleave(self.tensors["lengths"])
         return torch.bincount(of[self.tensors["loss_mask"]], minlength=len(self.tensors["rewards"]))
 
+    def fits(self, vocabulary):
+        """Whether the tokens are of the vocabulary, and the tensors fit together; where they do not, it may raise."""
+        t = self.tensors
+        list(self.rows("tokens", "logprobs", "loss_mask", "weight_version", "turn"))
+        by_row = {len(t[name]) for name in ("lengths", "sample", "turns", "truncated")}
+        torch.nn.functional.one_hot(t["sample"], len(t["rewards"]))
+        ids = torch.cat([t["prompt_tokens"], t["tokens"]])
+        whole = ids.dtype == t["lengths"].dtype == torch.int64
+        return whole and len(by_row) == 1 and 0 <= ids.min() <= ids.max() < vocabulary
 
-def write_group(folder, index, tensors, meta):
+
+def write_group(path, tensors, meta):
     """Writes the file of a Group, under one checksum."""
-    header = {"meta": json.dumps(meta), "sha256": _digest(tensors, meta)}
-    write_atomic(group_path(folder, index), save(tensors, header))
+    header = {"meta": json.dumps(meta), "sha256": _digest(meta, tensors)}
+    write_atomic(path, save(tensors, header))
 
 
-def read_group(folder, index, expected, vocabulary=0):
+def read_group(path, vocabulary=0, **expected):
     """
     The Group of a file. Raises RunError for a torn or altered file, and where meta differs from `expected` (run, step,
     prompt, version): a file of another run must not be trained on. vocabulary: number of tokens that there are; then
     also where the tensors do not fit together, as an operator would read beside them.
     """
-    path = group_path(folder, index)
     try:
         with safe_open(path, "np") as f:  # three times as fast as "pt"
-            header = f.metadata() or {}
-            meta = json.loads(header.get("meta", "{}"))
-            tensors = {name: torch.from_numpy(f.get_tensor(name)) for name in f.keys()}
-        digest = _digest(tensors, meta)
-        fits = not vocabulary or _fit(tensors, vocabulary)
-    except (SafetensorError, ValueError, OSError, KeyError, TypeError, RuntimeError) as e:  # also of deep JSON
+            header = f.metadata()
+            meta = json.loads(header["meta"])
+            group = Group({name: torch.from_numpy(f.get_tensor(name)) for name in f.keys()}, meta)
+        if header["sha256"] != _digest(meta, group.tensors):
+            raise ValueError("its checksum is wrong")
+        if vocabulary and not group.fits(vocabulary):
+            raise ValueError("lengths or tokens that cannot be this model's")
+    except (SafetensorError, ValueError, OSError, LookupError, TypeError, RuntimeError) as e:  # also of deep JSON
         raise RunError(f"{path}: torn or not a rollout file ({reason(e)}); delete it to have it made again")
-    if not fits:
-        raise RunError(f"{path}: lengths or tokens that cannot be this model's; delete it to have it made again")
-    if header.get("sha256") != digest:
-        raise RunError(f"{path}: its checksum is wrong; delete it to have it made again")
+    check_fields(path, meta, expected)
+    return group
+
+
+def check_fields(path, found, expected):
+    """Raises RunError where the record of a file differs from `expected`."""
     for key, value in expected.items():
-        if meta.get(key) != value:
-            raise RunError(f"{path}: has {key} {meta.get(key)!r}, expected {value!r}: not a file of this run and step")
-    return Group(tensors, meta)
-
-
-def _fit(t, vocabulary):
-    """Whether the tensors of a group file fit together, and its tokens are of the vocabulary."""
-    ids = torch.cat([t["prompt_tokens"], t["tokens"]])
-    lengths = t["lengths"]
-    samples = t["sample"]
-    by_token = [t[name] for name in ("tokens", "logprobs", "loss_mask", "weight_version", "turn")]
-    by_row = [t[name] for name in ("sample", "turns", "truncated")]
-    within = 0 <= ids.min() <= ids.max() < vocabulary and 0 <= samples.min() <= samples.max() < len(t["rewards"])
-    whole = ids.dtype == lengths.dtype == samples.dtype == torch.int64 and lengths.min() >= 0
-    return within and whole and {*map(len, by_token)} == {int(lengths.sum())} and {*map(len, by_row)} == {len(lengths)}
+        if found.get(key) != value:
+            raise RunError(f"{path}: has {key} {found.get(key)!r}, expected {value!r}: not a file of this run and step")
 
 
 def appears(path, seconds):
@@ -681,22 +682,16 @@ def appears(path, seconds):
     return there
 
 
-class Queue:
-    """
-    The groups of a run. Each rank has its own engine sample (by `sampler`; None without an engine), and reads what all
-    engines have made. heartbeats: a path for each engine, which it touches while it lives; () without engines.
-    timeout: seconds without a touch after which the run ends. store: where the engines' ranks say what they do.
-    vocabulary: as for `read_group`.
-    """
+class Queue(NamedTuple):
+    """The groups of a run. Each rank has its own engine sample, and reads what all engines have made."""
 
-    def __init__(self, folder, sampler, run, timeout=0, heartbeats=(), store=None, vocabulary=0):
-        self.folder = folder
-        self.sampler = sampler
-        self.run = run
-        self.timeout = timeout
-        self.heartbeats = heartbeats
-        self.vocabulary = vocabulary
-        self.store = store or dist.HashStore()
+    folder: Path
+    sampler: object  # of this rank's engine; None without one
+    run: str  # the run's id
+    timeout: float = 0  # seconds without a heartbeat after which the run ends
+    heartbeats: tuple = ()  # a path for each engine, which it touches while it lives
+    store: dist.Store = None  # where the engines' ranks say what they do
+    vocabulary: int = 0  # as for `read_group`
 
     def sample(self, job):
         """Samples the job's prompts: their Groups in prompt order, on every rank, when all exist."""
@@ -708,10 +703,13 @@ class Queue:
             self.store.set(f"{key} engine {self.sampler.engine.index}", "done")
         self._wait(folder, [f"{key} engine {i}" for i in range(len(self.heartbeats))])
         expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
-        for path in (group_path(folder, i) for i in job.rows):
+        groups = []
+        for i in job.rows:
+            path = group_path(folder, i)
             if not appears(path, 60 if self.heartbeats else 0):
                 raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
-        return [read_group(folder, i, expected | {"prompt": i}, self.vocabulary) for i in job.rows]
+            groups.append(read_group(path, self.vocabulary, prompt=i, **expected))
+        return groups
 
     def _share(self, key, job):
         """This rank's share of the job's prompts: each goes to the engine that asks next. It changes who, not what."""
@@ -995,7 +993,7 @@ def seal_checkpoint(partial, final, **record):
     with ThreadPoolExecutor() as pool:
         list(pool.map(_sync, paths))
         record["files"] = {str(p.relative_to(partial)): h for p, h in zip(paths, pool.map(_file_hash, paths))}
-    record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    record["sha256"] = _digest(record)
     write_atomic(partial / "checkpoint.json", json.dumps(record, indent=1).encode())
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
@@ -1008,20 +1006,17 @@ def read_checkpoint(folder, rank, ranks, **expected):
     where the record differs from `expected`.
     """
     path = folder / "checkpoint.json"
-    cure = f"delete {folder} to go on from the checkpoint before it"
     try:
         record = json.loads(path.read_text())
-        sealed = record.pop("sha256")
+        if record.pop("sha256") != _digest(record):
+            raise ValueError
+        check_fields(path, record, expected)
+        for name, digest in [*record["files"].items()][rank::ranks]:
+            path = folder / name
+            if _file_hash(path) != digest:
+                raise ValueError
     except (OSError, ValueError, KeyError, AttributeError):
-        raise RunError(f"{path}: missing or damaged; {cure}")
-    if sealed != hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest():
-        raise RunError(f"{path}: its checksum is wrong; {cure}")
-    for key, value in expected.items():
-        if record.get(key) != value:
-            raise RunError(f"{path}: has {key} {record.get(key)!r}, expected {value!r}: not a checkpoint of this run")
-    for name, digest in list(record["files"].items())[rank::ranks]:
-        if not (folder / name).is_file() or _file_hash(folder / name) != digest:
-            raise RunError(f"{folder / name}: missing or damaged; {cure}")
+        raise RunError(f"{path}: missing or damaged; delete {folder} to go on from the checkpoint before it")
     return record
 
 
@@ -1038,15 +1033,6 @@ def delete_checkpoints(folder, unwanted):
         shutil.rmtree(unfinished)
 
 
-def reseal_checkpoint(old, new, copy_function=os.link, **changes):
-    """Makes `new` a copy of the checkpoint `old` with these fields of its record changed."""
-    record = json.loads((old / "checkpoint.json").read_text())
-    partial = new.with_name(f".{new.name}")
-    shutil.copytree(old, partial, copy_function=copy_function)
-    (partial / "checkpoint.json").unlink()
-    seal_checkpoint(partial, new, **{k: x for k, x in record.items() if k not in ("files", "sha256")} | changes)
-
-
 def clean_queue(queue, first_step):
     """
     After a crash: deletes what was half written, and torn files of steps still to be done. Whole files stay: they hold
@@ -1058,7 +1044,7 @@ def clean_queue(queue, first_step):
     for path in queue.glob("*/group_*.safetensors"):
         if int(path.parent.name.rpartition("_")[2]) >= first_step:
             try:
-                read_group(path.parent, int(path.stem.rpartition("_")[2]), {})
+                read_group(path)
             except RunError:
                 path.unlink()
                 torn += 1

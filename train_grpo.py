@@ -823,7 +823,7 @@ class Trainer:
         sync.meet(self.control)  # and the files
         if record:
             for i, group in enumerate(flight.groups):
-                sync.write_group(unfinished / "flight", i, *group)
+                sync.write_group(sync.group_path(unfinished / "flight", i), *group)
             state = dict(step=step, optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]))
             state |= dict(earlier=[*earlier], begun=flight.begun, in_flight=len(flight.groups)) | record.state()
             sync.seal_checkpoint(unfinished, finished, **state)
@@ -1124,7 +1124,8 @@ if __name__ == "__main__":
         # An engine, too, starts from the checkpoint; with LoRA from the base, as adapters are no model.
         model_path = model_path if lora_rank else latest
         start = saved["step"]
-        in_flight = (sync.read_group(latest / "flight", i, {}, hf.vocab_size) for i in range(saved["in_flight"]))
+        files = (sync.group_path(latest / "flight", i) for i in range(saved["in_flight"]))
+        in_flight = (sync.read_group(file, hf.vocab_size) for file in files)
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
     record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None

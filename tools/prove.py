@@ -312,10 +312,10 @@ def forget_optimizer(folder):
 
 def flip_token(queue):
     """Changes one token of step 3 into another, under a valid checksum."""
-    folder = queue / "rl_000003"
-    tensors, meta = sync.read_group(folder, 0, {})
+    path = sync.group_path(queue / "rl_000003", 0)
+    tensors, meta = sync.read_group(path)
     tensors["tokens"][1] += 1 if tensors["tokens"][1] < 90 else -1
-    sync.write_group(folder, 0, tensors, meta)
+    sync.write_group(path, tensors, meta)
 
 
 # ---- the table
