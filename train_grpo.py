@@ -1189,11 +1189,11 @@ if __name__ == "__main__":
         """The version of the weights with which the samples of a step are made."""
         return max(0, step - lag) if ranks.trainers else 0
 
-    def publish(version, hashes=None):
-        transport.publish(version, hashes, trainer and trainer.published(version))
+    def publish(version, hashes={}):
+        transport.publish(version, hashes, trainer.published(version) if trainer else ())
 
     if publishes:
-        sent = trainer and trainer.parts.sent
+        sent = trainer.parts.sent if trainer else ()
         transport = sync.WeightSync(weight_sync, ranks, sent, engine, place, compute_dtype, overlaps)
         publish(version_for(start))
     evaluates = bool(eval_rows) and (publishes or only_eval)
@@ -1233,7 +1233,7 @@ if __name__ == "__main__":
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
         if transport and s >= 0:
-            publish(s + 1, hashes.get("weights"))
+            publish(s + 1, hashes.get("weights", {}))
         if not batch:
             continue
         times.append(time.monotonic())
@@ -1246,7 +1246,7 @@ if __name__ == "__main__":
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
         if watch:
-            alarm = sync.from_first_rank(record and rewards.hacking(record.steps, truths), alarm_group)
+            alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, truths), alarm_group)[0]
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(s + 1, eval_every, rl_steps):
             evaluate(queue, s + 1, eval_rows, c, s + 1, record)

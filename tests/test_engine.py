@@ -162,7 +162,7 @@ def pair(request, tmp_path_factory):
         assert len(transport.plan) > 1
 
     send = {
-        how: functools.partial(transport.publish, hashes=None, shards=shards) for how, transport in transports.items()
+        how: functools.partial(transport.publish, hashes={}, shards=shards) for how, transport in transports.items()
     }
     send["broadcast"](0)
     yield engine, model, send

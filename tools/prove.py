@@ -74,7 +74,7 @@ def weights_as_they_come():
 
     def late(self, version, hashes=None, shards=None):
         sent[version] = shards
-        publish(self, version, None, sent[version - 1] if version % 3 == 2 else shards)
+        publish(self, version, {}, sent[version - 1] if version % 3 == 2 else shards)
 
     sync.WeightSync.publish = late
 
