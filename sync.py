@@ -191,12 +191,11 @@ TOOLKIT = Path("/usr/local/cuda")
 
 def why_no_card():
     """What to do where torch finds no CUDA device. It says no more than that, to a driver that is too old as well."""
-    version = re.search(r"Module.*?\s(\d{3,})([.\d]*)", DRIVER.read_text()) if DRIVER.is_file() else None
-    if version is None:
+    version = re.search(r"Module.*?\s((\d{3,})[.\d]*)", DRIVER.read_text()) if DRIVER.is_file() else None
+    if not version:
         return "this machine has no CUDA device; use --device=cpu"
-    if int(version[1]) < LEAST_DRIVER:
-        least = f"torch {torch.__version__} wants {LEAST_DRIVER}; install that"
-        return f"NVIDIA's driver is {version[1]}{version[2]}, {least}"
+    if int(version[2]) < LEAST_DRIVER:
+        return f"NVIDIA's driver is {version[1]}, torch {torch.__version__} wants {LEAST_DRIVER}; install that"
     return "a driver is there, and no device; is this a container without --gpus=all, or CUDA_VISIBLE_DEVICES empty?"
 
 
@@ -271,7 +270,7 @@ def own_address(world):
         here = s.getsockname()[0]
     cure = "name one to torchrun: --local_addr=10.0.0.1 (with --rdzv_backend=c10d) or --master_addr=10.0.0.1"
     require(not ip_address(here).is_loopback, f"MASTER_ADDR={master!r}: no address for other nodes; {cure}")
-    return here, next(name for name, every in net_if_addrs().items() if here in {each.address for each in every})
+    return here, next(name for name, every in net_if_addrs().items() for each in every if each.address == here)
 
 
 def name_start(store, rank, world):
@@ -334,7 +333,7 @@ class LeafSum:
             _, left = self.subtrees.pop()
             torch._foreach_add_(left, grads)
             grads = left
-            leaves = 2 * leaves
+            leaves *= 2
         if leaves < self.lanes:
             self.subtrees.append((leaves, grads))
         elif self.total is None:
@@ -355,11 +354,11 @@ class Shard(NamedTuple):
 
 def shards(model, mesh):
     """FSDP2 gives rank r the r-th chunk of ceil(rows / ranks) rows (torch.chunk). Plain views of the parameters."""
-    found = []
-    for name, p in model.named_parameters():
-        first = -(-p.shape[0] // mesh.size()) * mesh.get_local_rank()
-        found.append(Shard(name, tuple(p.shape), first, p.to_local().detach()))
-    return found
+    rank = mesh.get_local_rank()
+    return [
+        Shard(name, tuple(p.shape), -(-p.shape[0] // mesh.size()) * rank, p.to_local().detach())
+        for name, p in model.named_parameters()
+    ]
 
 
 def whole(shard, mesh):
@@ -461,7 +460,7 @@ class WeightSync:
 
     def _at_both_ends(self, ours, theirs, *args):
         """ours() in a trainer, and the engine's method `theirs` for each group: a rank may have to do both at once."""
-        with hidden_torchrun(), ThreadPoolExecutor(1) as thread:
+        with ThreadPoolExecutor(1) as thread:
             entering = thread.submit(ours) if self.ranks.mesh is not None else None
             for name in self.groups if self.engine else ():
                 getattr(self.engine, theirs)(name, *args)
@@ -572,7 +571,7 @@ def write_atomic(path, data):
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(data)
     _sync(temporary)
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _digest(meta, tensors={}):
@@ -683,7 +682,7 @@ class Queue(NamedTuple):
         key = f"{folder.name} from {next(iter(job.rows))}"
         if self.sampler:
             folder.mkdir(parents=True, exist_ok=True)
-            self.sampler.sample(folder, job, self._share(key, job))
+            self.sampler.sample(folder, job, self._share(key, list(job.rows)))
             self.store.set(f"{key} engine {self.sampler.engine.index}", "done")
         self._wait(folder, [f"{key} engine {i}" for i in range(len(self.heartbeats))])
         expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
@@ -695,9 +694,8 @@ class Queue(NamedTuple):
             groups.append(read_group(path, self.vocabulary, prompt=i, **expected))
         return groups
 
-    def _share(self, key, job):
-        """This rank's share of the job's prompts: each goes to the engine that asks next. It changes who, not what."""
-        prompts = list(job.rows)
+    def _share(self, key, prompts):
+        """This rank's share of a job's prompts: each goes to the engine that asks next. It changes who, not what."""
         while (n := self.store.add(key, 1)) <= len(prompts):
             yield prompts[n - 1]
 
@@ -762,24 +760,23 @@ def open_run(folder, config, resumed, restarted, gpu):
 
 def check_shared(folder, rank):
     """Ends the run, on every rank, if some node's `folder` is not the folder of rank 0. Collective over all ranks."""
-    path = folder / from_all_ranks(f"shared_{uuid4().hex}")[0]
+    path = folder / f"shared_{uuid4().hex}"
     if rank == 0:
         path.touch()
-    meet()
-    hosts = from_all_ranks("" if appears(path, 20) else socket.gethostname())
+    path = from_all_ranks(path)[0]
+    others = {*from_all_ranks("" if appears(path, 20) else socket.gethostname())} - {""}
     if rank == 0:
         path.unlink()
-    others = ", ".join(sorted({*hosts} - {""}))
     cure = "choose one on a file system that all nodes share"
-    require(not others, f"out_dir={str(folder)!r}: not the same folder on {others}; {cure}")
+    require(not others, f"out_dir={str(folder)!r}: not the same folder on {', '.join(sorted(others))}; {cure}")
 
 
 def one_device(device):
     """`kernels.device_kind` of all ranks. Ends the run if they have several: their bits differ. Collective."""
-    kinds = {*from_all_ranks(kernels.device_kind(device))}
-    several = ", ".join(sorted(kinds))
-    require(len(kinds) == 1, f"device={device!r}: ranks have {several}, whose bits differ; use cards of one kind")
-    return several
+    kinds = sorted({*from_all_ranks(kernels.device_kind(device))})
+    cure = "whose bits differ; use cards of one kind"
+    require(len(kinds) == 1, f"device={device!r}: ranks have {', '.join(kinds)}, {cure}")
+    return kinds[0]
 
 
 def healthy_checkpoint(folder, done):
@@ -837,7 +834,7 @@ class Record:
         self.origin = origin
         self.agent = agent
         sizes = saved.get("bytes", dict.fromkeys(LOGS, 0))
-        self.ledger = Ledger(folder / "ledger.jsonl", "onecurve 1", sizes["ledger.jsonl"], c.strict)
+        self.ledger = Ledger(folder / "ledger.jsonl", sizes["ledger.jsonl"], c.strict)
         if saved and self.ledger.digest != saved["digest"]:
             raise RunError(f"{self.ledger.path}: does not lead to step {saved['step']}'s checkpoint; was it edited?")
         for name in ("metrics.jsonl", "samples.md"):
@@ -952,8 +949,8 @@ def write_tensors(folder, prefix, shards, mesh):
         if mine:
             write_file(path, content)
     if mesh.get_local_rank() == 0:
-        text = json.dumps({"metadata": {}, "weight_map": where}, indent=1)
-        (folder / f"{prefix}.safetensors.index.json").write_text(text)
+        index = {"metadata": {}, "weight_map": where}
+        (folder / f"{prefix}.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
 def _file_hash(path):
@@ -973,7 +970,7 @@ def seal_checkpoint(partial, final, **record):
     record["sha256"] = _digest(record)
     write_atomic(partial / "checkpoint.json", json.dumps(record, indent=1).encode())
     shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
+    partial.rename(final)
     _sync(final.parent)
 
 
@@ -1005,7 +1002,7 @@ def checkpoints(folder):
 def delete_checkpoints(folder, unwanted):
     """Deletes these folders; each gets another name first, so that half of one never looks like a checkpoint."""
     for path in unwanted:
-        os.replace(path, folder / f".{path.name}")
+        path.rename(folder / f".{path.name}")
     for unfinished in folder.glob(".step_*"):
         shutil.rmtree(unfinished)
 
@@ -1054,7 +1051,7 @@ def tensor_hashes(tensors, shards, group):
         odds = _odd(s.first + (1 << 40), len(t), t.device), _odd(s.column, rows.shape[1], t.device)
         sums.append(kernels.bit_sum(rows, *odds))
     sums = torch.stack(sums)
-    if group is not None:
+    if group:
         dist.all_reduce(sums, group=group)
     return {s.name: f"{h & 0xFFFFFFFFFFFFFFFF:016x}" for s, h in zip(shards, sums.tolist())}
 
@@ -1083,16 +1080,16 @@ class Ledger:
     what comes out now. Raises RunError if the chain is broken, and, if `strict`, where the comparison fails.
     """
 
-    def __init__(self, path, start, size=0, strict=True):
+    def __init__(self, path, size=0, strict=True):
         self.path = path
         self.strict = strict
-        self.digest = hashlib.sha256(start.encode()).hexdigest()
+        self.digest = hashlib.sha256(b"onecurve 1").hexdigest()  # the format's name and version
         path.touch()
         text = path.read_bytes().decode("latin-1")  # a character for each byte, even where the file is damaged
         for i, line in enumerate(text[:size].splitlines(True)):
             if line != self._chained(line.rpartition(', "chain"')[0] + "}"):
                 raise RunError(f"{path}: line {i + 1} is altered or torn: its chain does not fit")
-        self.before = text[size:].splitlines(True)
+        self.before = iter(text[size:].splitlines(True))
         os.truncate(path, size)
 
     def _chained(self, text):
@@ -1102,7 +1099,7 @@ class Ledger:
 
     def append(self, **line):
         text = self._chained(json.dumps(line))
-        old = self.before.pop(0) if self.before else ""
+        old = next(self.before, "")
         if self.strict and old.endswith("\n") and old != text:
             problem = f"{line['phase']} step {line['step']} came out otherwise than before the interruption"
             raise RunError(f"{self.path}: {problem}; was the code changed? --strict=False goes on all the same")

@@ -24,7 +24,7 @@ def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=
     """A run folder of `steps` steps of two prompts; `change` alters a step's tensors, `weight` one hash of step 1."""
     folder.mkdir()
     (folder / "config.py").write_text(f"seed = {seed}\nout_dir = {folder.name!r}\n")
-    ledger = sync.Ledger(folder / "ledger.jsonl", "start")
+    ledger = sync.Ledger(folder / "ledger.jsonl")
     for step in range(steps):
         groups = []
         for i in range(2):
@@ -84,7 +84,7 @@ def test_where_a_group_was_drawn_with_other_weights_step_and_versions_are_named(
 
     runs = [make_run(tmp_path / name, change=change(version)) for name, version in (("a", 1), ("b", 2))]
     for folder in runs:
-        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new", "start")
+        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new")
         for entry in map(json.loads, entries):
             drawn = folder.name if entry["step"] == 2 else "the same"
             ledger.append(**{k: v for k, v in entry.items() if k != "chain"}, weight_version=drawn)
@@ -97,7 +97,7 @@ def test_where_a_group_was_drawn_with_other_weights_step_and_versions_are_named(
 def test_what_a_tool_gave_is_named_with_both_results(diff, tmp_path):
     runs = [make_run(tmp_path / name) for name in "ab"]
     for folder, result in zip(runs, ("4", "5")):
-        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new", "start")
+        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new")
         for entry in map(json.loads, entries):
             journal = result if entry["step"] == 1 else "0"
             ledger.append(**{k: v for k, v in entry.items() if k != "chain"}, journal=journal)

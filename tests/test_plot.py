@@ -78,7 +78,7 @@ def make_run(folder, texts, steps=3, change=None, rewards=(1.0, 0.0), **figures)
     (folder / "model").mkdir(parents=True)
     make_tokenizer(folder / "model", ["<eos>", *texts])
     (folder / "config.py").write_text(f"advantage = 'grpo'  # command line\nseed = {change or 1}\nout_dir = 'a # b'\n")
-    ledger = sync.Ledger(folder / "ledger.jsonl", "start")
+    ledger = sync.Ledger(folder / "ledger.jsonl")
     for step in range(steps):
         queue = folder / "queue" / f"rl_{step:06d}"
         queue.mkdir(parents=True)
