@@ -778,7 +778,7 @@ class Sampler:
                 elapsed=elapsed,
                 idle=elapsed - worked,
             )
-            await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
+            await asyncio.to_thread(write_group, group_path(folder, index), tensors, meta)  # it waits for the disk
 
     async def _group(self, folder, index, job):
         """A prompt's samples of one turn: (tensors, meta) of the group file."""

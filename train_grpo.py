@@ -847,7 +847,7 @@ class Trainer:
         sync.meet(self.control)  # and the files
         if record:
             for i, group in enumerate(flight.groups):
-                sync.write_group(unfinished / "flight", i, *group)
+                sync.write_group(sync.group_path(unfinished / "flight", i), *group)
             state = dict(step=step, optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]))
             state |= dict(earlier=[*earlier], begun=flight.begun, in_flight=len(flight.groups)) | record.state()
             sync.seal_checkpoint(unfinished, finished, **state)
@@ -1157,7 +1157,8 @@ if __name__ == "__main__":
         # An engine, too, starts from the checkpoint; with LoRA from the base, as adapters are no model.
         model_path = model_path if lora_rank else latest
         start = saved["step"]
-        in_flight = (sync.read_group(latest / "flight", i, {}, hf.vocab_size) for i in range(saved["in_flight"]))
+        files = (sync.group_path(latest / "flight", i) for i in range(saved["in_flight"]))
+        in_flight = (sync.read_group(file, hf.vocab_size) for file in files)
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
     record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
@@ -1221,11 +1222,11 @@ if __name__ == "__main__":
         """The version of the weights with which the samples of a step are made."""
         return max(0, step - lag) if ranks.trainers else 0
 
-    def publish(version, hashes=None):
-        transport.publish(version, hashes, trainer and trainer.published(version))
+    def publish(version, hashes={}):
+        transport.publish(version, hashes, trainer.published(version) if trainer else ())
 
     if publishes:
-        sent = trainer and trainer.parts.sent
+        sent = trainer.parts.sent if trainer else ()
         transport = sync.WeightSync(weight_sync, ranks, sent, engine, place, compute_dtype, overlaps)
         publish(version_for(start))
     evaluates = bool(eval_rows) and (publishes or only_eval)
@@ -1265,7 +1266,7 @@ if __name__ == "__main__":
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
         if transport and s >= 0:
-            publish(s + 1, hashes.get("weights"))
+            publish(s + 1, hashes.get("weights", {}))
         if not batch:
             continue
         times.append(time.monotonic())
@@ -1278,7 +1279,7 @@ if __name__ == "__main__":
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
         if watch:
-            alarm = sync.from_first_rank(record and rewards.hacking(record.steps, truths), alarm_group)
+            alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, truths), alarm_group)[0]
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(s + 1, eval_every, rl_steps):
             evaluate(queue, s + 1, eval_rows, c, s + 1, record)

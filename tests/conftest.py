@@ -151,8 +151,7 @@ def error_line(output):
 
 def read_groups(folder, steps="rl_*"):
     """[(tensors, meta)] of a run's rollout files, in the order of steps and prompts; steps: folders of its queue."""
-    paths = sorted((folder / "queue").glob(f"{steps}/group_*.safetensors"))
-    return [sync.read_group(path.parent, int(path.stem.rpartition("_")[2]), {}) for path in paths]
+    return [*map(sync.read_group, sorted((folder / "queue").glob(f"{steps}/group_*.safetensors")))]
 
 
 def finish(folder, *flags, launch=launch, **options):

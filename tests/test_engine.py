@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import finish
+from conftest import finish, read_groups
 from prove import lines
 from test_dispatch import Record
 from torch.utils._python_dispatch import _disable_current_modes
@@ -162,7 +162,7 @@ def pair(request, tmp_path_factory):
         assert len(transport.plan) > 1
 
     send = {
-        how: functools.partial(transport.publish, hashes=None, shards=shards) for how, transport in transports.items()
+        how: functools.partial(transport.publish, hashes={}, shards=shards) for how, transport in transports.items()
     }
     send["broadcast"](0)
     yield engine, model, send
@@ -189,7 +189,7 @@ def roll_out(engine, folder, rows, sampling=Sampling()):
     folder.mkdir(exist_ok=True)
     sampler = Sampler(engine, CONFIG, "test", engines=1, reward=load_reward("exact"), decode=str, stop_tokens=[1])
     sampler.sample(folder, Job("rl", 0, engine.version, rows, 4, sampling), iter(rows))
-    return [sync.read_group(folder, i, {})[0] for i in range(len(rows))]
+    return [sync.read_group(sync.group_path(folder, i))[0] for i in range(len(rows))]
 
 
 def differing(model, groups, sampling=Sampling()):
@@ -580,7 +580,7 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path):
     steps = lines(tmp_path / "run", "metrics.jsonl", "rl")
     assert len(steps) == 2 and all(s["logprob_mismatch_tokens"] == 0 for s in steps)
     assert all(s["reward_std"] > 0 and s["grad_norm"] > 0 for s in steps)
-    tokens = [sync.read_group(tmp_path / "run/queue/rl_000001", i, {})[0]["tokens"] for i in range(8)]
+    tokens = [group[0]["tokens"] for group in read_groups(tmp_path / "run", "rl_000001")]
     assert torch.cat(tokens).max() > 140_000
 
 

@@ -439,10 +439,11 @@ def test_L10_control_seeds_by_arrival_are_other_samples(agent, agents, tmp_path)
 @pytest.mark.control("another result in a journal")
 def test_L10_control_a_journal_with_another_result_is_another_run(agent, agents, tmp_path):
     queue = interrupt(agents[0], tmp_path / "run") / "queue"
-    tensors, meta = sync.read_group(queue / "rl_000017", 0, {})
+    path = sync.group_path(queue / "rl_000017", 0)
+    tensors, meta = sync.read_group(path)
     entry = next(entry for journal in meta["journal"] for entry in journal if entry["name"] == "add")
     entry["result"] += "0"
-    sync.write_group(queue / "rl_000017", 0, tensors, meta)
+    sync.write_group(path, tensors, meta)
     status, output = launch_warm(tmp_path / "run", *agent, "--init_from=resume")
     assert status == 1 and re.search("rl step 17 came out otherwise", error_line(output)), output[-2000:]
 

@@ -74,7 +74,7 @@ def weights_as_they_come():
 
     def late(self, version, hashes=None, shards=None):
         sent[version] = shards
-        publish(self, version, None, sent[version - 1] if version % 3 == 2 else shards)
+        publish(self, version, {}, sent[version - 1] if version % 3 == 2 else shards)
 
     sync.WeightSync.publish = late
 
@@ -331,10 +331,10 @@ def forget_optimizer(folder):
 
 def flip_token(queue):
     """Changes one token of step 3 into another, under a valid checksum."""
-    folder = queue / "rl_000003"
-    tensors, meta = sync.read_group(folder, 0, {})
+    path = sync.group_path(queue / "rl_000003", 0)
+    tensors, meta = sync.read_group(path)
     tensors["tokens"][1] += 1 if tensors["tokens"][1] < 90 else -1
-    sync.write_group(folder, 0, tensors, meta)
+    sync.write_group(path, tensors, meta)
 
 
 # ---- the table
