@@ -25,7 +25,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -248,7 +248,7 @@ def value_loss(values, old_values, returns, clip):
 
 def overlong_penalty(lengths, longest, cache):
     """0 up to longest - cache tokens, then linear down to -1 at the longest: DAPO, equation 13."""
-    return ((longest - cache - lengths) / cache).clamp(-1, 0) if cache else torch.zeros(lengths.shape)
+    return ((longest - cache - lengths) / cache).clamp(-1, 0)
 
 
 def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
@@ -348,12 +348,8 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
 
 
 class Sample(NamedTuple):
-    name: str  # 'prompt 3, sample 5', for errors
     tokens: torch.Tensor  # (T,) prompt and response
     prompt_tokens: int  # how many of them are the prompt's
-    truncated: bool  # cut off at max_new_tokens
-    of: int  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
-    turn_rewards: torch.Tensor  # (turns,)
     loss_at: torch.Tensor  # (M,) indices of the loss tokens in `tokens`; the tensors below are of these tokens alone
     turn: torch.Tensor  # (M,) index of each token's turn
     staleness: torch.Tensor  # (M,) steps from the weights that sampled the token to those that are trained now
@@ -364,6 +360,10 @@ class Sample(NamedTuple):
     values: torch.Tensor  # (M,) of the critic before the first update
     returns: torch.Tensor  # (M,) what the critic learns
     bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
+    name: str = ""  # 'prompt 3, sample 5', for errors
+    truncated: bool = False  # cut off at max_new_tokens
+    of: int = 0  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
+    turn_rewards: torch.Tensor = torch.zeros(1)  # (turns,)
 
 
 COLUMNS = "staleness logprobs old_logprobs advantages reference values returns".split()  # of a Sample and of a Leaf
@@ -385,32 +385,28 @@ class Leaf(NamedTuple):
     returns: torch.Tensor
 
 
-def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False, staleness=None, of=0, turns=None):
+def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **others):
     """
-    A Sample of a prompt and a response (R,), of whose tokens those in loss_mask (R,) have a loss. logprobs, staleness
-    (R,); None: 0. turns: (turn of each token (R,), rewards of the turns (turns,)); None: the response is one turn.
-    Columns that are not known yet are 0, and old_logprobs the engine's.
+    A Sample of a prompt and a response (R,), of whose tokens those in loss_mask (R,) have a loss. logprobs, turn,
+    staleness: (R,). others: the last fields of a Sample. Columns that are not known yet are 0, and old_logprobs the
+    engine's.
     """
     zeros = torch.zeros(len(response)).long()
-    turn, turn_rewards = turns or (zeros, torch.zeros(1))
     at = loss_mask.nonzero()[:, 0]
     unknown = torch.zeros(len(at))
     return Sample(
-        name=name,
         tokens=torch.cat([prompt, response]),
         prompt_tokens=len(prompt),
-        truncated=truncated,
-        of=of,
-        turn_rewards=turn_rewards,
         loss_at=len(prompt) + at,
-        turn=turn[at],
-        staleness=(zeros if staleness is None else staleness)[at],
+        turn=(zeros + turn)[at],
+        staleness=(zeros + staleness)[at],
         logprobs=logprobs[at],
         old_logprobs=logprobs[at],
         advantages=unknown,
         reference=unknown,
         values=unknown,
         returns=unknown,
+        **others,
     )
 
 
@@ -423,10 +419,9 @@ def loss_tokens(samples):
 FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0))
 
 
-def samples_of(groups, step=None, overlong_filter=False):
+def samples_of(groups, step, overlong_filter=False):
     """
-    The samples of rollout Groups in their order, for training at `step` (None: with the weights that
-    sampled them). overlong_filter: those cut off teach nothing.
+    The samples of rollout Groups in their order, for training at `step`. overlong_filter: those cut off teach nothing.
     """
     samples = []
     begun = 0  # samples of the groups before
@@ -435,13 +430,12 @@ def samples_of(groups, step=None, overlong_filter=False):
         rows = group.rows("tokens", "loss_mask", "logprobs", "weight_version", "turn")
         gained = t["turn_rewards"].split(t["turns"].tolist())
         # A partial rollout may be trained on at a later step than its file's; then the name says which.
-        where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step not in (None, meta["step"]))
+        where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step != meta["step"])
         for g, cut, gains, row in zip(t["sample"].tolist(), t["truncated"].tolist(), gained, rows):
             tokens, mask, logprobs, version, turn = row
             mask = mask & (not (cut and overlong_filter))
-            age = None if step is None else step - version
-            of = (f"{where}, sample {g}", cut, age, begun + g, (turn, gains))
-            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, *of))
+            known = dict(name=f"{where}, sample {g}", truncated=cut, of=begun + g, turn_rewards=gains)
+            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, turn, step - version, **known))
         begun += len(t["rewards"])
     return samples
 
@@ -521,18 +515,19 @@ def turn_advantages(samples, kind, group_size, gamma):
     per turn; it is compared with the returns of the turns of the same number in the group's other dialogues. A turn
     that has none to compare with gets 0.
     """
-    returns = []
-    peers = {}  # {(group, number of a turn): [(sample, turn)]}
-    for i, s in enumerate(samples):
-        returns.append(gae(s.turn_rewards, torch.zeros(len(s.turn_rewards) + 1), gamma, 1.0))
-        for k in range(len(s.turn_rewards)):
-            peers.setdefault((s.of // group_size, k), []).append((i, k))
-    advantages = [torch.zeros(len(r)) for r in returns]
-    for places in peers.values():
-        if len(places) > 1:
-            among = advantages_of(torch.stack([returns[i][k] for i, k in places])[None], kind)[0]
-            for (i, k), a in zip(places, among):
-                advantages[i][k] = a
+    advantages = []
+    peers = {}  # {(group, number of a turn): [(a turn's return, where its advantage goes)]}
+    for s in samples:
+        turns = len(s.turn_rewards)
+        advantages.append(torch.zeros(turns))
+        returns = gae(s.turn_rewards, torch.zeros(turns + 1), gamma, 1.0)
+        for k, turn in enumerate(zip(returns, advantages[-1])):
+            peers.setdefault((s.of // group_size, k), []).append(turn)
+    for turns in peers.values():
+        if len(turns) > 1:
+            returns, places = zip(*turns)
+            for place, a in zip(places, advantages_of(torch.stack(returns)[None], kind)[0]):
+                place.copy_(a)
     return [s._replace(advantages=a[s.turn]) for s, a in zip(samples, advantages)]
 
 
@@ -557,21 +552,19 @@ def with_advantages(samples, rewards, c):
     """The samples with their advantages, from rewards (P, G), and with returns if there is a critic. c: the config."""
     if c.advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
-    costs = []
+    costs = [torch.zeros(len(s.loss_at)) for s in samples]
     if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
         costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator) for s in samples]
     if c.advantage == "gae":
-        gains = [token_rewards(s, float(rewards.flatten()[s.of]), c.credit) for s in samples]
-        gains = [g - cost for g, cost in zip(gains, costs)] if costs else gains
+        flat = rewards.flatten().tolist()
+        gains = [token_rewards(s, flat[s.of], c.credit) - cost for s, cost in zip(samples, costs)]
         return critic_advantages(samples, gains, c.gamma, c.gae_lambda)
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
-    if costs:
-        of = torch.tensor([s.of for s in samples])
-        costs = torch.stack([cost.sum() for cost in costs])
-        costs = torch.zeros_like(rewards.flatten()).index_add(0, of, costs.to(rewards))
-        rewards = rewards - costs.view(rewards.shape)
-    advantages = advantages_of(rewards, c.advantage).flatten().tolist()
+    of = torch.tensor([s.of for s in samples])
+    costs = torch.stack([cost.sum() for cost in costs]).to(rewards)
+    costs = torch.zeros_like(rewards.flatten()).index_add(0, of, costs).view(rewards.shape)
+    advantages = advantages_of(rewards - costs, c.advantage).flatten().tolist()
     return [s._replace(advantages=torch.full(s.logprobs.shape, advantages[s.of])) for s in samples]
 
 
@@ -634,35 +627,21 @@ ANSWERS = Objective("sft", answer_loss)
 PAIRS = Objective("rm", pair_loss, 2)
 
 
-def derived(metrics):
-    """The metrics (means over the loss tokens), with what follows from the moments of the probability ratio."""
-    if "ratio_mean" not in metrics:
-        return metrics
-    mean_square = metrics["ratio_mean"] ** 2
-    square = metrics["ratio_square"]
-    others = {name: x for name, x in metrics.items() if name != "ratio_square"}
-    return others | dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
-
-
-def check_logprobs(leaf, logprobs, age, chosen, samples):
+def check_logprobs(leaf, logprobs, age, samples):
     """
-    The promise of this project, checked at every loss token: the trainer's log-probs (M,) are the engine's, as bits,
-    where they were computed with the same weights: at tokens of staleness `age`.
-    Returns [], or [(index of the first sample with a token that differs, a line about that token, number of tokens
-    that differ, largest distance)]. `chosen` are the indices of the leaf's samples in `samples`.
+    The promise of this project, checked at every loss token of a leaf of these samples: the trainer's log-probs (M,)
+    are the engine's, as bits, where they were computed with the same weights: at tokens of staleness `age`.
+    Returns [], or [(index in the batch of the first sample with a token that differs, a line about that token, number
+    of tokens that differ, largest distance)].
     """
     differ = (logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)) & (leaf.staleness == age)
     if not differ.any():
         return []
     i = int(differ.nonzero()[0])
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
-    j, at = [(j, at) for j in chosen for at in samples[j].loss_at.tolist()][i]
-    line = f"{samples[j].name}, token {at - samples[j].prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
-    return [(j, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
-
-
-def pinned_like(x):
-    return torch.empty_like(x, device="cpu", pin_memory=True)
+    sample, at = [(s, at) for s in samples for at in s.loss_at.tolist()][i]
+    line = f"{sample.name}, token {at - sample.prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
+    return [(sample.of, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -674,11 +653,11 @@ class Trainer:
     samples are collective over the trainers: each rank passes all the samples of a step, and works on its own leaves.
 
     c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from.
-    checkpoint: the folder from which to go on, read if `optimizer_steps` is not 0. versions: the earlier versions of
-    the weights that it holds.
+    checkpoint: the folder from which to go on, None without. saved: what it says of itself.
     """
 
-    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, optimizer_steps=0, versions=()):
+    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved=None):
+        saved = saved or {}
         self.c = c
         self.mesh = ranks.mesh
         self.device = device
@@ -701,21 +680,23 @@ class Trainer:
         for s in self.shards:
             if s.name in folders.HEADS:
                 s.data.zero_()
-        self.parts.load(folder, checkpoint if optimizer_steps else None)
+        self.parts.load(folder, checkpoint)
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
-        decayed, others = ([w for w in self.weights if (w.dim() > 1) == kind] for kind in (True, False))
-        groups = [dict(params=decayed, weight_decay=c.weight_decay), dict(params=others, weight_decay=0.0)]
+        groups = []
+        for matrices in (True, False):
+            params = [w for w in self.weights if (w.dim() > 1) == matrices]
+            groups.append(dict(params=params, weight_decay=c.weight_decay * matrices))
         self.optimizer = kernels.AdamW(groups, betas=(c.beta1, c.beta2))
         # AdamW would make its state at its first step; made here, it can be filled from a checkpoint.
         for w in self.weights:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
-            self.optimizer.state[w] = dict(step=torch.tensor(float(optimizer_steps)), **zeros)
+            self.optimizer.state[w] = dict(step=torch.tensor(float(saved.get("optimizer_steps", 0))), **zeros)
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
-        self.versions = {version: self.snapshot() for version in versions}
-        self.mismatches = []
-        if optimizer_steps:
+        self.versions = {version: self.snapshot() for version in saved.get("earlier", ())}
+        self.mismatches = []  # what `check_logprobs` has found in this rank's leaves since the last update
+        if checkpoint:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
             trained, frozen = (sum(math.prod(s.shape) for s in part) for part in (self.shards, self.parts.frozen))
@@ -727,9 +708,9 @@ class Trainer:
                 line += f"; they, moments and gradients take {self.state_bytes() / 1e9:.1f} of {room / 1e9:.1f} GB"
             print(line, flush=True)
         # The reference: forward passes only, and so no optimizer. With LoRA it is the model itself with other adapters.
-        self.anchor = self.frozen = None
+        self.frozen = None
         if c.kl_coef or c.advantage == "distill":
-            self.anchor = self.parts.anchor()
+            self.anchor = self.parts.anchor() or ()
             self.frozen = self.model if self.anchor else self.reference_model(hf)
 
     def reference_model(self, hf):
@@ -768,26 +749,19 @@ class Trainer:
     def keep(self, version):
         """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
         if most := max_staleness(self.c):
-            older = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
-            if self.device == "cuda":  # the newest is still to be sent; others wait in CPU memory, where there is room
-                dropped = [kept for v, kept in self.versions.items() if v < version - most]
-                spare = [kept for kept in dropped if kept[0].data.is_pinned()]
-                older = {v: self.to_host(kept, spare) for v, kept in older.items()}
+            self.versions = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
+            # The newest is still to be sent; older ones wait in CPU memory, where there is room. Copied like this it is
+            # pinned, and torch gives what the dropped ones had.
+            older = {
+                v: [s._replace(data=s.data.to("cpu", non_blocking=True)) for s in kept]
+                for v, kept in self.versions.items()
+            }
             self.versions = older | {version: self.snapshot()}
-
-    def to_host(self, shards, spare):
-        """The shards in pinned memory: in that of a spare version, if there is one."""
-        if shards[0].data.is_pinned():
-            return shards
-        pinned = spare.pop() if spare else [s._replace(data=pinned_like(s.data)) for s in shards]
-        for s, there in zip(shards, pinned):
-            there.data.copy_(s.data, non_blocking=True)
-        return pinned
 
     @contextmanager
     def holding(self, others):
-        """Inside, the policy has the weights `others` (shards)."""
-        now = [s.data.clone() for s in self.policy]
+        """Inside, the policy has the weights `others` (shards); () for its own."""
+        now = [s.data.clone() for s, _ in zip(self.policy, others)]
         for s, other in zip(self.policy, others):  # over the bus as they are: a CPU would be slow to convert them
             s.data.copy_(other.data.to(s.data.device, non_blocking=True))
         try:
@@ -795,13 +769,6 @@ class Trainer:
         finally:
             for s, data in zip(self.policy, now):
                 s.data.copy_(data)
-
-    def frozen_logprobs(self, leaf):
-        """The log-probs (M,) of the reference."""
-        with self.holding(self.anchor) if self.anchor else nullcontext():
-            logprobs = self.frozen.token_logprobs(leaf, self.c.temperature)[0]
-            self.frozen.reshard()
-        return logprobs
 
     def save(self, ckpt, tokenizer, stop_tokens, record, step, flight):
         """
@@ -829,22 +796,24 @@ class Trainer:
             sync.seal_checkpoint(unfinished, finished, **state)
             sync.delete_checkpoints(ckpt, sync.checkpoints(ckpt)[: -self.c.keep_checkpoints])
 
-    def passes(self, samples, temperature, unit=1, weights=None):
+    def passes(self, samples, model, objective=POLICY, weights=()):
         """
         Forward passes over this rank's leaves of a step: yields (the indices of a leaf's samples, the Leaf, what the
         model's `token_logprobs` returns). Leaf i belongs to rank i % ranks: the ranks work on a row of leaves side by
-        side. FSDP2's gathers and scatters need all of them, so an empty leaf is computed like any other. unit: number
-        of neighbours among the samples that share a leaf. weights: shards that the policy has during these passes.
+        side. FSDP2's gathers and scatters need all of them, so an empty leaf is computed like any other. weights:
+        shards that the policy has during these passes; () for its own.
         """
+        unit = objective.unit
+        temperature = self.c.temperature if objective is POLICY else 1.0
         lengths = [sum(len(s.tokens) for s in samples[i : i + unit]) for i in range(0, len(samples), unit)]
         planned = plan_leaves(lengths, self.c.leaf_tokens, self.c.lanes)
-        with self.holding(weights) if weights else nullcontext():
+        with self.holding(weights):
             for units in planned[self.rank :: self.mesh.size()]:
                 chosen = [i * unit + k for i in units for k in range(unit)]
                 leaf = pack([samples[i] for i in chosen], self.device)
-                output = self.model.token_logprobs(leaf, temperature)
+                output = model.token_logprobs(leaf, temperature)
                 if not torch.is_grad_enabled():
-                    self.model.reshard()  # FSDP2 does it after a backward pass; there is none
+                    model.reshard()  # FSDP2 does it after a backward pass; there is none
                 yield chosen, leaf, output
 
     @torch.no_grad()
@@ -853,61 +822,59 @@ class Trainer:
         Notes what `check_logprobs` finds in this rank's leaves at tokens that were sampled with older weights than
         those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept.
         """
-        self.mismatches = []
         ages = torch.cat([s.staleness for s in samples]).unique()
         for age in ages[ages > 0].tolist():
-            cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
-            where = list(cut)
-            parts = list(cut.values())
+            parts = [part for s in samples if (part := tokens_of_age(s, age))]
             token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
-            passes = self.passes(parts, self.c.temperature, weights=self.versions[step - age])
-            for chosen, leaf, (logprobs, *_) in passes:
-                found = check_logprobs(leaf, logprobs, age, chosen, parts)
-                self.mismatches += [(where[j], *others) for j, *others in found]
+            for chosen, leaf, (logprobs, *_) in self.passes(parts, self.model, weights=self.versions[step - age]):
+                self.mismatches += check_logprobs(leaf, logprobs, age, [parts[i] for i in chosen])
 
     @torch.no_grad()
-    def forward_only(self, samples):
-        """
-        One pass over a batch before its first update: the samples with the trainer's own log-probs (where importance
-        weights need them), the frozen model's log-probs and the critic's values filled in.
-        """
-        if not (self.frozen or self.c.importance or self.c.advantage == "gae"):
-            return samples
-        mine = {}  # {sample: (own log-probs, frozen ones, values, bootstrap)}
-        for chosen, leaf, (ours, _, values, bootstraps) in self.passes(samples, self.c.temperature):
-            theirs = self.frozen_logprobs(leaf) if self.frozen else ours
-            per_token = (ours, theirs, leaf.values if values is None else values)
-            split = (x.cpu().split(leaf.counts.tolist()) for x in per_token)
-            mine |= zip(chosen, zip(*split, [0.0] * len(chosen) if bootstraps is None else bootstraps.tolist()))
+    def outputs(self, samples, model, weights=()):
+        """For each sample a model's log-probs (M,) and, with a critic, values (M,) and that after the last token."""
+        mine = {}
+        for chosen, leaf, (logprobs, _, values, last) in self.passes(samples, model, weights=weights):
+            per_token = [logprobs] if values is None else [logprobs, values]
+            columns = [x.cpu().split(leaf.counts.tolist()) for x in per_token]
+            columns += [] if values is None else [last.tolist()]
+            mine |= zip(chosen, zip(*columns))
         # Every rank needs every sample: advantages are normalised over the batch.
         everyone = [None] * self.mesh.size()
-        filled = list(samples)
         dist.all_gather_object(everyone, mine, group=self.control)
-        for i, (*per_token, bootstrap) in (pair for part in everyone for pair in part.items()):
-            ours, theirs, values = per_token
-            if not self.c.importance:
-                ours = samples[i].logprobs
-            # After a sample that ended by itself nothing can be gained: the value of its last state is 0.
-            bootstrap = bootstrap if samples[i].truncated else 0.0
-            filled[i] = samples[i]._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
-        return filled
+        outputs = {i: output for part in everyone for i, output in part.items()}
+        return [outputs[i] for i in range(len(samples))]
+
+    def forward_only(self, samples):
+        """
+        Passes over a batch before its first update: the samples with the reference's log-probs, the trainer's own
+        (where importance weights need them) and the critic's values filled in.
+        """
+        c = self.c
+        if self.frozen:
+            outputs = self.outputs(samples, self.frozen, self.anchor)
+            samples = [s._replace(reference=output[0]) for s, output in zip(samples, outputs)]
+        if c.importance or c.advantage == "gae":
+            outputs = self.outputs(samples, self.model)
+        if c.importance:
+            samples = [s._replace(old_logprobs=output[0]) for s, output in zip(samples, outputs)]
+        if c.advantage == "gae":  # after a sample that ended by itself nothing can be gained: its last value is 0
+            valued = zip(samples, outputs)
+            samples = [s._replace(values=v, bootstrap=last if s.truncated else 0.0) for s, (_, v, last) in valued]
+        return samples
 
     def gradients(self, samples, objective=POLICY, check=False):
         """
-        The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and what
-        `check_logprobs` found in this rank's leaves. Sums over leaves are made in an order that does not depend on the
-        number of ranks. Under torch.no_grad there are no gradients.
-        check: compare log-probs with the engine's at tokens that were sampled with these very weights.
+        The gradients of a step's loss (this rank's rows of each parameter's), and the metrics of its loss tokens. Sums
+        over leaves are made in an order that does not depend on the number of ranks. Under torch.no_grad there are no
+        gradients. check: compare log-probs with the engine's at tokens that were sampled with these very weights.
         """
         # The denominators are the whole step's, so that leaves of any size add up to one mean.
         tokens = len(samples) // 2 if objective is PAIRS else max(1, loss_tokens(samples))
-        temperature = self.c.temperature if objective is POLICY else 1.0
         total = sync.LeafSum(self.c.lanes // self.mesh.size())
         rows = []
-        mismatches = []
-        for chosen, leaf, output in self.passes(samples, temperature, objective.unit):
+        for chosen, leaf, output in self.passes(samples, self.model, objective):
             loss, figures = objective.loss(output, leaf, self.c, len(samples), tokens)
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
@@ -918,11 +885,14 @@ class Trainer:
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
             figures = {"loss": loss, **figures}
             if check:
-                mismatches += check_logprobs(leaf, output[0].detach(), 0, chosen, samples)
+                self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
             rows.append(torch.stack([x.detach().double().sum() for x in figures.values()]))
         sums = dict(zip(figures, self.over_leaves(rows)))
         metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
-        return total.total, derived(metrics), mismatches
+        if square := metrics.pop("ratio_square", None):
+            mean_square = metrics["ratio_mean"] ** 2
+            metrics |= dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
+        return total.total, metrics
 
     def over_leaves(self, rows):
         """The sums (list of floats) over the leaves of all ranks, of which each rank has a row (figures,) a leaf."""
@@ -931,14 +901,15 @@ class Trainer:
         dist.all_reduce(table, group=self.process_group)
         return sync.tree_sum(table).tolist()
 
-    def apply(self, grads, lr, where):
+    def apply(self, grads, lr, where, loss=0.0):
         """
         Clips the gradients and takes AdamW's step with them: (their norm before the clip, {stage: {name: hash}}). Ends
-        the run, with the weights unchanged, if the norm is not finite; `where` says in which step.
+        the run, with the weights unchanged, if the norm or the loss is not finite; `where` says in which step.
         """
         # Clip and AdamW are elementwise, and the norm is one tree: it does not matter where the shards are cut.
         norm = sync.grad_norm(grads, self.shards, self.process_group)
-        require(math.isfinite(norm), f"{where}: the gradient norm is {norm}; the weights are as they were")
+        found = f"the loss is {loss}, the gradient norm {norm}"
+        require(math.isfinite(loss + norm), f"{where}: {found}; the weights are as they were")
         if self.c.grad_clip and norm > self.c.grad_clip:
             for g in grads:
                 g.mul_((self.c.grad_clip / norm).float())
@@ -960,12 +931,13 @@ class Trainer:
         line, and with the weights unchanged, if the loss or the gradient norm is not finite, or, with `check` and
         strict=True, if a log-prob differs.
         """
-        grads, metrics, mismatches = self.gradients(samples, objective, check)
+        grads, metrics = self.gradients(samples, objective, check)
         if check:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
             # are not in the order of the samples, but the first sample is what a reader looks for.
             everyone = [None] * self.mesh.size()
-            dist.all_gather_object(everyone, mismatches + self.mismatches, group=self.control)
+            dist.all_gather_object(everyone, self.mismatches, group=self.control)
+            self.mismatches = []
             mismatches = sorted(sum(everyone, []))
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
@@ -973,10 +945,7 @@ class Trainer:
             if mismatches and self.c.strict:
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
-        where = f"{objective.phase} step {step}"
-        value = metrics["loss"]
-        require(math.isfinite(value), f"{where}: the loss is {value}; the weights are as they were")
-        norm, hashes = self.apply(grads, lr, where)
+        norm, hashes = self.apply(grads, lr, f"{objective.phase} step {step}", metrics["loss"])
         if objective is POLICY:
             hashes = {"advantages": sync.content_hash(*(s.advantages for s in samples))} | hashes
         return metrics | dict(grad_norm=norm, lr=lr), hashes
@@ -997,10 +966,11 @@ def learn(trainer, step, groups, c):
     trainer.check_past_versions(samples, step)
     metrics = dict(check_seconds=time.monotonic() - began)
     samples = trainer.forward_only(samples)
-    scores = torch.stack([t["rewards"] for t, _ in groups])  # (P, G)
-    lengths = torch.stack([group.response_lengths() for group in groups])
-    penalty = overlong_penalty(lengths, c.max_new_tokens, c.overlong_cache)
-    samples = with_advantages(samples, scores + penalty, c)
+    scores = torch.stack([group.tensors["rewards"] for group in groups])  # (P, G)
+    if c.overlong_cache:
+        lengths = torch.stack([group.response_lengths() for group in groups])
+        scores += overlong_penalty(lengths, c.max_new_tokens, c.overlong_cache)
+    samples = with_advantages(samples, scores, c)
     rate = learning_rate_at(step, c.learning_rate, c.warmup_steps, c.lr_decay_steps, c.min_lr)
     for i in range(c.updates_per_batch):
         figures, hashes = trainer.update(samples, step, rate, check=i == 0)
@@ -1011,17 +981,16 @@ def learn(trainer, step, groups, c):
 
 def evaluate(queue, step, rows, c, version, record):
     """Records pass@k and the mean reward on the held-out rows, under the weights that the engines hold."""
-    rows = dict(enumerate(rows))
-    groups = queue.sample(Job("eval", step, version, rows, c.eval_samples, c.eval_temperature))
+    groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, c.eval_temperature))
     if record:
-        scores = rewards.pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward)
+        scores = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in groups]), c.pass_reward)
         record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
 
 
 @torch.no_grad()
 def evaluate_pairs(trainer, step, pairs, record):
     """Records how often, and by how much, held-out pairs (samples) are in the right order. Collective over trainers."""
-    _, figures, _ = trainer.gradients(pairs, PAIRS)
+    _, figures = trainer.gradients(pairs, PAIRS)
     if record:
         record.evaluation(step, rewards.pair_rates(figures, len(pairs) // 2), len(pairs) // 2)
 
@@ -1040,9 +1009,9 @@ def supervised_samples(rows, c, demonstrate=None):
     return [make_sample(prompt, tokens, mask, torch.zeros(len(tokens))) for prompt, tokens, mask in known]
 
 
-def due(step, every, last):
-    """Whether what happens every `every` steps (0: never) happens after `step`; after the last step it always does."""
-    return step == last or every > 0 and step % every == 0
+def due(steps, every, last):
+    """Whether what happens every `every` steps (0: never), at the start and at the end happens after this many."""
+    return steps in (0, last) or every > 0 and steps % every == 0
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -1058,9 +1027,8 @@ if __name__ == "__main__":
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
     does = MODES[mode]
     supervised = does.steps == "supervised"
-    only_eval = not does.steps
     publishes = does.trains and does.samples
-    rl_steps = 0 if supervised or only_eval else max_steps
+    rl_steps = max_steps if does.steps == "rl" else 0
     sft_steps = max_steps if supervised else warmup_sft_steps
     sft_schedule = sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
     if supervised:
@@ -1078,9 +1046,8 @@ if __name__ == "__main__":
     if not resumed:  # only now is it known whether torchrun has restarted us because a rank of another node died
         _, resumed, restarted = resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS)
     # Do trainers and engines work side by side, or in turn?
-    sampling = ranks.engines * rollout_tp  # ranks
-    overlaps = lag > 0 < ranks.engines and ranks.trainers + sampling == ranks.world > 1
-    concurrent = ranks.world if overlaps else ranks.trainers if ranks.mesh is not None else sampling
+    overlaps = publishes and lag > 0 and ranks.trainers < world
+    concurrent = world if overlaps else ranks.trainers if ranks.mesh is not None else ranks.engines * rollout_tp
     # More threads than cores wait for each other by spinning; no bit depends on their number.
     torch.set_num_threads(threads or max(1, os.cpu_count() // concurrent))
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
@@ -1105,33 +1072,29 @@ if __name__ == "__main__":
     train_rows, eval_rows = rewards.load_rows(config)
     if does.samples and not episodes:
         rewards.check_answers(reward_function, train_rows + eval_rows, answer_column)
-    encode = partial(rewards.encode_prompts, tokenizer=tokenizer, config=config)
-    train_rows = encode(train_rows, "training")
-    eval_rows = encode(eval_rows, "held-out")
+    train_rows = rewards.encode_prompts(train_rows, "training", tokenizer, config)
+    eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads())
 
     # ---- the state of the loop, and where an interrupted run goes on. All else that a step needs is a function of the
     # config and the step's number: that is why so little has to be saved.
-    start = 0  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
-    saved = {}  # what the latest checkpoint says of itself
-    flight = Flight()  # the groups that it has in flight
     run_id = sync.run_id(config)
     origin = dict(run=run_id, versions=library_versions(), device=sync.one_device(place))
     latest = (sync.checkpoints(folder / "ckpt") or [None])[-1] if resumed else None
-    if latest:
-        saved = sync.read_checkpoint(latest, ranks.rank, ranks.world, **origin)
-        # An engine, too, starts from the checkpoint; with LoRA from the base, as adapters are no model.
-        model_path = model_path if lora_rank else latest
-        start = saved["step"]
-        in_flight = (sync.read_group(latest / "flight", i, {}, hf.vocab_size) for i in range(saved["in_flight"]))
-        flight = Flight(saved["begun"], tuple(in_flight))
+    saved = sync.read_checkpoint(latest, ranks.rank, world, **origin) if latest else {}  # what it says of itself
+    start = saved.get("step", 0)  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
+    in_flight = (sync.read_group(latest / "flight", i, {}, hf.vocab_size) for i in range(saved.get("in_flight", 0)))
+    flight = Flight(saved.get("begun", 0), tuple(in_flight))
+    if latest and not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
+        model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back
     record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
-    torn = sync.clean_queue(queue_path, start) if record and mode != "replay" else 0
-    if record and resumed:
-        print(f"resuming at step {start}; {torn} torn rollout files deleted", flush=True)
+    if record:
+        torn = 0 if queue_dir else sync.clean_queue(queue_path, start)
+        if resumed:
+            print(f"resuming at step {start}; {torn} torn rollout files deleted", flush=True)
     sync.meet()
 
     # ---- what this rank has: a trainer, an engine, or both. `save` is collective over the trainers and
@@ -1140,9 +1103,7 @@ if __name__ == "__main__":
         record.ledger.append(phase="device", step=0, device=origin["device"])
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
-        optimizer_steps = saved.get("optimizer_steps", 0)
-        versions = saved.get("earlier", ())
-        trainer = Trainer(c, ranks, hf, model_path, place, latest, optimizer_steps, versions)
+        trainer = Trainer(c, ranks, hf, model_path, place, latest, saved)
         if record and lora_rank and not saved:
             record.ledger.append(phase="base", step=0, weights=trainer.parts.base)
         save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
@@ -1155,20 +1116,18 @@ if __name__ == "__main__":
         answered = train_rows if episodes else encode(train_rows)
         objective = PAIRS if does.pairs else ANSWERS
         pairs = supervised_samples(encode(eval_rows), c) if does.pairs else []
-        if pairs and not saved:
-            evaluate_pairs(trainer, start, pairs, record)
-        if saves and supervised and not saved:
-            save(start, flight)
-        for i in range(start, sft_steps):
-            chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
-            samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
-            metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
-            if record:
-                record.supervised(objective.phase, i, samples, metrics, hashes)
-            if pairs and due(i + 1, eval_every, sft_steps):
-                evaluate_pairs(trainer, i + 1, pairs, record)
-            if saves and supervised and due(i + 1, checkpoint_every, sft_steps):
-                save(i + 1, flight)
+        for i in range(start, sft_steps + 1):  # i steps are done
+            if i > start or not saved:
+                if pairs and due(i, eval_every, sft_steps):
+                    evaluate_pairs(trainer, i, pairs, record)
+                if saves and supervised and due(i, checkpoint_every, sft_steps):
+                    save(i, flight)
+            if i < sft_steps:
+                chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
+                samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
+                metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
+                if record:
+                    record.supervised(objective.phase, i, samples, metrics, hashes)
     if trainer:
         trainer.keep(start)
 
@@ -1188,16 +1147,14 @@ if __name__ == "__main__":
         """The version of the weights with which the samples of a step are made."""
         return max(0, step - lag) if ranks.trainers else 0
 
-    def publish(version, hashes=None):
-        transport.publish(version, hashes, trainer and trainer.published(version))
-
+    version = version_for(start)
     if publishes:
         sent = trainer and trainer.parts.sent
         transport = sync.WeightSync(weight_sync, ranks, sent, engine, place, compute_dtype, overlaps)
-        publish(version_for(start))
-    evaluates = bool(eval_rows) and (publishes or only_eval)
-    if evaluates and (only_eval or not saved):
-        evaluate(queue, start, eval_rows, c, version_for(start), record)
+        transport.publish(version, {}, trainer and trainer.published(version))
+    evaluates = eval_rows and (publishes or not does.steps)
+    if evaluates and not (saved and does.steps):
+        evaluate(queue, start, eval_rows, c, version, record)
     if saves and not supervised and not saved:
         save(start, flight)
 
@@ -1208,7 +1165,6 @@ if __name__ == "__main__":
     ahead = lag if engine or (ranks.engines and not overlaps) else 0  # a rank that waits for files reads them when due
     batches = {}  # {step: what was sampled for it}
     alarm = ""
-    truths = rewards.truths_of(reward)
     alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
     bar = tqdm(total=rl_steps, initial=start, disable=not (record and rl_steps), unit="step", mininterval=0.5)
     for s in range(start - lag, rl_steps):
@@ -1216,8 +1172,7 @@ if __name__ == "__main__":
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
         #    is sampled next may depend on what came (dynamic sampling, partial rollouts).
         if start <= s + ahead < rl_steps:
-            version = version_for(s + ahead)
-            batches[s + ahead] = sample_step(queue, s + ahead, train_rows, c, version, flight)
+            batches[s + ahead] = sample_step(queue, s + ahead, train_rows, c, version_for(s + ahead), flight)
             flight = batches[s + ahead].flight
         batch = batches.pop(s, None)  # none before `start`
         if batch and engine and transport:
@@ -1232,7 +1187,7 @@ if __name__ == "__main__":
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
         if transport and s >= 0:
-            publish(s + 1, hashes.get("weights"))
+            transport.publish(s + 1, hashes.get("weights"), trainer and trainer.published(s + 1))
         if not batch:
             continue
         times.append(time.monotonic())
@@ -1245,7 +1200,7 @@ if __name__ == "__main__":
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
         if watch:
-            alarm = sync.from_first_rank(record and rewards.hacking(record.steps, truths), alarm_group)
+            alarm = sync.from_first_rank(record and rewards.hacking(record.steps, reward), alarm_group)
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(s + 1, eval_every, rl_steps):
             evaluate(queue, s + 1, eval_rows, c, s + 1, record)
