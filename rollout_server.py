@@ -509,22 +509,13 @@ class RolloutEngine:
         """Seconds so far in which SGLang was asked for something."""
         return self.busy + (time.time() - self.since if self.asked else 0)
 
-    async def generate(self, ids, params, hear=None, **options):
+    def generate(self, ids, params, **options):
         """
-        SGLang's output for these token ids, or for each list of them. hear: called after each token but the last, with
-        SGLang's `meta_info` of all tokens so far. options: more of async_generate's arguments.
+        A coroutine of SGLang's output for these token ids, or for each list of them. options: more of async_generate's
+        arguments.
         """
         options |= dict(input_ids=ids, sampling_params=params, return_logprob=True)
-        if not hear:
-            return await self.ask(self.sglang.async_generate(**options))
-
-        async def stream():
-            async for output in await self.sglang.async_generate(**options, stream=True):
-                if not output["meta_info"]["finish_reason"]:
-                    hear(output["meta_info"])
-            return output
-
-        return await self.ask(stream())
+        return self.ask(self.sglang.async_generate(**options))
 
     def drawn(self, output, version):
         """The Drawn of an output of `generate`. Raises RunError if other weights than `version` drew it."""
@@ -684,7 +675,8 @@ class Sampler:
         one is done.
         """
         share = -(-len(job.rows) // self.engines)
-        self.job_began = time.time(), self.engine.worked()
+        self.job_began = time.time()
+        self.worked_before = self.engine.worked()
         try:
             self.engine.run([self._work(prompts, folder, job) for _ in range(share)], f"in step {job.step}")
         except RewardError as e:
@@ -698,7 +690,7 @@ class Sampler:
             row = job.rows[index]
             began = time.time()
             tensors, meta = await self._group(folder, index, job)
-            elapsed, worked = (now - then for now, then in zip((time.time(), self.engine.worked()), self.job_began))
+            elapsed = time.time() - self.job_began
             meta |= dict(
                 run=self.run,
                 stream=job.stream,
@@ -711,7 +703,7 @@ class Sampler:
                 time=time.strftime("%Y-%m-%dT%H:%M:%S"),
                 began=began,
                 elapsed=elapsed,
-                idle=elapsed - worked,
+                idle=elapsed - (self.engine.worked() - self.worked_before),
             )
             await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
 
@@ -839,15 +831,16 @@ def sample_segments(queue, step, rows, c, version, flight):
     prompts = [rows[rows_of_step(len(rows), P, s, c.seed, "rl")[i]] for s, i in born]
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
-        todo = {first + i: i for i, group in enumerate(groups) if not (group and group.meta["finished"])}
-        asked = {n: prompts[i] for n, i in todo.items()}
-        before = {n: (born[i], groups[i]) for n, i in todo.items()}
+        todo = [i for i, group in enumerate(groups) if not (group and group.meta["finished"])]
+        asked = {first + i: prompts[i] for i in todo}
+        before = {first + i: (born[i], groups[i]) for i in todo}
         grown = queue.sample(Job("rl", step, version, asked, c.group_size, c.temperature, c.segment_tokens, before))
         sampled += grown
-        for i, group in zip(todo.values(), grown):
+        for i, group in zip(todo, grown):
             groups[i] = group
         finished = [i for i, group in enumerate(groups) if group.meta["finished"]]
         if len(finished) >= P:
             break
-    rest = tuple(group for i, group in enumerate(groups) if i not in finished[:P])
-    return Batch([groups[i] for i in finished[:P]], sampled, Flight(begun, rest))
+    chosen = finished[:P]
+    rest = tuple(group for i, group in enumerate(groups) if i not in chosen)
+    return Batch([groups[i] for i in chosen], sampled, Flight(begun, rest))
