@@ -225,13 +225,10 @@ def gae(rewards, values, gamma, lam):
     A_t = sum_k (gamma lam)^k delta_t+k, delta_t = r_t + gamma V_t+1 - V_t: Schulman et al. 2015 (arXiv:1506.02438),
     equation 16.
     """
-    deltas = rewards + gamma * values[..., 1:] - values[..., :-1]
-    out = []
-    later = torch.zeros(())
-    for delta in reversed(deltas.unbind(-1)):
-        later = delta + gamma * lam * later
-        out.append(later)
-    return torch.stack(out[::-1], -1) if out else deltas
+    advantages = rewards + gamma * values[..., 1:] - values[..., :-1]  # the deltas, to which the later ones come
+    for t in reversed(range(rewards.shape[-1] - 1)):
+        advantages[..., t] += gamma * lam * advantages[..., t + 1]
+    return advantages
 
 
 def value_loss(values, old_values, returns, clip):
@@ -416,7 +413,7 @@ def loss_tokens(samples):
 
 
 # One token without loss, which stands in an empty leaf: its rank must take part in the other ranks' collectives.
-FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0))
+FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0), torch.zeros(0))
 
 
 def samples_of(groups, step, overlong_filter=False):
@@ -463,10 +460,10 @@ def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
     samples = samples or [FILLER]
     ids = torch.cat([s.tokens for s in samples])
-    positions = torch.cat([torch.arange(len(s.tokens)) for s in samples])
     lengths = torch.tensor([len(s.tokens) for s in samples])
     counts = torch.tensor([len(s.loss_at) for s in samples])
     starts = lengths.cumsum(0) - lengths
+    positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
     at = torch.cat([s.loss_at for s in samples]) + starts.repeat_interleave(counts)
     columns = [torch.cat([getattr(s, name) for s in samples]) for name in COLUMNS]
     return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *columns)))
@@ -479,7 +476,7 @@ def plan_leaves(lengths, leaf_tokens, lanes):
     its longest leaf, so leaves are made as even as can be: the longest sample first, each into the lightest leaf
     (Graham 1969, LPT), in about as few rows as hold them. The plan never depends on the number of ranks.
     """
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rows = max(1, -(-sum(lengths) // (leaf_tokens * lanes)))
     while True:
         leaves = [(0, leaf, []) for leaf in range(rows * lanes)]  # a heap of (tokens, number, samples)
@@ -500,12 +497,11 @@ def token_rewards(sample, reward, credit):
     """Rewards of a sample's loss tokens (M,): all at the last one, or each turn's at the turn's last one."""
     turn = sample.turn
     gains = torch.zeros(len(turn))
-    if credit != "turn":
+    if credit == "turn":
+        last = turn.diff(append=turn[-1:] + 1) != 0
+        gains[last] = sample.turn_rewards[turn[last]]
+    else:
         gains[-1:] = reward
-        return gains
-    last = torch.ones(len(turn)).bool()
-    last[:-1] = turn[1:] != turn[:-1]
-    gains[last] = sample.turn_rewards[turn[last]]
     return gains
 
 
@@ -544,8 +540,8 @@ def critic_advantages(samples, gains, gamma, lam):
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
     mean = torch.cat(advantages).mean()
     std = torch.cat(advantages).std()
-    each = zip(samples, advantages, states)
-    return [s._replace(advantages=(a - mean) / (std + 1e-6), returns=a + v[:-1]) for s, a, v in each]
+    each = zip(samples, advantages)
+    return [s._replace(advantages=(a - mean) / (std + 1e-6), returns=a + s.values) for s, a in each]
 
 
 def with_advantages(samples, rewards, c):
@@ -561,10 +557,10 @@ def with_advantages(samples, rewards, c):
         return critic_advantages(samples, gains, c.gamma, c.gae_lambda)
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
-    of = torch.tensor([s.of for s in samples])
-    costs = torch.stack([cost.sum() for cost in costs]).to(rewards)
-    costs = torch.zeros_like(rewards.flatten()).index_add(0, of, costs).view(rewards.shape)
-    advantages = advantages_of(rewards - costs, c.advantage).flatten().tolist()
+    total = torch.zeros(rewards.numel())
+    for s, cost in zip(samples, costs):
+        total[s.of] += cost.sum()
+    advantages = advantages_of(rewards - total.view(rewards.shape), c.advantage).flatten().tolist()
     return [s._replace(advantages=torch.full(s.logprobs.shape, advantages[s.of])) for s in samples]
 
 
@@ -666,9 +662,8 @@ class Trainer:
         self.control = ranks.control
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
-        critic = c.advantage == "gae"
         lora = adapters.lora_settings(c)
-        self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic, lora, c.tp_split)
+        self.model = build_model(hf, self.mesh, device, c.batch_invariant, c.advantage == "gae", lora, c.tp_split)
         if c.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.model.train()
@@ -726,9 +721,8 @@ class Trainer:
 
     def state_bytes(self):
         """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of the current row."""
-        gradients = 2 + int(math.log2(self.c.lanes // self.mesh.size()))
-        learned = sum(s.data.nbytes for s in self.shards)
-        return sum(s.data.nbytes for s in self.parts.frozen) + learned * (1 + len(MOMENTS) + gradients)
+        copies = 3 + len(MOMENTS) + math.log2(self.c.lanes // self.mesh.size())
+        return sum(s.data.nbytes for s in self.parts.frozen) + copies * sum(s.data.nbytes for s in self.shards)
 
     def optimizer_state(self, versions):
         """The shards that a checkpoint has beside the model: AdamW's moments, these versions, the critic's head."""
@@ -791,9 +785,16 @@ class Trainer:
         if record:
             for i, group in enumerate(flight.groups):
                 sync.write_group(unfinished / "flight", i, *group)
-            state = dict(step=step, optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]))
-            state |= dict(earlier=[*earlier], begun=flight.begun, in_flight=len(flight.groups)) | record.state()
-            sync.seal_checkpoint(unfinished, finished, **state)
+            sync.seal_checkpoint(
+                unfinished,
+                finished,
+                step=step,
+                optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]),
+                earlier=[*earlier],
+                begun=flight.begun,
+                in_flight=len(flight.groups),
+                **record.state(),
+            )
             sync.delete_checkpoints(ckpt, sync.checkpoints(ckpt)[: -self.c.keep_checkpoints])
 
     def passes(self, samples, model, objective=POLICY, weights=()):
@@ -836,9 +837,9 @@ class Trainer:
         """For each sample a model's log-probs (M,) and, with a critic, values (M,) and that after the last token."""
         mine = {}
         for chosen, leaf, (logprobs, _, values, last) in self.passes(samples, model, weights=weights):
-            per_token = [logprobs] if values is None else [logprobs, values]
-            columns = [x.cpu().split(leaf.counts.tolist()) for x in per_token]
-            columns += [] if values is None else [last.tolist()]
+            columns = [x.cpu().split(leaf.counts.tolist()) for x in (logprobs, values) if x is not None]
+            if last is not None:
+                columns.append(last.tolist())
             mine |= zip(chosen, zip(*columns))
         # Every rank needs every sample: advantages are normalised over the batch.
         everyone = [None] * self.mesh.size()
@@ -883,23 +884,19 @@ class Trainer:
                 grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
                 total.add([g.detach().to_local() for g in grads])
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
-            figures = {"loss": loss, **figures}
             if check:
                 self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
-            rows.append(torch.stack([x.detach().double().sum() for x in figures.values()]))
-        sums = dict(zip(figures, self.over_leaves(rows)))
-        metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
+            rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
+        # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
+        table = torch.zeros(len(rows) * self.mesh.size(), len(rows[0]), dtype=torch.float64, device=self.device)
+        table[self.rank :: self.mesh.size()] = torch.stack(rows)
+        dist.all_reduce(table, group=self.process_group)
+        loss, *sums = sync.tree_sum(table).tolist()
+        metrics = {"loss": loss} | {name: x / tokens for name, x in zip(figures, sums)}
         if square := metrics.pop("ratio_square", None):
             mean_square = metrics["ratio_mean"] ** 2
             metrics |= dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
         return total.total, metrics
-
-    def over_leaves(self, rows):
-        """The sums (list of floats) over the leaves of all ranks, of which each rank has a row (figures,) a leaf."""
-        table = torch.zeros(len(rows) * self.mesh.size(), len(rows[0]), dtype=torch.float64, device=self.device)
-        table[self.rank :: self.mesh.size()] = torch.stack(rows)  # put in their places by adding zeros
-        dist.all_reduce(table, group=self.process_group)
-        return sync.tree_sum(table).tolist()
 
     def apply(self, grads, lr, where, loss=0.0):
         """
@@ -911,8 +908,7 @@ class Trainer:
         found = f"the loss is {loss}, the gradient norm {norm}"
         require(math.isfinite(loss + norm), f"{where}: {found}; the weights are as they were")
         if self.c.grad_clip and norm > self.c.grad_clip:
-            for g in grads:
-                g.mul_((self.c.grad_clip / norm).float())
+            torch._foreach_mul_(grads, (self.c.grad_clip / norm).float())
         for w, g in zip(self.weights, grads):
             w.grad = g
         for group in self.optimizer.param_groups:
@@ -992,7 +988,8 @@ def evaluate_pairs(trainer, step, pairs, record):
     """Records how often, and by how much, held-out pairs (samples) are in the right order. Collective over trainers."""
     _, figures = trainer.gradients(pairs, PAIRS)
     if record:
-        record.evaluation(step, rewards.pair_rates(figures, len(pairs) // 2), len(pairs) // 2)
+        n = len(pairs) // 2
+        record.evaluation(step, rewards.pair_rates(figures, n), n)
 
 
 def supervised_samples(rows, c, demonstrate=None):
@@ -1003,10 +1000,15 @@ def supervised_samples(rows, c, demonstrate=None):
     if demonstrate:
         known = demonstrate(rows)
     else:
-        known = [(row["prompt_tokens"], row[f"{side}_tokens"]) for row in rows for side in rewards.sides(c.mode)]
-        known = [(prompt, tokens, [True] * len(tokens)) for prompt, tokens in known]
-    known = (map(torch.tensor, parts) for parts in known)
-    return [make_sample(prompt, tokens, mask, torch.zeros(len(tokens))) for prompt, tokens, mask in known]
+        known = []
+        for row in rows:
+            for response in (row[f"{side}_tokens"] for side in rewards.sides(c.mode)):
+                known.append((row["prompt_tokens"], response, [True] * len(response)))
+    samples = []
+    for prompt, response, mask in known:
+        zeros = torch.zeros(len(response))
+        samples.append(make_sample(torch.tensor(prompt), torch.tensor(response), torch.tensor(mask), zeros))
+    return samples
 
 
 def due(steps, every, last):
@@ -1081,7 +1083,7 @@ if __name__ == "__main__":
     # config and the step's number: that is why so little has to be saved.
     run_id = sync.run_id(config)
     origin = dict(run=run_id, versions=library_versions(), device=sync.one_device(place))
-    latest = (sync.checkpoints(folder / "ckpt") or [None])[-1] if resumed else None
+    latest = max(sync.checkpoints(folder / "ckpt"), default=None) if resumed else None
     saved = sync.read_checkpoint(latest, ranks.rank, world, **origin) if latest else {}  # what it says of itself
     start = saved.get("step", 0)  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
     in_flight = (sync.read_group(latest / "flight", i, {}, hf.vocab_size) for i in range(saved.get("in_flight", 0)))
@@ -1099,15 +1101,19 @@ if __name__ == "__main__":
 
     # ---- what this rank has: a trainer, an engine, or both. `save` is collective over the trainers and
     # `transport.publish` over all ranks: so the config and the step alone decide when they are called.
-    if record and place == "cuda" and not saved:  # all CPUs have one digest, cards of one capability have one
-        record.ledger.append(phase="device", step=0, device=origin["device"])
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
         trainer = Trainer(c, ranks, hf, model_path, place, latest, saved)
-        if record and lora_rank and not saved:
+    if record and not saved:
+        if place == "cuda":  # all CPUs have one digest, cards of one capability have one
+            record.ledger.append(phase="device", step=0, device=origin["device"])
+        if lora_rank:
             record.ledger.append(phase="base", step=0, weights=trainer.parts.base)
-        save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
-    saves = bool(trainer and checkpoint_every)
+
+    def save(steps, flight):
+        """Makes the checkpoint after this many steps."""
+        if trainer and checkpoint_every:
+            trainer.save(folder / "ckpt", tokenizer, stop_tokens, record, steps, flight)
 
     # ---- supervised steps: the warm-up before RL, or all that mode='sft' or 'rm' does. Meanwhile ranks without a
     # trainer start their engines.
@@ -1120,7 +1126,7 @@ if __name__ == "__main__":
             if i > start or not saved:
                 if pairs and due(i, eval_every, sft_steps):
                     evaluate_pairs(trainer, i, pairs, record)
-                if saves and supervised and due(i, checkpoint_every, sft_steps):
+                if supervised and due(i, checkpoint_every, sft_steps):
                     save(i, flight)
             if i < sft_steps:
                 chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
@@ -1155,7 +1161,7 @@ if __name__ == "__main__":
     evaluates = eval_rows and (publishes or not does.steps)
     if evaluates and not (saved and does.steps):
         evaluate(queue, start, eval_rows, c, version, record)
-    if saves and not supervised and not saved:
+    if not supervised and not saved:
         save(start, flight)
 
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
@@ -1171,11 +1177,12 @@ if __name__ == "__main__":
         times = [time.monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
         #    is sampled next may depend on what came (dynamic sampling, partial rollouts).
-        if start <= s + ahead < rl_steps:
-            batches[s + ahead] = sample_step(queue, s + ahead, train_rows, c, version_for(s + ahead), flight)
-            flight = batches[s + ahead].flight
+        sampled = s + ahead
+        if start <= sampled < rl_steps:
+            batches[sampled] = sample_step(queue, sampled, train_rows, c, version_for(sampled), flight)
+            flight = batches[sampled].flight
         batch = batches.pop(s, None)  # none before `start`
-        if batch and engine and transport:
+        if batch and engine:
             engine.sleep()  # until the next weights come
         times.append(time.monotonic())
         # 2. Learn.
@@ -1204,7 +1211,7 @@ if __name__ == "__main__":
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(s + 1, eval_every, rl_steps):
             evaluate(queue, s + 1, eval_rows, c, s + 1, record)
-        if saves and (alarm or due(s + 1, checkpoint_every, rl_steps)):
+        if alarm or due(s + 1, checkpoint_every, rl_steps):
             save(s + 1, batch.flight)
         if alarm:
             break
@@ -1212,7 +1219,7 @@ if __name__ == "__main__":
     if transport:
         transport.finish()
     if record and alarm:
-        print(record.alarm(alarm), file=sys.stderr, flush=True)
+        print(record.alarm(alarm), file=sys.stderr)
     sync.meet()
     if record:  # what came out does not depend on how the libraries take their leave
         print(f"digest {record.ledger.digest}", flush=True)
