@@ -323,7 +323,9 @@ ONLY_WITH = {
 ARGUMENTS = {  # keys whose value is the text of named arguments
     "chat_template_args": "arguments of the chat template, such as 'enable_thinking=False'",
     "engine_args": "arguments of SGLang's ServerArgs, such as 'max_running_requests=64'",
+    "seeds": "whole numbers for some of data, noise, init, eval, such as 'data=2, eval=3'",
 }
+SEEDS = {"data", "noise", "init", "eval"}
 
 
 def named_arguments(text):
@@ -335,6 +337,11 @@ def named_arguments(text):
         return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
     except SyntaxError as e:
         raise ValueError(e.msg)
+
+
+def seed_of(config, source):
+    """The seed of a source of chance: its own, if `seeds` has one, or the run's."""
+    return named_arguments(config["seeds"]).get(source, config["seed"])
 
 
 def resolve(namespace, defaults):
@@ -404,7 +411,9 @@ def key_rules(c, world, defaults):
             yield key, holds or values[key] == defaults[key], why
     for key, what in ARGUMENTS.items():
         try:
-            named_arguments(values[key])
+            given = named_arguments(values[key])
+            fits = key != "seeds" or given.keys() <= SEEDS and all(type(x) is int for x in given.values())
+            yield key, fits, f"use {what}"
         except ValueError as e:
             yield key, False, f"{e}; use {what}"
     trainers, engines = roles(values, world)

@@ -271,6 +271,23 @@ def text_metrics(groups):
     )
 
 
+def nothing_to_learn(steps):
+    """
+    After each WATCHED RL steps, if no group of theirs had unequal rewards: so, with the likeliest cause; else ''.
+    steps: as in `hacking`.
+    """
+    last = steps[-WATCHED:]
+    if not last or len(steps) % WATCHED or any(x["zero_std_groups"] < x["groups"] for x in last):
+        return ""
+    cause = "the prompts are too easy or too hard for this model"
+    if not any(x["reward_std"] for x in last):
+        cause = f"all are {last[-1]['reward_mean']:g}; is the reward made for these answers, and the prompt's template"
+        cause += " for this model?"
+    if all(x["truncated_fraction"] == 1 for x in last):
+        cause = "all samples are cut off; use a larger max_new_tokens, or a model that ends its answers"
+    return f"nothing was learned in {WATCHED} steps, as the rewards of every group are equal: {cause}"
+
+
 def hacking(steps, reward=""):
     """
     A signal in words that the reward is gamed and not earned, or '', from the metrics of RL steps (dicts, the newest

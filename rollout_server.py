@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, lean_imports, named_arguments, printable
+from configurator import close_bars, lean_imports, named_arguments, printable, seed_of
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
 from sync import (
@@ -722,7 +722,8 @@ class Sampler:
         row = job.rows[index]
         began = time.time()
         born, group = job.begun.get(index, ((job.step, index), None))
-        seeds = [sampling_seed(self.config["seed"], job.stream, *born, g, 0) for g in range(job.samples)]
+        seed = seed_of(self.config, "eval" if job.stream == "eval" else "noise")
+        seeds = [sampling_seed(seed, job.stream, *born, g, 0) for g in range(job.samples)]
         samples = [Drawn([], [], []) for _ in seeds]
         if group:  # as far as its file has them
             rows = group.rows("tokens", "logprobs", "weight_version")
@@ -814,7 +815,7 @@ def sample_step(queue, step, rows, c, version, flight):
     rounds = 1 + c.dynamic_sampling
     P = c.prompts_per_step
     for k in range(rounds):
-        chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, "rl")
+        chosen = rows_of_step(len(rows), P, step * rounds + k, seed_of(vars(c), "data"), "rl")
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
         prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
         for group in queue.sample(Job("rl", step, version, prompts, c.group_size, sampling_of(c))):
@@ -838,7 +839,7 @@ def sample_segments(queue, step, rows, c, version, flight):
     sampled = []
     begun = flight.begun + places - len(flight.groups)
     born = [tuple(group.meta["born"]) for group in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]
-    prompts = [rows[rows_of_step(len(rows), P, s, c.seed, "rl")[i]] for s, i in born]
+    prompts = [rows[rows_of_step(len(rows), P, s, seed_of(vars(c), "data"), "rl")[i]] for s, i in born]
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
         todo = [i for i, group in enumerate(groups) if not (group and group.meta["finished"])]

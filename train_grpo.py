@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import MODES, block, end_with_parent, lean_imports, library_versions, require, resolve, roles
+from configurator import MODES, block, end_with_parent, lean_imports, library_versions, require, resolve, roles, seed_of
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -41,6 +41,9 @@ out_dir = "out/run"  # everything the run writes
 mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
+# other seeds for some of them, such as 'data=2, noise=7, init=1, eval=3': the order of the data, the noise of samples,
+# the first weights of a scratch model or of adapters, the noise of held-out samples
+seeds = ""
 max_steps = 100  # RL steps; with mode='sft' or 'rm' supervised steps
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly. Changes no bit
@@ -1162,7 +1165,7 @@ if __name__ == "__main__":
                 if supervised and due(i, checkpoint_every, sft_steps):
                     save(i, flight)
             if i < sft_steps:
-                chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
+                chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed_of(config, "data"), "sft")
                 samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
                 metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
                 if record:
@@ -1239,6 +1242,8 @@ if __name__ == "__main__":
             line = record.step(s, batch, metrics, hashes, times, transport.bytes if transport else 0)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
+            if why := rewards.nothing_to_learn(record.steps):
+                tqdm.write(f"warning: {why}", file=sys.stderr)
         if watch:
             alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, reward), alarm_group)[0]
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
