@@ -688,7 +688,7 @@ class Trainer:
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
         critic = c.advantage == "gae"
-        lora = adapters.lora_settings(c)
+        lora = vars(c) if c.lora_rank else None
         self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic, lora, c.tp_split)
         if c.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()

@@ -92,7 +92,7 @@ def test_each_hook_takes_the_place_of_what_sglang_calls(found):
 
 
 def test_attention_is_ours_and_overrides_what_sglang_calls(found):
-    assert found["attention"] == dict(ours="models.dense", strange=["attend"])
+    assert found["attention"] == dict(ours="models.dense", strange=[])
 
 
 def test_what_sglang_reads_from_the_environment_and_the_models_it_knows(found):
