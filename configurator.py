@@ -416,6 +416,9 @@ def algorithm_rules(c, world, defaults):
     yield "dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0"
     yield "temperature", c.temperature > 0, "samples of a group must differ; use more than 0"
     yield "eval_temperature", c.eval_temperature >= 0, "use 0 (greedy) or more"
+    yield "top_p", 0 < c.top_p <= 1, "a probability; use more than 0, or 1: all tokens"
+    yield "top_k", c.top_k >= 0 and c.top_k != 1, "samples of a group must differ; use 2 or more, or 0: all tokens"
+    yield "min_p", 0 <= c.min_p < 1, "a part of the largest probability; use less than 1, or 0: all tokens"
     yield (
         "eval_size",
         c.eval_size > 0 or MODES[c.mode].steps,

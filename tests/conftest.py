@@ -38,6 +38,7 @@ from prove import (  # noqa: E402
     DIALOGUES,
     LAG,
     ROOT,
+    RULE,
     SEGMENTS,
     SPLIT,
     command_of,
@@ -57,6 +58,7 @@ torch.set_num_threads(1)  # two workers share the machine
 # Flags of runs that are compared: what must not matter for an engine, and dynamic sampling with what goes with it
 ENGINE_FLAGS = ("--engine_args=disable_radix_cache=True, max_running_requests=17, chunked_prefill_size=32",)
 DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=6 --eval_size=0".split()
+DAPO += RULE
 
 # Long tests first, so that all workers end at the same time. Those of WHOLE_RUNS are handed out one by one; any other
 # file's tests share a model, a process group or an engine and stay together.

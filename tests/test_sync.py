@@ -26,7 +26,7 @@ from psutil import net_if_addrs
 from safetensors.torch import save
 
 import sync
-from kernels import CAPABILITIES
+from kernels import CAPABILITIES, Sampling
 from models import folders
 from rollout_server import Batch, Job
 from sync import RunError
@@ -410,7 +410,7 @@ def test_a_step_takes_its_own_files_in_the_order_of_its_prompts(tmp_path):
         sync.write_group(sync.group_path(folder, i), TENSORS, META | dict(prompt=i))
     for i in range(4):  # of an earlier round
         sync.write_group(sync.group_path(folder, i), TENSORS, META | dict(prompt=i))
-    job = Job("rl", 3, 3, dict.fromkeys((4, 5, 6, 7)), 2, 1.0)
+    job = Job("rl", 3, 3, dict.fromkeys((4, 5, 6, 7)), 2, Sampling())
     assert [meta["prompt"] for _, meta in queue.sample(job)] == [4, 5, 6, 7]
     with pytest.raises(RunError, match="has version 3, expected 4"):
         queue.sample(job._replace(version=4))
@@ -432,7 +432,7 @@ class Writer:
             time.sleep(self.pause)
 
 
-JOB = Job("rl", 3, 3, dict.fromkeys(range(4, 44)), 2, 1.0)
+JOB = Job("rl", 3, 3, dict.fromkeys(range(4, 44)), 2, Sampling())
 
 
 def test_engines_share_a_job_and_every_rank_reads_it_when_all_are_done(tmp_path):
