@@ -1127,7 +1127,8 @@ if __name__ == "__main__":
     sync.check_shared(folder, ranks.rank)
     model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
-    check_card(hf, config, [judge.hf for judge in rewards.MODELS.values()])
+    if place == "cuda":
+        check_card(hf, config, [judge.hf for judge in rewards.MODELS.values()])
     tokenizer, stop_tokens = folders.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
     episodes = None  # what an agent's runs have in place of samples of one turn

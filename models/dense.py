@@ -71,8 +71,6 @@ def check_card(hf, config, judges=()):
     Ends the run with one line, before any weight is read, if the model cannot fit on cards like this rank's. judges:
     the Hugging Face configs of the reward models that a rank with an engine has as well.
     """
-    if config["device"] == "cpu" or not torch.cuda.is_available():
-        return
     counts = parameter_counts(hf, config if config["lora_rank"] else None)
     scores = sum(2 * parameter_counts(judge)[0] for judge in judges)
     card = torch.cuda.get_device_properties("cuda").total_memory
@@ -162,11 +160,6 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     return model
 
 
-def in_parts(m, x, split):
-    """A linear layer as a sum of `split` products: x (T, in) -> (T, out)."""
-    return kernels.SplitLinear.apply(x, m.weight, m.bias, split)
-
-
 def token_logprobs(model, leaf, sampling=kernels.Sampling()):
     """
     At the leaf's targets (log-probs (M,), entropies (M,), what a sampling rule kept (2, K), the critic's values (M,),
@@ -204,6 +197,9 @@ def install_in_trainer(model, inv_freq, tp_split):
         q, k = kernels.norm_rope(q, k, *position_embeddings, *head_norms(self))
         return self.o_proj(kernels.attention(q, k, v, plan, self.scaling).flatten(1))[None], None
 
+    def in_parts(self, x):
+        return kernels.SplitLinear.apply(x, self.weight, self.bias, tp_split)
+
     model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
     for name, module in model.named_modules():
         if name.endswith(".self_attn"):
@@ -213,8 +209,9 @@ def install_in_trainer(model, inv_freq, tp_split):
         elif name.endswith(".mlp"):
             module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x[0]), m.up_proj(x[0])))[None]
         elif tp_split > 1 and name.endswith(ROW_PARALLEL):
-            own = module.forward if hasattr(module, "lora_A") else functools.partial(in_parts, module)
-            module.forward = functools.partial(own, split=tp_split)
+            lora = hasattr(module, "lora_A")
+            own = functools.partial(module.forward, split=tp_split)
+            module.forward = own if lora else functools.partial(in_parts, module)
 
 
 # ------------------------------------------------------------------------------------------------------------------
