@@ -323,19 +323,18 @@ class LeafSum:
 
     def __init__(self, lanes):
         self.lanes = lanes
-        self.subtrees = []  # (leaves, [tensors]), sizes strictly falling
+        self.subtrees = {}  # {leaves: [tensors]}
         self.total = None
 
     def add(self, grads):
         """Adds the tensors [(rows here, ..)] of one leaf, and keeps and overwrites them."""
         leaves = 1
-        while self.subtrees and self.subtrees[-1][0] == leaves:
-            _, left = self.subtrees.pop()
+        while left := self.subtrees.pop(leaves, None):
             torch._foreach_add_(left, grads)
             grads = left
             leaves *= 2
         if leaves < self.lanes:
-            self.subtrees.append((leaves, grads))
+            self.subtrees[leaves] = grads
         elif self.total is None:
             self.total = grads
         else:

@@ -682,7 +682,7 @@ class Trainer:
         self.control = ranks.control
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
-        lora = adapters.lora_settings(c)
+        lora = vars(c) if c.lora_rank else None
         self.model = build_model(hf, self.mesh, device, c.batch_invariant, c.advantage == "gae", lora, c.tp_split)
         if c.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -1098,7 +1098,8 @@ if __name__ == "__main__":
     sync.check_shared(folder, ranks.rank)
     model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
-    check_card(hf, config, [judge.hf for judge in rewards.MODELS.values()])
+    if place == "cuda":
+        check_card(hf, config, [judge.hf for judge in rewards.MODELS.values()])
     tokenizer, stop_tokens = folders.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
     episodes = None  # what an agent's runs have in place of samples of one turn

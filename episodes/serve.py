@@ -123,7 +123,7 @@ def serve(config):
     config = engine_config(config, hf.max_position_embeddings)
     if config["device"] == "cuda":
         sync.take_gpu(config, 1, 0)
-    check_card(hf, config)
+        check_card(hf, config)
     tokenizer, stop_tokens = folders.load_tokenizer(model)
     sock = listen(config["host"], config["port"])
     torch.set_num_threads(config["threads"] or os.cpu_count())

@@ -32,8 +32,8 @@ def make_scratch_model(folder, config):
         from transformers.utils import logging
 
     logging.disable_progress_bar()
-    roles = ["<system>", "<user>", "<assistant>", "<tool>"] if config["agent"] else []
-    characters = ["<pad>", "<eos>", "\n"] + [chr(c) for c in range(32, 127)] + roles
+    roles = "<system> <user> <assistant> <tool>".split() if config["agent"] else []
+    characters = ["<pad>", "<eos>", "\n", *map(chr, range(32, 127)), *roles]
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -47,15 +47,16 @@ def make_scratch_model(folder, config):
         intermediate_size=config["scratch_mlp"], num_hidden_layers=config["scratch_layers"],
         num_attention_heads=config["scratch_heads"], num_key_value_heads=config["scratch_kv_heads"],
         head_dim=config["scratch_head_dim"], max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(hf)
     # torch's normal numbers depend on the width of the CPU's vectors. A sum of twelve uniform numbers in -1/2 .. 1/2
     # has their mean 0 and variance 1, and here it is a sum of whole numbers, which is exact.
     generator = torch.Generator().manual_seed(seed_of(config, "init"))
-    for p in (p.data for p in model.parameters() if p.dim() > 1):
-        whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)
-        p.copy_(whole * (hf.initializer_range / 2**25))
+    for p in model.parameters():
+        if p.dim() > 1:
+            whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)
+            p.data.copy_(whole * (hf.initializer_range / 2**25))
     model.save_pretrained(folder)
 
 
@@ -66,7 +67,7 @@ def fetch_model(name, key="init_from"):
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns="*.json *.safetensors *.txt *.model *.jinja".split()))
     except Exception as e:
         require(False, f"{key}={name!r}: neither a model folder nor a model that the hub gives: {reason(e)}")
 
@@ -106,9 +107,8 @@ def load_tokenizer(folder):
         stop = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:  # a folder without generation_config.json
         stop = tokenizer.eos_token_id
-    stop = stop if isinstance(stop, list) else [stop]
-    require(stop != [None], f"init_from={str(folder)!r}: neither generation config nor tokenizer has an EOS token")
-    return tokenizer, stop
+    require(stop is not None, f"init_from={str(folder)!r}: neither generation config nor tokenizer has an EOS token")
+    return tokenizer, stop if isinstance(stop, list) else [stop]
 
 
 def save_tokenizer(folder, tokenizer, stop_tokens):
@@ -120,21 +120,26 @@ def save_tokenizer(folder, tokenizer, stop_tokens):
 
 class FullWeights:
     """
-    What a Trainer trains of a model: all of its weights. adapters.Adapters has the same fields and methods.
+    What a Trainer trains of a model: all of its weights, or in adapters.Adapters some beside those that are frozen.
 
     trained, frozen: shards that are and are not trained. policy: those that model folders and versions hold. sent:
     those whose names and shapes the engines know. dtype: of versions.
     """
 
     def __init__(self, model, c, mesh, device):
-        self.model, self.mesh = model, mesh
-        self.trained, self.frozen = shards(model, mesh), []
-        self.policy = self.sent = [s for s in self.trained if s.name != "value_head"]
-        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.model = model
+        self.c = c
+        self.mesh = mesh
+        every = [*zip(shards(model, mesh), model.parameters())]
+        self.trained = [s for s, p in every if p.requires_grad]
+        self.frozen = [s for s, p in every if not p.requires_grad]
+        self.policy = [s for s in self.trained if s.name != "value_head"]
+        self.sent = self.frozen or self.policy
+        self.dtype = torch.float32 if self.frozen or device == "cpu" else torch.bfloat16
 
     def load(self, folder, checkpoint=None):
         """Reads a model's folder; checkpoint: it is this one, from which a run goes on, and has all heads."""
-        known = [s for s in self.policy if checkpoint or s.name not in HEADS]
+        known = [s for s in self.sent if checkpoint or s.name not in HEADS]
         load_weights(known, folder, self.model.config.tie_word_embeddings)
 
     def anchor(self):

@@ -29,8 +29,8 @@ ALLOWED = {  # why: operators. A leaf has the same rows on any number of ranks, 
     "moves, makes or reads": """
         _local_scalar_dense _to_copy _unsafe_view arange as_strided cat clone constant_pad_nd copy_ detach embedding
         empty empty_like expand full index index_select lift_fresh new_zeros ones_like repeat_interleave scalar_tensor
-        select select_backward slice split squeeze stack t transpose unbind unsqueeze view zeros zeros_like
-        fsdp.chunk_cat profiler._record_function_enter_new profiler._record_function_exit""",
+        select select_backward slice split split_with_sizes squeeze stack t transpose unbind unsqueeze view zeros
+        zeros_like fsdp.chunk_cat profiler._record_function_enter_new profiler._record_function_exit""",
     "whole numbers; the largest": """
         __rshift__ any bincount bitwise_and bitwise_or bitwise_xor cumsum max nonzero whole_sum() whole_sum(1)""",
     "of all losses of a leaf": "sum()",

@@ -210,8 +210,7 @@ def test_the_preset_of_an_8b_model_trains_the_adapters_that_its_account_counts(m
         intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, tie_word_embeddings=False,
     )  # fmt: skip
     hf.save_pretrained(tmp_path)
-    lora = adapters.lora_settings(types.SimpleNamespace(**config))
-    model = train.build_model(train.check_model(tmp_path, config), mesh, "meta", True, lora=lora)
+    model = train.build_model(train.check_model(tmp_path, config), mesh, "meta", True, lora=config)
     counts = [sum(p.numel() for p in model.parameters() if p.requires_grad == learns) for learns in (True, False)]
     assert counts[0] == 87_293_952 and counts[1] == pytest.approx(8.19e9, rel=0.01)
 
@@ -264,9 +263,12 @@ def test_adapters_that_do_not_fit_are_refused_in_one_line(trainer, adapted, tmp_
         (fits | dict(lora=str(other)), "made for another base than init_from="),
         (fits | dict(lora=str(dora)), "use_dora=True; use plain LoRA"),
         (fits | dict(lora=str(tmp_path)), "no usable adapter_config.json"),
-        (dict(lora_rank=8, lora=str(folder)), "lora_rank=8: the adapters of"),
-        (dict(lora_rank=4, lora=str(folder)), "lora_alpha=32.0: the adapters of"),
-        (fits | dict(lora_targets="q_proj,v_proj", lora=str(folder)), "lora_targets='q_proj,v_proj': the adapters of"),
+        (dict(lora_rank=8, lora=str(folder)), f"lora_rank=8: the adapters of {folder} have others; use 4"),
+        (dict(lora_rank=4, lora=str(folder)), f"lora_alpha=32.0: the adapters of {folder} have others; use 6.0"),
+        (
+            fits | dict(lora_targets="q_proj,v_proj", lora=str(folder)),
+            f"lora_targets='q_proj,v_proj': the adapters of {folder} have others; use {','.join(sorted(LINEAR))}",
+        ),
         (dict(lora_rank=65), "lora_rank=65: "),
         (dict(lora_rank=4, lora_targets="q_proj,wq"), "lora_targets: no layer has 'wq' to adapt"),
         (dict(lora_rank=4, lora_targets="lm_head"), "lora_targets: no layer has 'lm_head' to adapt"),

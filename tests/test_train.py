@@ -570,7 +570,7 @@ def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, capsys, mo
     for change, message in (
         (dict(tp_split=64), "tp_split=64: does not divide attention's width, 96, of init_from="),
         (dict(tp_split=16), "tp_split=16: does not divide the MLP's width, 40, of init_from="),
-        (dict(tp_split=4, rollout_tp=4), "rollout_tp=4: does not divide its 6 heads of init_from="),
-        (dict(tp_split=2, rollout_tp=2), "rollout_tp=2: does not divide its 3 key heads of init_from="),
+        (dict(tp_split=4, rollout_tp=4), "rollout_tp=4: does not divide its number of heads, 6, of init_from="),
+        (dict(tp_split=2, rollout_tp=2), "rollout_tp=2: does not divide its number of key heads, 3, of init_from="),
     ):
         assert message in refusal(Qwen2Config(**heads), **change)
