@@ -888,8 +888,9 @@ class Trainer:
                 self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
             rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
-        table = torch.zeros(len(rows) * self.mesh.size(), len(rows[0]), dtype=torch.float64, device=self.device)
-        table[self.rank :: self.mesh.size()] = torch.stack(rows)
+        mine = torch.stack(rows)
+        table = mine.new_zeros(len(rows) * self.mesh.size(), len(mine[0]))
+        table[self.rank :: self.mesh.size()] = mine
         dist.all_reduce(table, group=self.process_group)
         loss, *sums = sync.tree_sum(table).tolist()
         metrics = {"loss": loss} | {name: x / tokens for name, x in zip(figures, sums)}
@@ -977,7 +978,15 @@ def learn(trainer, step, groups, c):
 
 def evaluate(queue, step, rows, c, version, record):
     """Records pass@k and the mean reward on the held-out rows, under the weights that the engines hold."""
-    groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, c.eval_temperature))
+    job = Job(
+        "eval",
+        step,
+        version,
+        dict(enumerate(rows)),
+        c.eval_samples,
+        c.eval_temperature,
+    )
+    groups = queue.sample(job)
     if record:
         scores = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in groups]), c.pass_reward)
         record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
@@ -1140,14 +1149,36 @@ if __name__ == "__main__":
     # ---- the engines, and the first weights for them. An engine starts from the same folder as the trainer, and still
     # gets the trainer's weights before its first sample: so it never samples with weights that were not checked.
     if ranks.engine is not None:
-        log = folder / f"engine_{ranks.engine}.log"
-        lends = bool(trainer) and place == "cuda"  # its memory, while this rank trains
-        engine = RolloutEngine(ranks.engine, model_path, hf, config, place, compute_dtype, log, gpu, lends)
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        engine = RolloutEngine(
+            ranks.engine,
+            model_path,
+            hf,
+            config,
+            place,
+            compute_dtype,
+            folder / f"engine_{ranks.engine}.log",
+            gpu,
+            lends=bool(trainer) and place == "cuda",  # its memory, while this rank trains
+        )
         kind = episodes.sampler if episodes else Sampler
-        sampler = kind(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
-    heartbeats = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
-    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15, heartbeats, ranks.store, hf.vocab_size)
+        sampler = kind(
+            engine,
+            config,
+            run_id,
+            ranks.engines,
+            reward_function,
+            partial(tokenizer.decode, skip_special_tokens=True),
+            stop_tokens,
+        )
+    queue = sync.Queue(
+        queue_path,
+        sampler,
+        run_id,
+        engine_timeout + 15,
+        [folder / f"engine_{i}.alive" for i in range(ranks.engines)],  # the heartbeats
+        ranks.store,
+        hf.vocab_size,
+    )
 
     def version_for(step):
         """The version of the weights with which the samples of a step are made."""
@@ -1156,7 +1187,15 @@ if __name__ == "__main__":
     version = version_for(start)
     if publishes:
         sent = trainer and trainer.parts.sent
-        transport = sync.WeightSync(weight_sync, ranks, sent, engine, place, compute_dtype, overlaps)
+        transport = sync.WeightSync(
+            weight_sync,
+            ranks,
+            sent,
+            engine,
+            place,
+            compute_dtype,
+            overlaps,
+        )
         transport.publish(version, {}, trainer and trainer.published(version))
     evaluates = eval_rows and (publishes or not does.steps)
     if evaluates and not (saved and does.steps):
@@ -1172,7 +1211,13 @@ if __name__ == "__main__":
     batches = {}  # {step: what was sampled for it}
     alarm = ""
     alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
-    bar = tqdm(total=rl_steps, initial=start, disable=not (record and rl_steps), unit="step", mininterval=0.5)
+    bar = tqdm(
+        total=rl_steps,
+        initial=start,
+        disable=not (record and rl_steps),
+        unit="step",
+        mininterval=0.5,
+    )
     for s in range(start - lag, rl_steps):
         times = [time.monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
@@ -1203,7 +1248,14 @@ if __name__ == "__main__":
             metrics |= rewards.reward_metrics(batch.sampled)
             if watch:
                 metrics |= rewards.text_metrics(batch.sampled)
-            line = record.step(s, batch, metrics, hashes, times, transport.bytes if transport else 0)
+            line = record.step(
+                s,
+                batch,
+                metrics,
+                hashes,
+                times,
+                transport.bytes if transport else 0,
+            )
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
         if watch:
