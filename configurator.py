@@ -308,7 +308,7 @@ POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
     judge_tries sandbox_seconds sandbox_memory lora_alpha""".split()
-NOT_NEGATIVE = "lag segment_tokens lora_rank eval_temperature".split()
+NOT_NEGATIVE = "lag segment_tokens lora_rank eval_temperature top_k min_p".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # {keys: what another key must be (without a value: not 0) for these to have an effect}
 ONLY_WITH = {
@@ -447,6 +447,9 @@ def algorithm_rules(c, world, defaults):
     yield "overlong_cache", 0 <= c.overlong_cache < c.max_new_tokens, f"not within max_new_tokens={c.max_new_tokens}"
     yield "dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0"
     yield "temperature", c.temperature > 0, "samples of a group must differ; use more than 0"
+    yield "top_p", 0 < c.top_p <= 1, "a probability; use more than 0, or 1: all tokens"
+    yield "top_k", c.top_k != 1, "samples of a group must differ; use 2 or more, or 0: all tokens"
+    yield "min_p", c.min_p < 1, "a part of the largest probability; use less than 1, or 0: all tokens"
     yield "gamma", c.gamma == 1 or c.advantage == "gae" or c.credit == "turn", "is for --advantage=gae or --credit=turn"
 
 

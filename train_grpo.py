@@ -17,6 +17,7 @@ tokens together. A row of leaves has one leaf per lane, and the trainer ranks sh
 """
 
 import heapq
+import itertools
 import math
 import os
 import shutil
@@ -73,6 +74,10 @@ prompts_per_step = 8  # P
 group_size = 8  # G
 max_new_tokens = 256
 temperature = 1.0
+# which tokens are drawn from, in training, evaluation and the log-probs of both (kernels.Sampling)
+top_p = 1.0  # the likeliest that together have this probability; 1: all
+top_k = 0  # the likeliest, this number of them; 0: all
+min_p = 0.0  # those with at least this part of the likeliest token's probability; 0: all
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
 # numeric, exact, format, math, judge, code (programs and tests), 'my_file.py:my_function', 'model:my_folder' (a reward
 # model), or a weighted sum: 'numeric+0.2*format'; '0*' before a term that is only noted, such as the truth
@@ -187,7 +192,7 @@ with lean_imports():
     import sync
     from models import adapters, folders
     from models.dense import build_model, check_card, check_model
-    from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step
+    from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 
@@ -361,6 +366,7 @@ class Sample(NamedTuple):
     truncated: bool = False  # cut off at max_new_tokens
     of: int = 0  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
     turn_rewards: torch.Tensor = torch.zeros(1)  # (turns,)
+    kept: torch.Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
 
 
 COLUMNS = "staleness logprobs old_logprobs advantages reference values returns".split()  # of a Sample and of a Leaf
@@ -380,6 +386,7 @@ class Leaf(NamedTuple):
     reference: torch.Tensor
     values: torch.Tensor
     returns: torch.Tensor
+    kept: torch.Tensor  # (2, K)
 
 
 def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **others):
@@ -466,7 +473,17 @@ def pack(samples, device):
     positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
     at = torch.cat([s.loss_at for s in samples]) + starts.repeat_interleave(counts)
     columns = [torch.cat([getattr(s, name) for s in samples]) for name in COLUMNS]
-    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *columns)))
+    kept = torch.cat([s.kept for s in samples], 1)
+    kept[0] += (counts.cumsum(0) - counts).repeat_interleave(torch.tensor([s.kept.shape[1] for s in samples]))
+    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *columns, kept)))
+
+
+def split_kept(kept, counts):
+    """The pairs of a leaf, sorted, apart for its samples, which have `counts` (samples,) loss tokens."""
+    ends = counts.cumsum(0)
+    sample = torch.bucketize(kept[0], ends, right=True)
+    rows = kept[0] - (ends - counts)[sample]
+    return torch.stack([rows, kept[1]]).split(torch.bincount(sample, minlength=len(counts)).tolist(), 1)
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -574,7 +591,7 @@ def with_advantages(samples, rewards, c):
 
 def policy_step_loss(output, leaf, c, samples, tokens):
     """The loss of an RL step, of the terms that the config asks for."""
-    logprobs, entropy, values, _ = output
+    logprobs, entropy, _, values, _ = output
     counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
     bounds = (c.clip_low, c.clip_high, c.dual_clip)
@@ -602,7 +619,7 @@ def policy_step_loss(output, leaf, c, samples, tokens):
 
 def answer_loss(output, leaf, c, samples, tokens):
     """The negative log-likelihood of answers, the mean over all tokens."""
-    logprobs, entropy, _, _ = output
+    logprobs, entropy, *_ = output
     return aggregate(-logprobs, leaf.counts.tolist(), "token", samples, tokens, 0), dict(entropy=entropy)
 
 
@@ -655,6 +672,7 @@ class Trainer:
     def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved=None):
         saved = saved or {}
         self.c = c
+        self.sampling = sampling_of(c)
         self.mesh = ranks.mesh
         self.device = device
         self.rank = ranks.rank
@@ -784,7 +802,7 @@ class Trainer:
         sync.meet(self.control)  # and the files
         if record:
             for i, group in enumerate(flight.groups):
-                sync.write_group(unfinished / "flight", i, *group)
+                sync.write_group(sync.group_path(unfinished / "flight", i), *group)
             sync.seal_checkpoint(
                 unfinished,
                 finished,
@@ -805,14 +823,14 @@ class Trainer:
         shards that the policy has during these passes; () for its own.
         """
         unit = objective.unit
-        temperature = self.c.temperature if objective is POLICY else 1.0
+        sampling = self.sampling if objective is POLICY else kernels.Sampling()
         lengths = [sum(len(s.tokens) for s in samples[i : i + unit]) for i in range(0, len(samples), unit)]
         planned = plan_leaves(lengths, self.c.leaf_tokens, self.c.lanes)
         with self.holding(weights):
             for units in planned[self.rank :: self.mesh.size()]:
                 chosen = [i * unit + k for i in units for k in range(unit)]
                 leaf = pack([samples[i] for i in chosen], self.device)
-                output = model.token_logprobs(leaf, temperature)
+                output = model.token_logprobs(leaf, sampling)
                 if not torch.is_grad_enabled():
                     model.reshard()  # FSDP2 does it after a backward pass; there is none
                 yield chosen, leaf, output
@@ -821,48 +839,70 @@ class Trainer:
     def check_past_versions(self, samples, step):
         """
         Notes what `check_logprobs` finds in this rank's leaves at tokens that were sampled with older weights than
-        those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept.
+        those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept. Returns
+        the samples, with what a sampling rule kept for these tokens: under other weights it would keep others.
         """
+        held = []
         ages = torch.cat([s.staleness for s in samples]).unique()
         for age in ages[ages > 0].tolist():
-            parts = [part for s in samples if (part := tokens_of_age(s, age))]
+            cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
+            where = list(cut)
+            parts = list(cut.values())
             token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
-            for chosen, leaf, (logprobs, *_) in self.passes(parts, self.model, weights=self.versions[step - age]):
+            older = self.versions[step - age]
+            for chosen, leaf, (logprobs, _, kept, *_) in self.passes(parts, self.model, weights=older):
                 self.mismatches += check_logprobs(leaf, logprobs, age, [parts[i] for i in chosen])
+                for j, (rows, ids) in zip(chosen, () if kept is None else split_kept(kept, leaf.counts)):
+                    at = (samples[where[j]].staleness == age).nonzero()[:, 0]
+                    held.append((where[j], torch.stack([at[rows.cpu()], ids.cpu()])))
+        samples = list(samples)
+        for i, kept in itertools.chain(*sync.from_all_ranks(held, self.control)) if self.sampling.cuts() else ():
+            samples[i] = samples[i]._replace(kept=torch.cat([samples[i].kept, kept], 1))
+        return samples
 
     @torch.no_grad()
     def outputs(self, samples, model, weights=()):
-        """For each sample a model's log-probs (M,) and, with a critic, values (M,) and that after the last token."""
+        """
+        For each sample what a model says of it: its log-probs (M,), what a sampling rule kept (2, K) and, of a critic,
+        values (M,) and that after the last token, {name: ..}.
+        """
         mine = {}
-        for chosen, leaf, (logprobs, _, values, last) in self.passes(samples, model, weights=weights):
-            columns = [x.cpu().split(leaf.counts.tolist()) for x in (logprobs, values) if x is not None]
-            if last is not None:
-                columns.append(last.tolist())
-            mine |= zip(chosen, zip(*columns))
+        for chosen, leaf, (logprobs, _, kept, values, last) in self.passes(samples, model, weights=weights):
+            counts = leaf.counts.tolist()
+            columns = dict(logprobs=logprobs.cpu().split(counts))
+            if kept is not None:
+                columns["kept"] = [pairs.cpu() for pairs in split_kept(kept, leaf.counts)]
+            if values is not None:
+                columns |= dict(values=values.cpu().split(counts), bootstrap=last.tolist())
+            for i, *output in zip(chosen, *columns.values()):
+                mine[i] = dict(zip(columns, output))
         # Every rank needs every sample: advantages are normalised over the batch.
-        everyone = [None] * self.mesh.size()
-        dist.all_gather_object(everyone, mine, group=self.control)
-        outputs = {i: output for part in everyone for i, output in part.items()}
+        outputs = {}
+        for part in sync.from_all_ranks(mine, self.control):
+            outputs |= part
         return [outputs[i] for i in range(len(samples))]
 
     def forward_only(self, samples):
         """
-        Passes over a batch before its first update: the samples with the reference's log-probs, the trainer's own
-        (where importance weights need them) and the critic's values filled in.
+        Passes over a batch before its first update: the samples with the trainer's own log-probs (where importance
+        weights need them), the critic's values, what a sampling rule kept, and the reference's log-probs filled in.
         """
         c = self.c
+        if c.importance or c.advantage == "gae" or self.sampling.cuts() and (self.frozen or c.updates_per_batch > 1):
+            filled = []
+            for s, output in zip(samples, self.outputs(samples, self.model)):
+                logprobs = output.pop("logprobs")
+                if c.importance:
+                    output["old_logprobs"] = logprobs
+                if not s.truncated:  # after a sample that ended by itself nothing can be gained
+                    output["bootstrap"] = 0.0
+                filled.append(s._replace(**output))
+            samples = filled
         if self.frozen:
             outputs = self.outputs(samples, self.frozen, self.anchor)
-            samples = [s._replace(reference=output[0]) for s, output in zip(samples, outputs)]
-        if c.importance or c.advantage == "gae":
-            outputs = self.outputs(samples, self.model)
-        if c.importance:
-            samples = [s._replace(old_logprobs=output[0]) for s, output in zip(samples, outputs)]
-        if c.advantage == "gae":  # after a sample that ended by itself nothing can be gained: its last value is 0
-            valued = zip(samples, outputs)
-            samples = [s._replace(values=v, bootstrap=last if s.truncated else 0.0) for s, (_, v, last) in valued]
+            samples = [s._replace(reference=output["logprobs"]) for s, output in zip(samples, outputs)]
         return samples
 
     def gradients(self, samples, objective=POLICY, check=False):
@@ -932,10 +972,8 @@ class Trainer:
         if check:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
             # are not in the order of the samples, but the first sample is what a reader looks for.
-            everyone = [None] * self.mesh.size()
-            dist.all_gather_object(everyone, self.mismatches, group=self.control)
+            mismatches = sorted(itertools.chain(*sync.from_all_ranks(self.mismatches, self.control)))
             self.mismatches = []
-            mismatches = sorted(sum(everyone, []))
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
@@ -960,7 +998,7 @@ def learn(trainer, step, groups, c):
     samples = samples_of(groups, step, c.overlong_filter)
     # Before any weight moves, the trainer's log-probs are compared with the engine's: those of older weights in passes
     # of their own, the others in the first update.
-    trainer.check_past_versions(samples, step)
+    samples = trainer.check_past_versions(samples, step)
     metrics = dict(check_seconds=time.monotonic() - began)
     samples = trainer.forward_only(samples)
     scores = torch.stack([group.tensors["rewards"] for group in groups])  # (P, G)
@@ -978,15 +1016,8 @@ def learn(trainer, step, groups, c):
 
 def evaluate(queue, step, rows, c, version, record):
     """Records pass@k and the mean reward on the held-out rows, under the weights that the engines hold."""
-    job = Job(
-        "eval",
-        step,
-        version,
-        dict(enumerate(rows)),
-        c.eval_samples,
-        c.eval_temperature,
-    )
-    groups = queue.sample(job)
+    sampling = sampling_of(c)._replace(temperature=c.eval_temperature)
+    groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, sampling))
     if record:
         scores = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in groups]), c.pass_reward)
         record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
@@ -1095,7 +1126,8 @@ if __name__ == "__main__":
     latest = max(sync.checkpoints(folder / "ckpt"), default=None) if resumed else None
     saved = sync.read_checkpoint(latest, ranks.rank, world, **origin) if latest else {}  # what it says of itself
     start = saved.get("step", 0)  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
-    in_flight = (sync.read_group(latest / "flight", i, {}, hf.vocab_size) for i in range(saved.get("in_flight", 0)))
+    files = (sync.group_path(latest / "flight", i) for i in range(saved.get("in_flight", 0)))
+    in_flight = (sync.read_group(file, hf.vocab_size) for file in files)
     flight = Flight(saved.get("begun", 0), tuple(in_flight))
     if latest and not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
         model_path = latest
@@ -1184,19 +1216,21 @@ if __name__ == "__main__":
         """The version of the weights with which the samples of a step are made."""
         return max(0, step - lag) if ranks.trainers else 0
 
+    def publish(version, hashes={}):
+        transport.publish(version, hashes, trainer.published(version) if trainer else ())
+
     version = version_for(start)
     if publishes:
-        sent = trainer and trainer.parts.sent
         transport = sync.WeightSync(
             weight_sync,
             ranks,
-            sent,
+            trainer.parts.sent if trainer else (),
             engine,
             place,
             compute_dtype,
             overlaps,
         )
-        transport.publish(version, {}, trainer and trainer.published(version))
+        publish(version)
     evaluates = eval_rows and (publishes or not does.steps)
     if evaluates and not (saved and does.steps):
         evaluate(queue, start, eval_rows, c, version, record)
@@ -1239,7 +1273,7 @@ if __name__ == "__main__":
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
         if transport and s >= 0:
-            transport.publish(s + 1, hashes.get("weights"), trainer and trainer.published(s + 1))
+            publish(s + 1, hashes.get("weights", {}))
         if not batch:
             continue
         times.append(time.monotonic())
@@ -1259,7 +1293,7 @@ if __name__ == "__main__":
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
         if watch:
-            alarm = sync.from_first_rank(record and rewards.hacking(record.steps, reward), alarm_group)
+            alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, reward), alarm_group)[0]
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(s + 1, eval_every, rl_steps):
             evaluate(queue, s + 1, eval_rows, c, s + 1, record)
