@@ -17,7 +17,6 @@ tokens together. A row of leaves has one leaf per lane, and the trainer ranks sh
 """
 
 import heapq
-import itertools
 import math
 import os
 import shutil
@@ -483,7 +482,7 @@ def split_kept(kept, counts):
     ends = counts.cumsum(0)
     sample = torch.bucketize(kept[0], ends, right=True)
     rows = kept[0] - (ends - counts)[sample]
-    return torch.stack([rows, kept[1]]).split(torch.bincount(sample, minlength=len(counts)).tolist(), 1)
+    return torch.stack([rows, kept[1]]).cpu().split(torch.bincount(sample, minlength=len(counts)).tolist(), 1)
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
