@@ -841,42 +841,35 @@ class Trainer:
         those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept. Returns
         the samples, with what a sampling rule kept for these tokens: under other weights it would keep others.
         """
-        held = []
+        checked = list(samples)
         ages = torch.cat([s.staleness for s in samples]).unique()
         for age in ages[ages > 0].tolist():
             cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
-            where = list(cut)
             parts = list(cut.values())
             token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
-            older = self.versions[step - age]
-            for chosen, leaf, (logprobs, _, kept, *_) in self.passes(parts, self.model, weights=older):
-                self.mismatches += check_logprobs(leaf, logprobs, age, [parts[i] for i in chosen])
-                for j, (rows, ids) in zip(chosen, () if kept is None else split_kept(kept, leaf.counts)):
-                    at = (samples[where[j]].staleness == age).nonzero()[:, 0]
-                    held.append((where[j], torch.stack([at[rows.cpu()], ids.cpu()])))
-        samples = list(samples)
-        for i, kept in itertools.chain(*sync.from_all_ranks(held, self.control)) if self.sampling.cuts() else ():
-            samples[i] = samples[i]._replace(kept=torch.cat([samples[i].kept, kept], 1))
-        return samples
+            outputs = self.outputs(parts, self.model, self.versions[step - age], age)
+            for i, (_, (rows, ids), *_) in zip(cut, outputs):
+                kept = torch.stack([(samples[i].staleness == age).nonzero()[rows, 0], ids])
+                checked[i] = checked[i]._replace(kept=torch.cat([checked[i].kept, kept], 1))
+        return checked
 
     @torch.no_grad()
-    def outputs(self, samples, model, weights=()):
+    def outputs(self, samples, model, weights=(), age=None):
         """
-        For each sample what a model says of it: its log-probs (M,), what a sampling rule kept (2, K) and, of a critic,
-        values (M,) and that after the last token, {name: ..}.
+        For each sample a model's log-probs (M,), what a sampling rule kept (2, K) and, with a critic, values (M,) and
+        that after the last token. age: compare log-probs with the engine's at tokens of that staleness.
         """
         mine = {}
         for chosen, leaf, (logprobs, _, kept, values, last) in self.passes(samples, model, weights=weights):
-            counts = leaf.counts.tolist()
-            columns = dict(logprobs=logprobs.cpu().split(counts))
-            if kept is not None:
-                columns["kept"] = [pairs.cpu() for pairs in split_kept(kept, leaf.counts)]
-            if values is not None:
-                columns |= dict(values=values.cpu().split(counts), bootstrap=last.tolist())
-            for i, *output in zip(chosen, *columns.values()):
-                mine[i] = dict(zip(columns, output))
+            if age:
+                self.mismatches += check_logprobs(leaf, logprobs, age, [samples[i] for i in chosen])
+            columns = [x.cpu().split(leaf.counts.tolist()) for x in (logprobs, values) if x is not None]
+            columns.insert(1, split_kept(leaf.kept if kept is None else kept, leaf.counts))
+            if last is not None:
+                columns.append(last.tolist())
+            mine |= zip(chosen, zip(*columns))
         # Every rank needs every sample: advantages are normalised over the batch.
         outputs = {}
         for part in sync.from_all_ranks(mine, self.control):
@@ -885,23 +878,22 @@ class Trainer:
 
     def forward_only(self, samples):
         """
-        Passes over a batch before its first update: the samples with the trainer's own log-probs (where importance
-        weights need them), the critic's values, what a sampling rule kept, and the reference's log-probs filled in.
+        Passes over a batch before its first update: the samples with the reference's log-probs, the trainer's own
+        (where importance weights need them), the critic's values and what a sampling rule kept filled in.
         """
         c = self.c
-        if c.importance or c.advantage == "gae" or self.sampling.cuts() and (self.frozen or c.updates_per_batch > 1):
-            filled = []
-            for s, output in zip(samples, self.outputs(samples, self.model)):
-                logprobs = output.pop("logprobs")
-                if c.importance:
-                    output["old_logprobs"] = logprobs
-                if not s.truncated:  # after a sample that ended by itself nothing can be gained
-                    output["bootstrap"] = 0.0
-                filled.append(s._replace(**output))
-            samples = filled
+        outlives = self.sampling.cuts() and (self.frozen or c.updates_per_batch > 1)
+        if c.importance or c.advantage == "gae" or outlives:
+            outputs = self.outputs(samples, self.model)
+            samples = [s._replace(kept=output[1]) for s, output in zip(samples, outputs)]
         if self.frozen:
-            outputs = self.outputs(samples, self.frozen, self.anchor)
-            samples = [s._replace(reference=output["logprobs"]) for s, output in zip(samples, outputs)]
+            theirs = self.outputs(samples, self.frozen, self.anchor)
+            samples = [s._replace(reference=output[0]) for s, output in zip(samples, theirs)]
+        if c.importance:
+            samples = [s._replace(old_logprobs=output[0]) for s, output in zip(samples, outputs)]
+        if c.advantage == "gae":  # after a sample that ended by itself nothing can be gained: its last value is 0
+            valued = zip(samples, outputs)
+            samples = [s._replace(values=v, bootstrap=last if s.truncated else 0.0) for s, (*_, v, last) in valued]
         return samples
 
     def gradients(self, samples, objective=POLICY, check=False):
@@ -971,7 +963,7 @@ class Trainer:
         if check:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
             # are not in the order of the samples, but the first sample is what a reader looks for.
-            mismatches = sorted(itertools.chain(*sync.from_all_ranks(self.mismatches, self.control)))
+            mismatches = sorted(sum(sync.from_all_ranks(self.mismatches, self.control), []))
             self.mismatches = []
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
