@@ -7,7 +7,8 @@ The config block of a script is its schema; config files and the command line ov
 
 The idea is nanoGPT's. What differs: a name that is not in the block is an error, in a file too; a value has the type of
 its default; defaults < files in their order < flags, in whatever order they are typed; and what `config_source` writes
-is a config file itself. A mistake ends in one line and status 2, never in a traceback.
+is a config file itself. A mistake ends in one line and status 2, never in a traceback. `--help` shows the comments of a
+block that stands at the left margin.
 
 All of it serves any script; only the last section knows the keys of train_grpo.py.
 """
