@@ -320,8 +320,7 @@ def unlink_shared_memory(pids):
     the memory goes when the processes go, however that happens.
     """
     for pid in pids:
-        mapped = re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text())
-        inodes = set(map(int, mapped))
+        inodes = {*map(int, re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text()))}
         for entry in os.scandir("/dev/shm"):  # its inode came with the name: the file itself may just have gone
             if entry.inode() in inodes and not entry.name.startswith(("cuda", "nccl")):
                 Path(entry).unlink(missing_ok=True)
@@ -836,7 +835,8 @@ def sample_segments(queue, step, rows, c, version, flight):
     places = c.groups_in_flight
     sampled = []
     begun = flight.begun + places - len(flight.groups)
-    born = [tuple(group.meta["born"]) for group in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]
+    born = [tuple(group.meta["born"]) for group in flight.groups]
+    born += [divmod(n, P) for n in range(flight.begun, begun)]
     prompts = [rows[rows_of_step(len(rows), P, s, c.seed, "rl")[i]] for s, i in born]
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place

@@ -1117,9 +1117,10 @@ if __name__ == "__main__":
     latest = max(sync.checkpoints(folder / "ckpt"), default=None) if resumed else None
     saved = sync.read_checkpoint(latest, ranks.rank, world, **origin) if latest else {}  # what it says of itself
     start = saved.get("step", 0)  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
-    files = (sync.group_path(latest / "flight", i) for i in range(saved.get("in_flight", 0)))
-    in_flight = (sync.read_group(file, hf.vocab_size) for file in files)
-    flight = Flight(saved.get("begun", 0), tuple(in_flight))
+    groups = []
+    for i in range(saved.get("in_flight", 0)):
+        groups.append(sync.read_group(sync.group_path(latest / "flight", i), hf.vocab_size))
+    flight = Flight(saved.get("begun", 0), tuple(groups))
     if latest and not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
         model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back
