@@ -89,12 +89,11 @@ def fail(message, status=2):
 
 
 def require(condition, message):
-    """Ends the run with one line unless `condition`. Only for checks that come out the same on every rank."""
+    """Ends the run with one line unless `condition`, which is best the same on every rank."""
     if not condition and os.environ.get("RANK", "0") != "0":
         # torchrun kills all ranks as soon as one has exited. Rank 0 prints the line, and may come here seconds later
-        # (it is still importing torch): so the others wait, and are usually killed while they do.
+        # (it is still importing torch): so the others wait, and are killed while they do, unless they alone came here.
         time.sleep(5)
-        sys.exit(2)
     if not condition:
         fail(message)
 
@@ -287,14 +286,16 @@ class Mode(NamedTuple):
     trains: bool
     samples: bool  # with engines; a mode that trains and samples sends them its weights
     steps: str  # 'rl', 'supervised', or '' for none
-    pairs: bool = False  # learns which of two texts is preferred
+    pairs: bool = False  # learns which of two texts is preferred ..
+    scores: bool = False  # .. as a reward model, not as a policy
 
 
 MODES = {
     "grpo": Mode(trains=True, samples=True, steps="rl"),
     "replay": Mode(trains=True, samples=False, steps="rl"),
     "sft": Mode(trains=True, samples=False, steps="supervised"),
-    "rm": Mode(trains=True, samples=False, steps="supervised", pairs=True),
+    "rm": Mode(trains=True, samples=False, steps="supervised", pairs=True, scores=True),
+    "dpo": Mode(trains=True, samples=False, steps="supervised", pairs=True),
     "rollout": Mode(trains=False, samples=True, steps="rl"),
     "eval": Mode(trains=False, samples=True, steps=""),
 }
@@ -311,6 +312,7 @@ CHOICES = {
     "importance": ("", "full", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
+OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
@@ -320,7 +322,6 @@ HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as hea
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"queue_dir": ("mode", "replay")}
 ONLY_WITH |= {"tp_split": ("batch_invariant", True)}
-ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm"))
 
 
 def named_arguments(text):
@@ -351,8 +352,8 @@ def resolve(namespace, defaults):
         if by_user:
             del ORIGINS["init_from"]  # it is this command's; the run has its own
         saved, config = resume_config(config, path, FREE_KEYS)
-        why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
-        same = MODES[config["mode"]].pairs == MODES[saved["mode"]].pairs
+        why = f"the run has {saved['mode']!r}, which learns something else; start another run"
+        same = MODES[config["mode"]][3:] == MODES[saved["mode"]][3:]
         require(same, f"mode={config['mode']!r}: {why}")
         namespace.update(config)
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
@@ -385,16 +386,20 @@ def key_rules(c, world, defaults):
     values = vars(c)
     for key, known in CHOICES.items():
         gone = REMOVED.get(f"{key}={values[key]}")
-        yield key, values[key] in known, gone or f"use {', '.join(filter(None, known))}"
+        fits = values[key] in known or key in OWN and ".py:" in values[key]
+        yield key, fits, gone or f"use {', '.join(filter(None, known))}" + ", or 'mine.py:f'" * (key in OWN)
     for key in POSITIVE:
         yield key, values[key] > 0, "must be more than 0"
     for key, (other, value) in ONLY_WITH.items():
         yield key, values[key] == defaults[key] or values[other] == value, f"is for --{other}={value}"
+    for key in ("chosen_column", "rejected_column"):
+        yield key, values[key] == defaults[key] or MODES[c.mode].pairs, "is for --mode=rm or dpo"
 
 
 def algorithm_rules(c, world, defaults):
     grouped = c.advantage not in ("reinforce++", "gae", "distill")
     distills = c.advantage == "distill"
+    yield "kl_coef", c.kl_coef > 0 or MODES[c.mode][3:] != (True, False), "is DPO's beta; use more than 0, such as 0.1"
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
     yield "group_size", c.group_size > 1 or not grouped, why
     why = f"advantage={c.advantage!r} learns from groups of equal rewards, too; use 0"
@@ -441,7 +446,7 @@ def lora_rules(c, world, defaults):
     yield "lora_alpha", c.lora_alpha > 0, "must be more than 0"
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
     yield "lora_rank", not c.lora_rank or roles(vars(c), world)[0], f"mode={c.mode!r}: {why}"
-    yield "lora_rank", not (c.lora_rank and MODES[c.mode].pairs), "a reward model's score has no adapters; use 0"
+    yield "lora_rank", not (c.lora_rank and MODES[c.mode].scores), "a reward model's score has no adapters; use 0"
 
 
 def agent_rules(c, world, defaults):

@@ -22,7 +22,7 @@ import threading
 from contextlib import nullcontext
 from difflib import get_close_matches
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from traceback import walk_tb
@@ -355,6 +355,35 @@ def find_function(name, built_in, what):
     return functions[attribute]
 
 
+@lru_cache
+def own_function(key, name):
+    """
+    The user's function that a key names as 'mine.py:f', to be called with named arguments; None for a built-in name.
+    Ends the run with one line if there is no such function, if it or its attribute `before` raises, or if it returns
+    other shapes than that of the log-probs (a loss, and what it clips) or of the rewards (an advantage).
+    """
+    if ".py:" not in name:
+        return None
+    try:
+        function = find_function(name, {}, key)
+    except ValueError as error:
+        require(False, f"{key}={name!r}: {error}")
+
+    def guarded(call=function, **inputs):
+        try:
+            returned = call(**inputs)
+            if call is function:
+                # raises unless all have one shape
+                torch.stack([inputs["logprobs"], *returned] if key == "loss" else [inputs["rewards"], returned])
+        except Exception as error:
+            require(False, f"{key}={name!r}: {describe(error)}")
+        return returned
+
+    if hasattr(function, "before"):
+        guarded.before = partial(guarded, function.before)
+    return guarded
+
+
 def _near(name, names):
     """The end of a sentence that refuses `name`: the nearest of `names`, if one is near."""
     return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, names, n=1)) or "."
@@ -407,7 +436,7 @@ def arithmetic(size_max=100, size_min=0):
 
 
 def sides(mode):
-    """The names of a row's responses: ("chosen", "rejected") with mode='rm', else ("answer",)."""
+    """The names of a row's responses: ("chosen", "rejected") where a mode learns from pairs, else ("answer",)."""
     return ("chosen", "rejected") if MODES[mode].pairs else ("answer",)
 
 
@@ -458,7 +487,7 @@ def rows_of_step(n, per_step, step, *key):
 
 
 def load_rows(config):
-    """(training rows, held-out rows), dicts with prompt and answer (str), or with mode='rm' chosen and rejected."""
+    """(training rows, held-out rows), dicts with prompt and answer (str), or of pairs chosen and rejected."""
     name = config["dataset"]
     size = config["eval_size"]
     texts = sides(config["mode"])
@@ -552,7 +581,7 @@ def encode_answers(rows, tokenizer, stop_tokens, config):
     for row in rows:
         same = len(texts) == 2 and row["chosen_tokens"] == row["rejected_tokens"]
         where = f"a pair of prompt {row['prompt']!r:.60} has equal sides"
-        require(not same, f"mode='rm': {where}, {row[texts[-1]]!r:.60}; drop such pairs")
+        require(not same, f"mode={config['mode']!r}: {where}, {row[texts[-1]]!r:.60}; drop such pairs")
     for side in texts:
         rows = _short_enough(rows, f"{side}_tokens", "max_new_tokens", f"{side} texts", config)
     return rows

@@ -885,7 +885,7 @@ class Record:
         self.line("metrics.jsonl", **line)
 
     def supervised(self, phase, step, samples, metrics, hashes):
-        """A step on known answers ('sft') or pairs ('rm')."""
+        """A step on known answers ('sft') or pairs ('rm', 'dpo')."""
         self.metrics(phase=phase, step=step, **metrics)
         self.ledger.append(phase=phase, step=step, tokens=content_hash(*(s.tokens for s in samples)), **hashes)
         if (step + 1) % 50 == 0:

@@ -506,6 +506,7 @@ BAD = [
     (dict(mode="server"), 1, "mode='server': use grpo, replay, sft"),
     (dict(mode="serve"), 1, "mode='serve': a program of its own: python episodes/serve.py --init_from=.."),
     (dict(chosen_column="best"), 1, "chosen_column='best': is for --mode=rm"),
+    (dict(mode="dpo", init_from="x"), 1, "kl_coef=0.0: is DPO's beta; use more than 0"),
     (dict(mode="rm", agent="examples/guess.py:solve"), 1, "mode='rm': is for samples of one turn"),
     (dict(watch="rewind"), 1, "watch='rewind': use stop"),
     (dict(watch="rollback"), 1, "watch='rollback': tools/rollback.py starts a run and turns it back"),
