@@ -282,6 +282,12 @@ def test_dpo_is_that_of_a_loop_over_plain_transformers(mesh, scratch, our_operat
         assert expected.abs().max() > 1e-4 and torch.allclose(grad.double(), expected, atol=1e-6, rtol=1e-3), shard.name
 
 
+def test_the_reference_of_adapters_is_the_model_without_them(mesh, scratch, our_operators):
+    trainer = make_trainer(mesh, scratch, mode="dpo", kl_coef=0.3, lora_rank=4, init_from=str(scratch))
+    first, *_, last = [trainer.update(make_pairs(9), i, 1e-2, train.PAIRS)[0] for i in range(3)]
+    assert first["loss"] == pytest.approx(math.log(2)) and last["loss"] < 0.6 and last["margin"] > 0
+
+
 # ---- a user's mistakes
 
 
