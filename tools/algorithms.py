@@ -9,12 +9,12 @@ same number of RL steps. A quarter of its first seed is run a second time, and r
 the same ledger. Prints a Markdown table; exit status 1 if a log-prob differed, a ledger differed or nothing was
 learned. Flags it does not know go to train_grpo.py.
 
-    python tools/algorithms.py --moved            # what differs once the policy has moved: some 15 minutes
+    python tools/algorithms.py --moved            # what differs once the policy has moved: some 20 minutes
 
-With one update on fresh samples most losses have one gradient. So here each is run with four updates per batch, and
+With one update on fresh samples many losses have one gradient. So here each is run with four updates per batch, and
 with samples of weights two steps old; beside what it learns stands the first step after which its weights differ from
-those of the row that it is compared with, on equal noise. A model of 0.1 M parameters, sums of numbers below 20; the
-start has also seen sums behind a solved one, as the hints of sdpo are.
+those of grpo with the same rewards, on equal noise. A model of 0.1 M parameters, sums of numbers below 20; the start
+has also seen each sum behind itself, solved: such are the hints of sdpo.
 """
 
 import argparse
@@ -58,8 +58,6 @@ EXTRA = "experiments/losses.py:"
 TERMS = "--reward=numeric+0.2*config/hacked.py:mentions"  # the second one is won by writing digits
 MOVED = {  # name: (the row that it is compared with, flags)
     "grpo": ("", ""),
-    "gspo": ("grpo", FLAGS["gspo"]),
-    "cispo": ("grpo", FLAGS["cispo"]),
     "dppo": ("grpo", f"--loss={EXTRA}dppo"),
     "sapo": ("grpo", f"--loss={EXTRA}sapo"),
     "gmpo": ("grpo", f"--loss={EXTRA}gmpo --loss_aggregation=sequence"),
@@ -72,7 +70,8 @@ MOVED = {  # name: (the row that it is compared with, flags)
     "grpo, two rewards": ("", TERMS),
     "gdpo, two rewards": ("grpo, two rewards", f"{TERMS} --advantage={EXTRA}gdpo"),
 }
-SETTINGS = {"1 update": "", "4 updates": "--updates_per_batch=4", "lag 2": "--lag=2"}
+SETTINGS = {"4 updates": "--updates_per_batch=4 --learning_rate=1e-4", "lag 2": "--lag=2 --learning_rate=2e-4"}
+FRESH = "--learning_rate=2e-4 --max_steps=4 --eval_samples=1"  # one update on fresh samples, of the first seed alone
 SMALL = "config/small.py --arithmetic_size=20 --max_new_tokens=4 --eval_size=100 --max_prompt_tokens=16".split()
 
 
@@ -108,29 +107,28 @@ def apart(ours, theirs):
 
 def moved(args, more, folder):
     """Prints the table of --moved. Returns whether no log-prob differed."""
-    start = "--init_from=scratch --warmup_sft_steps=0 --mode=sft --max_prompt_tokens=16 --max_steps=400".split()
-    start += [f"--dataset={hints(folder)}", *"--learning_rate=2e-3 --eval_size=0 --checkpoint_every=400".split()]
-    small(folder / "start", *start)
-    flags = [f"--init_from={folder}/start/ckpt/step_000400", *"--warmup_sft_steps=0 --prompts_per_step=16".split()]
-    flags += [*"--eval_samples=4 --checkpoint_every=0 --learning_rate=1e-3 --leaf_tokens=512".split(), *more]
-    heads = [f"{setting}: held-out pass@1 | over seeds | apart after step" for setting in list(SETTINGS)[1:]]
-    print(f"| algorithm | flags | 1 update: apart | {' | '.join(heads)} |")
+    start = "--warmup_sft_steps=0 --mode=sft --max_steps=400 --sft_batch=64 --learning_rate=2e-3 --eval_size=0".split()
+    small(folder / "start", *start, f"--dataset={hints(folder)}", "--checkpoint_every=400")
+    common = [f"--init_from={folder}/start/ckpt/step_000400", *"--warmup_sft_steps=0 --checkpoint_every=0".split()]
+    common += [*"--prompts_per_step=16 --eval_samples=4 --leaf_tokens=512".split(), f"--max_steps={args.steps}", *more]
+    heads = [f"{setting}: held-out pass@1 | over seeds | apart after step" for setting in SETTINGS]
+    print(f"| algorithm | flags | fresh: apart after step | {' | '.join(heads)} |")
     print("|---" * (3 + 3 * len(heads)) + "|")
-    different = 0
     bases = {MOVED[name][0] for name in args.algorithms}
+    different = 0
     for name in [name for name in MOVED if not args.algorithms or name in bases | {*args.algorithms}]:
-        other, own = MOVED[name]
+        base, own = MOVED[name]
         row = [name, f"`{own}`" if own else "the defaults"]
-        for setting, extra in SETTINGS.items():
+        for setting, extra in (("fresh", FRESH), *SETTINGS.items()):
             scores = []
             steps_apart = []
-            for seed in range(1, args.seeds + 1 if extra else 2):
+            for seed in range(1, args.seeds + 1 if setting in SETTINGS else 2):
                 out = folder / f"{name} {setting} {seed}"
-                steps = small(out, *flags, *own.split(), *extra.split(), f"--seed={seed}", f"--max_steps={args.steps}")
+                steps = small(out, *common, *own.split(), *extra.split(), f"--seed={seed}")
                 different += sum(x["logprob_mismatch_tokens"] for x in steps if x["phase"] == "rl")
                 scores.append([x["pass@1"] for x in steps if x["phase"] == "eval"])
-                steps_apart += [apart(out, folder / f"{other} {setting} {seed}")] if other else []
-            if extra:
+                steps_apart += [apart(out, folder / f"{base} {setting} {seed}")] if base else []
+            if setting in SETTINGS:
                 row += [learned(*zip(*scores)), ", ".join(f"{after:.3f}" for _, after in scores)]
             row.append(", ".join(map(str, dict.fromkeys(steps_apart))))
         print("|", " | ".join(row), "|", flush=True)
@@ -186,11 +184,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("algorithms", nargs="*", metavar="algorithm", help=f"of {', '.join(FLAGS)}; none: all")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=0, help="40, or with --moved 24")
-    parser.add_argument("--moved", action="store_true", help="several updates per batch, and a lag, on a smaller model")
+    parser.add_argument("--steps", type=int, default=0, help="40, or with --moved 20")
+    parser.add_argument("--moved", action="store_true", help="with updates per batch and a lag")
     args, more = parser.parse_known_args()
     table, known, size = (moved, MOVED, "16 x 8") if args.moved else (every, FLAGS, "32 x 8")
-    args.steps = args.steps or (24 if args.moved else 40)
+    args.steps = args.steps or (20 if args.moved else 40)
     if unknown := [name for name in args.algorithms if name not in known]:
         parser.error(f"no such algorithm as {unknown[0]!r}; known are {', '.join(known)}")
     folder = Path(tempfile.mkdtemp(prefix="algorithms"))
