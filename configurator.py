@@ -318,10 +318,11 @@ POSITIVE = """
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
     judge_tries sandbox_seconds sandbox_memory""".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
-# keys that have no effect unless another key has this value
+# keys that have no effect unless another key has this value, or one of these
 ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
 ONLY_WITH |= {"queue_dir": ("mode", "replay")}
 ONLY_WITH |= {"tp_split": ("batch_invariant", True)}
+ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm or dpo"))
 
 
 def named_arguments(text):
@@ -391,9 +392,7 @@ def key_rules(c, world, defaults):
     for key in POSITIVE:
         yield key, values[key] > 0, "must be more than 0"
     for key, (other, value) in ONLY_WITH.items():
-        yield key, values[key] == defaults[key] or values[other] == value, f"is for --{other}={value}"
-    for key in ("chosen_column", "rejected_column"):
-        yield key, values[key] == defaults[key] or MODES[c.mode].pairs, "is for --mode=rm or dpo"
+        yield key, values[key] == defaults[key] or str(values[other]) in str(value), f"is for --{other}={value}"
 
 
 def algorithm_rules(c, world, defaults):
