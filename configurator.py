@@ -353,8 +353,8 @@ def resolve(namespace, defaults):
         if by_user:
             del ORIGINS["init_from"]  # it is this command's; the run has its own
         saved, config = resume_config(config, path, FREE_KEYS)
-        why = f"the run has {saved['mode']!r}, which learns something else; start another run"
-        same = MODES[config["mode"]][3:] == MODES[saved["mode"]][3:]
+        why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
+        same = MODES[config["mode"]].scores == MODES[saved["mode"]].scores
         require(same, f"mode={config['mode']!r}: {why}")
         namespace.update(config)
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
@@ -420,6 +420,9 @@ def algorithm_rules(c, world, defaults):
     yield "dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0"
     yield "temperature", c.temperature > 0, "samples of a group must differ; use more than 0"
     yield "eval_temperature", c.eval_temperature >= 0, "use 0 (greedy) or more"
+    yield "top_p", 0 < c.top_p <= 1, "a probability; use more than 0, or 1: all tokens"
+    yield "top_k", c.top_k >= 0 and c.top_k != 1, "samples of a group must differ; use 2 or more, or 0: all tokens"
+    yield "min_p", 0 <= c.min_p < 1, "a part of the largest probability; use less than 1, or 0: all tokens"
     yield (
         "eval_size",
         c.eval_size > 0 or MODES[c.mode].steps,

@@ -1806,21 +1806,41 @@ def _on_logits(loop, kernel, work, z, *args):
     on_rows(loop, kernel, M, work * M * V, (z, *args, V), (M,), _lanes(V))
 
 
+def _kept_logits(first, h, weight, targets, t, rule):
+    """The logits (m, V) of the rows h (m, C), `first` of all and the next, -inf where the rule leaves a token out."""
+    z = head_logits(h, weight)
+    if rule is None:
+        return z
+    cuts, kept, found = rule
+    rows, columns = kept[:, (kept[0] >= first) & (kept[0] < first + len(h))]
+    known = rows - first
+    rows = torch.cat([known, torch.arange(len(h), device=h.device)])
+    columns = torch.cat([columns, targets])  # a token that was drawn is kept in any case
+    values = z[rows, columns]
+    cut(z, cuts.expand(len(h), 3), t)
+    z[known] = -math.inf
+    z[rows, columns] = values
+    if found is not None:
+        found.append((z > -math.inf).nonzero().t() + torch.tensor([[first], [0]], device=h.device))
+    return z
+
+
 class TokenLogprobs(torch.autograd.Function):
-    """(log-probs, entropies) (N,) of targets (N,); t (1,)."""
+    """(log-probs, entropies) (N,) of targets (N,); t (1,); rule: a Rule or None."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, t):
+    def forward(ctx, hidden, weight, targets, t, rule):
         N = len(hidden)
         stats = hidden.new_empty(N, 2, dtype=torch.float32)
         logprobs = stats.new_empty(N)
         entropy = stats.new_empty(N)
         rows = hidden, stats, targets, logprobs, entropy
-        for h, of_chunk, *rest in zip(*(x.split(CHUNK) for x in rows)):
-            z = head_logits(h, weight)
+        for i, (h, of_chunk, *rest) in enumerate(zip(*(x.split(CHUNK) for x in rows))):
+            z = _kept_logits(i * CHUNK, h, weight, rest[0], t, rule)
             _on_logits(cpu_softmax_stats, triton_softmax_stats, 10, z, t, of_chunk)
             _on_logits(cpu_token_logprobs, triton_token_logprobs, 10, z, t, of_chunk, *rest)
         ctx.save_for_backward(hidden, weight, targets, t, entropy, stats)
+        ctx.rule = rule
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -1833,24 +1853,26 @@ class TokenLogprobs(torch.autograd.Function):
         rows = [hidden, stats, targets, entropy, grad.contiguous()]
         if entropy_grad is not None:
             rows.append(entropy_grad.contiguous())
-        for h, *args in zip(*(x.split(CHUNK) for x in rows)):
+        for i, (h, *args) in enumerate(zip(*(x.split(CHUNK) for x in rows))):
             if entropy_grad is None:
                 args.append(None)
-            z = head_logits(h, weight)
+            z = _kept_logits(i * CHUNK, h, weight, args[1], t, ctx.rule)
             dz = z if h.dtype == z.dtype else torch.empty_like(z, dtype=h.dtype)
             on_elements(cpu_token_grads, triton_token_grads, z.shape, 20, z, t, *args, dz)
             d_hidden.append(matmul(dz, weight))
             if d_weight is not None:
                 matmul(dz.t(), h, out=d_weight)
-        return torch.cat(d_hidden), None if d_weight is None else d_weight.to(weight.dtype), None, None
+        return torch.cat(d_hidden), None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
-def token_logprobs(hidden, weight, targets, temperature=1.0):
+def token_logprobs(hidden, weight, targets, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, kept=None, found=None):
     """
-    Log-probs of `targets` (N,) under softmax(hidden @ weight^T / temperature), and the entropies, both (N,) float32.
+    Log-probs of `targets` (N,) under softmax(hidden @ weight^T / temperature) over the tokens that the sampling rule
+    keeps (see Sampling), and that softmax's entropies, both (N,) float32.
 
-    hidden (N, C), weight (V, C). Gradients flow to hidden and weight; the log-probs must be in the loss, the entropies
-    need not be.
+    hidden (N, C), weight (V, C). Gradients flow to hidden and weight, while what is kept is constant; the log-probs
+    must be in the loss, the entropies need not be. kept (2, K) int64: pairs of a row and a token, all that these rows
+    keep, in place of what the rule says. found: a list that gets such pairs of all rows, in parts.
     """
     fits = hidden.shape[1:] == weight.shape[1:]
     fits = fits and targets.shape == hidden.shape[:1]
@@ -1862,7 +1884,13 @@ def token_logprobs(hidden, weight, targets, temperature=1.0):
         check(0 <= least and most < len(weight), "targets {} to {}: below {} are needed", least, most, len(weight))
     # divided by a tensor: by a Python number, CUDA would multiply by a rounded reciprocal
     t = torch.tensor([temperature], dtype=torch.float32, device=hidden.device)
-    return TokenLogprobs.apply(hidden, weight, _aligned(targets.long()), t)
+    targets = _aligned(targets.long())
+    cuts = Sampling(temperature, top_p, top_k, min_p).cuts()
+    if not cuts:
+        return TokenLogprobs.apply(hidden, weight, targets, t, None)
+    rule = torch.tensor([[top_p, top_k, min_p]], dtype=torch.float32, device=hidden.device)
+    kept = targets.new_empty(2, 0) if kept is None else kept
+    return TokenLogprobs.apply(hidden, weight, targets, t, (rule, kept, found))
 
 
 def log_softmax(x, dim, half_to_float):
@@ -1890,6 +1918,160 @@ def log_softmax(x, dim, half_to_float):
 def softmax(x, dim, half_to_float):
     """aten::_softmax along the last dim: no log-prob needs it, but SGLang's sampler draws from it."""
     return torch.exp(log_softmax(x, dim, half_to_float))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# sampling rules. The tokens of a row are ranked by x = z / t, the larger first, equal ones by column. A token is kept
+# if fewer than top_k are before it, if their mass is below top_p of the row's, and if x >= the largest + log min_p. So
+# the kept ones are the first of the ranking, and at least one. Every algorithm finds the same, as no sum has an order:
+# a mass, exp(x - largest), is counted in whole units of 2^-30. Log-probs are then those of what is left: the others get
+# the logit -inf.
+#
+# The search is a bisection over the floats, as whole numbers, for the lowest rank that is kept. Of the tokens that
+# share it the first columns are.
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn, and so what a log-prob is of: the softmax of logits / temperature over the kept tokens."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0  # 1: all
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0  # as a part of the likeliest token's probability; 0: all
+
+    def cuts(self):
+        """Whether it leaves out any token."""
+        return self[1:] != Sampling()[1:]
+
+
+@loop
+def _rank(x):
+    """A whole number of a float32, larger for a larger one."""
+    bits = np.float32(x + ZERO).view(np.int32)  # -0.0 + 0.0 is 0.0
+    return np.int64(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@loop
+def _above(ranks, masses, rank):
+    """(number, mass) of the tokens that rank higher."""
+    n = 0
+    mass = 0
+    for i in range(len(ranks)):
+        n += ranks[i] > rank
+        mass += masses[i] if ranks[i] > rank else 0
+    return n, mass
+
+
+@loop
+def cpu_cut(first, last, z, t, rules, V):
+    x = floats(V)
+    ranks = np.empty(V, np.int32)
+    masses = np.empty(V, np.int32)
+    for row in range(first, last):
+        z_row = z[row * V : (row + 1) * V]
+        for i in range(V):
+            x[i] = z_row[i] / t[0]
+            ranks[i] = _rank(x[i])
+        m = largest(x, 0, V)
+        for i in range(V):
+            masses[i] = np.int32(exp(x[i] - m) * MASS)
+        top_p = rules[3 * row]
+        top_k = rules[3 * row + 1]
+        min_p = rules[3 * row + 2]
+        whole = _above(ranks, masses, -(1 << 32))[1]
+        enough = max(1, np.int64(whole * np.float64(top_p))) if top_p < 1 else whole + 1
+        most = np.int64(top_k) if top_k > 0 else V
+        high = _rank(m)
+        low = _rank(m + np.float32(log(np.float64(min_p)))) - 1
+        while high - low > 1:
+            middle = (low + high) >> 1
+            n, mass = _above(ranks, masses, middle)
+            if n < most and mass < enough:
+                high = middle
+            else:
+                low = middle
+        n, mass = _above(ranks, masses, high)
+        for i in range(V):
+            if ranks[i] == high and n < most and mass < enough:
+                n += 1
+                mass += masses[i]
+            elif ranks[i] <= high:
+                z_row[i] = -np.inf
+
+
+@triton.jit
+def _rank_int64(x):
+    """`_rank`."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _ranked(z, t, m, c, V: constexpr):
+    """(rank, mass) of the tokens c of a row."""
+    x = tl.div_rn(tl.load(z + c, mask=c < V, other=float("-inf")).to(tl.float32), t)
+    return _rank_int64(x), (tl.exp(x - m) * 2.0**30).to(tl.int64)
+
+
+@triton.jit
+def _all_above(z, t, m, rank, V: constexpr, BLOCK: constexpr):
+    """`_above`."""
+    n = tl.zeros([BLOCK], tl.int64)
+    mass = tl.zeros([BLOCK], tl.int64)
+    for first in range(0, V, BLOCK):
+        ranks, masses = _ranked(z, t, m, first + tl.arange(0, BLOCK), V)
+        n += (ranks > rank).to(tl.int64)
+        mass += tl.where(ranks > rank, masses, 0)
+    return tl.sum(n, 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def triton_cut(z, t, stats, rules, V: constexpr, BLOCK: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    z += row * V
+    rules += row * 3
+    t = tl.load(t)
+    m = tl.load(stats + row * 2)
+    top_p = tl.load(rules)
+    top_k = tl.load(rules + 1).to(tl.int64)
+    _, whole = _all_above(z, t, m, -(1 << 32), V, BLOCK)
+    enough = tl.maximum((whole.to(tl.float64) * top_p).to(tl.int64), 1)
+    enough = tl.where(top_p < 1, enough, whole + 1)
+    most = tl.where(top_k > 0, top_k, V)
+    high = _rank_int64(m)
+    low = _rank_int64(m + tl.log(tl.load(rules + 2))) - 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        n, mass = _all_above(z, t, m, middle, V, BLOCK)
+        fits = (n < most) & (mass < enough)
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle)
+    n, mass = _all_above(z, t, m, high, V, BLOCK)
+    for first in range(0, V, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        ranks, masses = _ranked(z, t, m, c, V)
+        last = ((ranks == high) & (c < V)).to(tl.int64)
+        before = tl.cumsum(last, 0) - last
+        fits = (n + before < most) & (mass + before * masses < enough)
+        tl.store(z + c, float("-inf"), mask=(c < V) & (ranks <= high) & ((ranks < high) | ~fits))
+        n += tl.sum(last, 0)
+        mass += tl.sum(last * masses, 0)
+
+
+def cut(z, rules, t=None):
+    """
+    Writes -inf over those of the logits z (M, V), at temperatures t (1,) or 1, that a rule leaves out. rules (M, 3)
+    float32: top_p, top_k and min_p of each row, as in Sampling.
+    """
+    fits = z.is_contiguous() and rules.shape == (len(z), 3)
+    check(fits, "logits {}, rules {}: (M, V), contiguous, and (M, 3) are needed", z, rules)
+    t = z.new_ones(1, dtype=torch.float32) if t is None else t
+    if use_triton(z):
+        stats = z.new_empty(len(z), 2, dtype=torch.float32)
+        _on_logits(None, triton_softmax_stats, 0, z, t, stats)
+        _on_logits(None, triton_cut, 0, z, t, stats, rules.contiguous())
+    else:
+        _on_logits(cpu_cut, None, 100, z, t, rules.contiguous())
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1970,6 +2152,9 @@ def cpu_draw(first, last, logprobs, seeds, positions, tokens, V):
     scores = np.empty(V, np.float64)
     for row in range(first, last):
         for i in range(V):
+            if logprobs[row * V + i] == -np.inf:
+                scores[i] = -np.inf
+                continue
             h = min(murmur_hash32(seeds[row], positions[row], i), 0xFFFFFFFE)
             u = np.float64(h) / 4294967295.0
             noise = -log(min(-log(u), 1.7976931348623157e308))
@@ -2428,6 +2613,7 @@ ONE = np.float32(1)
 ONES = np.ones(VECTOR, np.float32)
 NOTHING = np.zeros(0, np.float32)
 LEAST = np.finfo(np.float32).min
+MASS = np.float32(2**30)
 LOOP_DTYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.int64: "<i8"}
 # Constants of `exp`, `log` and `cos_sin`. To add WHOLE32 or WHOLE64 and subtract it again rounds to a whole number.
 WHOLE32 = np.float32(1.5 * 2**23)

@@ -22,7 +22,7 @@ A group whose file exists is never made again.
 `install_operators` (models/dense.py) hooks kernels.py into SGLang's classes in the scheduler's process; `kernels.draw`
 takes the place of its draw. On a CPU SGLang needs four replacements more (in `run_scheduler`; 0.5.17 has no switch for
 them): a flag that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), process groups that ask
-for no CUDA device, and its sampler (`sample_tokens`). Nothing here imports sglang before an engine is wanted: that
+for no CUDA device. Its sampler is `sample_tokens`. Nothing here imports sglang before an engine is wanted: that
 takes seconds.
 """
 
@@ -138,20 +138,23 @@ def leave_nothing_open():
     scheduler.create_load_snapshot_writer = lambda *_, **__: None
 
 
-def sample_tokens(self, by_sglang, output, info, return_logprob, *others):
+def sample_tokens(self, output, info, _, likeliest, chosen, positions):
     """
-    SGLang's sampler where all requests are drawn from the whole softmax: its draw, from the log-softmax whose log-probs
-    it returns. SGLang's own draws from the log of a softmax: other bits, with which a token can be another.
+    SGLang's sampler: a draw from the log-softmax whose log-probs it returns, of the tokens that each request's rule
+    keeps. Greedy requests, to SGLang of temperature 1 and top_k=1, have the log-probs of all tokens. Its own sampler
+    draws from the log of a softmax, and returns what was before a rule.
     """
-    from sglang.srt.layers import sampler
-
-    cut = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
-    if cut or info.is_all_greedy or not return_logprob:
-        return by_sglang(self, output, info, return_logprob, *others)
-    logprobs = kernels.log_softmax(output.next_token_logits.div_(info.temperatures), -1, False)
-    tokens = sampler.multinomial_with_seed(logprobs, info.sampling_seed, others[-1])
-    if any(others[0]):  # somebody wants the likeliest tokens, too
-        self.output_logprob_processor.compute_logprobs(logprobs, *others[:2], tokens[:, 0]).write_output_to(output)
+    logits = (output.next_token_logits / info.temperatures).contiguous()
+    greedy = info.top_ks[:, None] == 1
+    if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
+        rules = torch.stack([info.top_ps, info.top_ks.float(), info.min_ps], 1)
+        kernels.cut(logits, rules.where(~greedy, rules.new_tensor([1.0, 0.0, 0.0])))
+    logprobs = kernels.log_softmax(logits, -1, False)
+    tokens = kernels.draw(logprobs, info.sampling_seed, positions)
+    tokens = logits.argmax(-1, keepdim=True).where(greedy, tokens)
+    if any(likeliest or ()):
+        found = self.output_logprob_processor.compute_logprobs(logprobs, likeliest, chosen, tokens[:, 0])
+        found.write_output_to(output)
     else:
         output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
     return tokens[:, 0].int()
@@ -223,13 +226,12 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
     enable = functools.partial(kernels.enable_batch_invariant, threads)
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
     batch_invariant_ops.enable_batch_invariant_mode = enable if inv_freq else lambda: None
-    sampler.multinomial_with_seed = kernels.draw
+    sampler.Sampler.forward = sample_tokens
     weight_updater.WeightUpdater.update_weights_from_distributed = receive_rows
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
         rotary_embedding._is_cpu = True
-        sampler.Sampler.forward = functools.partialmethod(sample_tokens, sampler.Sampler.forward)
         kernels.panel_cache = {}
         os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
 
@@ -701,6 +703,10 @@ def sampling_seed(*key):
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
 
 
+def sampling_of(c):
+    return kernels.Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
+
+
 class Job(NamedTuple):
     """Prompts that the engines are to sample together: a step's, or the held-out ones."""
 
@@ -709,7 +715,7 @@ class Job(NamedTuple):
     version: int  # of the weights to sample with
     rows: dict  # {prompt's index in the step: dict(prompt text, answer text, prompt_tokens list)}
     samples: int  # G, per prompt
-    temperature: float  # 0: greedy
+    sampling: kernels.Sampling  # temperature 0: greedy
     tokens: int = 0  # most tokens that each sample gets in this job; 0: as many as max_new_tokens leaves it
     begun: dict = {}  # {prompt's index: ((step, index) with which its group was begun, the group so far or None)}
 
@@ -730,7 +736,11 @@ class Sampler:
         self.reward = reward
         self.decode = decode
         self.stop_tokens = stop_tokens
-        self.params = dict(ignore_eos=config["ignore_eos"], stop_token_ids=stop_tokens)
+
+    def params(self, job, seed, **others):
+        """What SGLang is told of a request."""
+        drawn = job.sampling._asdict() | dict(top_k=max(job.sampling.top_k, 0) or -1, sampling_seed=seed)
+        return drawn | dict(ignore_eos=self.config["ignore_eos"], stop_token_ids=self.stop_tokens) | others
 
     def sample(self, folder, job, prompts):
         """
@@ -768,7 +778,7 @@ class Sampler:
                 elapsed=elapsed,
                 idle=elapsed - worked,
             )
-            await asyncio.to_thread(write_group, folder, index, tensors, meta)  # it waits for the disk
+            await asyncio.to_thread(write_group, group_path(folder, index), tensors, meta)  # it waits for the disk
 
     async def _group(self, folder, index, job):
         """A prompt's samples of one turn: (tensors, meta) of the group file."""
@@ -804,10 +814,7 @@ class Sampler:
         left = [self.config["max_new_tokens"] - len(sample.tokens) for sample in samples]
         goes_on = [g for g, sample in enumerate(samples) if not (sample.tokens and self._is_finished(sample))]
         most = [min(n, job.tokens or n) for n in left]
-        params = [
-            dict(self.params, temperature=job.temperature, sampling_seed=seeds[g], max_new_tokens=most[g])
-            for g in goes_on
-        ]
+        params = [self.params(job, seeds[g], max_new_tokens=most[g]) for g in goes_on]
         outputs = await self.engine.generate([prompt + samples[g].tokens for g in goes_on], params)
         for g, output in zip(goes_on, outputs):
             for mine, drawn in zip(samples[g], self.engine.drawn(output, job.version)):
@@ -874,7 +881,7 @@ def sample_step(queue, step, rows, c, version, flight):
         chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, stream)
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
         prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
-        for group in queue.sample(Job(stream, step, version, prompts, c.group_size, c.temperature)):
+        for group in queue.sample(Job(stream, step, version, prompts, c.group_size, sampling_of(c))):
             scores = group.tensors["rewards"]
             equal = c.dynamic_sampling and (scores == scores[0]).all()
             (dropped if equal else kept).append(group)
@@ -907,7 +914,7 @@ def sample_segments(queue, step, rows, c, version, flight):
             version,
             {n: prompts[i] for n, i in todo.items()},
             c.group_size,
-            c.temperature,
+            sampling_of(c),
             c.segment_tokens,
             {n: (born[i], groups[i]) for n, i in todo.items()},
         )

@@ -25,13 +25,14 @@ import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from ipaddress import ip_address
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
+from statistics import fmean
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -39,17 +40,13 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ByRows
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from tqdm import tqdm
 
 import kernels
 from configurator import (
     FREE_KEYS,
     HEALTHY,
-    MODES,
     ORIGINS,
     close_bars,
     config_source,
@@ -80,27 +77,25 @@ def rank_is_lost(error):
     lost = isinstance(error, dist.DistError) or re.search("gloo|NCCL", str(error))
     if lost:
         time.sleep(5)
-    return bool(lost)
+    return lost
 
 
 def report_error(kind, error, trace):
     """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
-    refused = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
+    refused = "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()
+    cure = "go on with --init_from=resume"
+    close_bars()
     if kind is KeyboardInterrupt:
         line = "interrupted"
-        when = ""
-    elif (isinstance(error, dist.DistError) or kind is RuntimeError) and rank_is_lost(error):
+    elif isinstance(error, RuntimeError) and rank_is_lost(error):  # such is a dist.DistError
         gone = "torchrun's store is gone, with the node that had it"
         line = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost"
-        when = ""
-    elif getattr(error, "errno", None) in refused:
+    elif errno.errorcode.get(getattr(error, "errno", None)) in refused:
         line = f"{error.filename or 'writing to out_dir'}: {error.strerror}"
-        when = "when that is mended, "
+        cure = f"when that is mended, {cure}"
     else:
-        close_bars()
         return sys.__excepthook__(kind, error, trace)
-    close_bars()
-    print(f"error: {line}; nothing written is lost; {when}go on with --init_from=resume", file=sys.stderr, flush=True)
+    print(f"error: {line}; nothing written is lost; {cure}", file=sys.stderr, flush=True)
 
 
 def reason(error):
@@ -122,7 +117,7 @@ class Ranks(NamedTuple):
     world: int
     trainers: int
     engines: int
-    mesh: DeviceMesh | None  # over the trainers; None on a rank that does not train
+    mesh: dist.DeviceMesh | None  # over the trainers; None on a rank that does not train
     engine: int | None  # index of this rank's engine; None on a rank without one
     tp: int = 1  # GPUs of an engine
     store: dist.Store = None  # of this start, for all ranks
@@ -135,10 +130,8 @@ def hidden_torchrun():
     Hides torchrun's variables from what starts inside: SGLang would take this rank's number for one of its own, and
     TORCHELASTIC_USE_AGENT_STORE makes a rendezvous at another address wait for ever.
     """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    hidden = {k: v for k, v in os.environ.items() if k in names or k.startswith(("LOCAL_", "GROUP_", "TORCHELASTIC_"))}
-    for name in hidden:
-        del os.environ[name]
+    names = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "TORCHELASTIC_")
+    hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(names)}
     try:
         yield
     finally:
@@ -163,8 +156,8 @@ def take_gpu(config, world, gpu):
     chip = torch.cuda.get_device_capability(gpu)
     cure = f"kernels.py is for {kernels.CAPABILITIES}; use --device=cpu"
     require(chip in kernels.CARDS, f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
-    two_ends = config["weight_sync"] == "broadcast" and lends
-    require(not two_ends, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc")
+    apart = config["weight_sync"] != "broadcast" or not lends
+    require(apart, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc")
     check_compilers()
     torch.cuda.set_device(gpu)
     return torch.cuda.get_device_name()
@@ -198,12 +191,11 @@ TOOLKIT = Path("/usr/local/cuda")
 
 def why_no_card():
     """What to do where torch finds no CUDA device. It says no more than that, to a driver that is too old as well."""
-    version = re.search(r"Module.*?\s(\d{3,})([.\d]*)", DRIVER.read_text()) if DRIVER.is_file() else None
-    if version is None:
+    version = re.search(r"Module.*?\s((\d{3,})[.\d]*)", DRIVER.read_text()) if DRIVER.is_file() else None
+    if not version:
         return "this machine has no CUDA device; use --device=cpu"
-    if int(version[1]) < LEAST_DRIVER:
-        least = f"torch {torch.__version__} wants {LEAST_DRIVER}; install that"
-        return f"NVIDIA's driver is {version[1]}{version[2]}, {least}"
+    if int(version[2]) < LEAST_DRIVER:
+        return f"NVIDIA's driver is {version[1]}, torch {torch.__version__} wants {LEAST_DRIVER}; install that"
     return "a driver is there, and no device; is this a container without --gpus=all, or CUDA_VISIBLE_DEVICES empty?"
 
 
@@ -211,20 +203,17 @@ def check_compilers():
     """Ends the run with one line unless Triton can build its launchers, and SGLang finds a CUDA toolkit."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     require(compiler, "device='cuda': Triton builds its launchers with a C compiler, and there is none; install gcc")
-    command = [compiler, "-fsyntax-only", "-xc", f"-I{sysconfig.get_paths()['include']}", "-"]
-    try:
-        done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True)
-        refused = done.stderr.partition("\n")[0] if done.returncode else ""
-    except OSError as e:
-        refused = str(e)
+    # env fails where there is no such compiler, like a compiler where there are no headers
+    command = ["env", compiler, "-fsyntax-only", "-xc", f"-I{sysconfig.get_paths()['include']}", "-"]
+    done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True)
     cure = f"install Python's headers (python3-dev), or set CC, now {compiler!r}"
-    require(not refused, f"device='cuda': Triton cannot build its launchers: {refused}; {cure}")
+    require(not done.returncode, f"device='cuda': Triton cannot build its launchers: {reason(done.stderr)}; {cure}")
     # Without a toolkit deep_gemm, which SGLang imports on a Hopper, ends in an assertion.
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if not (named or shutil.which("nvcc") or TOOLKIT.exists()):
-        wheel = Path(torch.__file__).parents[1] / "nvidia" / f"cu{torch.version.cuda.partition('.')[0]}"
+        wheel = Path(torch.__file__).parents[1] / f"nvidia/cu{torch.version.cuda.partition('.')[0]}"
         cure = "install one and set CUDA_HOME, or the wheel nvidia-cuda-nvcc"
-        require(wheel.joinpath("bin", "nvcc").is_file(), f"CUDA_HOME='': no CUDA toolkit is found; {cure}")
+        require((wheel / "bin/nvcc").is_file(), f"CUDA_HOME='': no CUDA toolkit is found; {cure}")
         os.environ["CUDA_HOME"] = str(wheel)
 
 
@@ -234,18 +223,18 @@ def start_process_groups(trainers, engines, device, tp=1):
     the trainers.
     """
     if device == "cuda":  # what SGLang sets in its own processes: the ends of a weight group must agree on it
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0"), os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     store = dist.HashStore()
     rank = 0
     world = 1
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=FOREVER))
-        if several_nodes(world):  # left alone, gloo takes the address of the host's name, often 127.0.1.1
-            _, interface = own_address()
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        _, interface = own_address(world)
+        # left alone, gloo takes the address of the host's name, often 127.0.1.1, and NCCL any that others can reach
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface != "lo":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        else:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine has to reach it
         store = dist.PrefixStore(name_start(store, rank, world), store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
     mesh = control = None
@@ -253,7 +242,7 @@ def start_process_groups(trainers, engines, device, tp=1):
         control = dist.new_group(range(trainers), backend="gloo", timeout=FOREVER)
         group = dist.new_group(range(trainers), backend="nccl", timeout=FOREVER) if device == "cuda" else control
         if rank < trainers:
-            mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",))
+            mesh = dist.DeviceMesh.from_group(group, device, mesh_dim_names=("trainers",))
     engine, other = divmod(rank - (world - engines * tp), tp)
     return Ranks(rank, world, trainers, engines, mesh, None if engine < 0 or other else engine, tp, store, control)
 
@@ -261,18 +250,19 @@ def start_process_groups(trainers, engines, device, tp=1):
 def listening_store(host, port=0):
     """A TCPStore that listens at this address alone; torch's listens at all of them, without a key. 0: a free port."""
     listener = socket.create_server((host, port))
-    port, options = listener.getsockname()[1], dict(wait_for_workers=False, timeout=FOREVER)
-    return dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, timeout=FOREVER, master_listen_fd=listener.detach())
 
 
-def several_nodes(world):
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world
-
-
-def own_address():
-    """(this node's address on the interface that leads to torchrun's MASTER_ADDR, the interface's name)."""
+def own_address(world):
+    """
+    (this node's address on the interface that leads to torchrun's MASTER_ADDR, the interface's name). On the only node
+    of a world no other machine has to reach it.
+    """
     from psutil import net_if_addrs
 
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world:
+        return "127.0.0.1", "lo"
     master = os.environ["MASTER_ADDR"]
     family, kind, _, _, there = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as s:
@@ -280,7 +270,7 @@ def own_address():
         here = s.getsockname()[0]
     cure = "name one to torchrun: --local_addr=10.0.0.1 (with --rdzv_backend=c10d) or --master_addr=10.0.0.1"
     require(not ip_address(here).is_loopback, f"MASTER_ADDR={master!r}: no address for other nodes; {cure}")
-    return here, next(name for name, every in net_if_addrs().items() if here in {each.address for each in every})
+    return here, next(name for name, every in net_if_addrs().items() for each in every if each.address == here)
 
 
 def name_start(store, rank, world):
@@ -311,15 +301,12 @@ def name_start(store, rank, world):
 # binary tree, whose sums are then added row after row.
 
 
-class TreeReduceScatter(ReduceScatter):
+class TreeReduceScatter(DefaultReduceScatter):
     """
     FSDP2's reduce-scatter as an all-to-all and a pairwise sum in rank order. The backend's own adds in ring order,
     which depends on the number of ranks. Sends as many bytes. It adds even where `op` asks for FSDP's average: the
     loss has been divided already.
     """
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         received = torch.empty_like(input_tensor)
@@ -346,7 +333,7 @@ class LeafSum:
             _, left = self.subtrees.pop()
             torch._foreach_add_(left, grads)
             grads = left
-            leaves = 2 * leaves
+            leaves *= 2
         if leaves < self.lanes:
             self.subtrees.append((leaves, grads))
         elif self.total is None:
@@ -367,25 +354,20 @@ class Shard(NamedTuple):
 
 def shards(model, mesh):
     """FSDP2 gives rank r the r-th chunk of ceil(rows / ranks) rows (torch.chunk). Plain views of the parameters."""
-
-    def shard(name, p):
-        first = -(-p.shape[0] // mesh.size()) * mesh.get_local_rank()
-        return Shard(name, tuple(p.shape), first, p.to_local().detach())
-
-    return [shard(name, p) for name, p in model.named_parameters()]
+    rank = mesh.get_local_rank()
+    return [
+        Shard(name, tuple(p.shape), -(-p.shape[0] // mesh.size()) * rank, p.to_local().detach())
+        for name, p in model.named_parameters()
+    ]
 
 
 def whole(shard, mesh):
     """The whole tensor, on every rank, of the rows that each has. Collective over the trainers."""
     if mesh.size() == 1:  # a DTensor would come to the same, more slowly
         return shard.data
-    stride = tuple(math.prod(shard.shape[i + 1 :]) for i in range(len(shard.shape)))
-    return DTensor.from_local(shard.data, mesh, [ByRows(0)], shape=shard.shape, stride=stride).full_tensor()
-
-
-def _by_row(tensor):
-    # -1 would not do: there may be no rows here
-    return tensor.reshape(len(tensor), math.prod(tensor.shape[1:]))
+    stride = torch.empty(shard.shape, device="meta").stride()
+    rows = [dist.tensor.Shard(0)]
+    return dist.tensor.DTensor.from_local(shard.data, mesh, rows, shape=shard.shape, stride=stride).full_tensor()
 
 
 def grad_norm(grads, shards, group):
@@ -393,11 +375,11 @@ def grad_norm(grads, shards, group):
     l2 norm over all ranks (a float64 scalar): squares are added along each row, and the rows of all parameters, put
     in their places by adding zeros, pairwise in order. So it is the same number on any number of ranks.
     """
-    rows = torch.zeros(sum(s.shape[0] for s in shards), dtype=torch.float64, device=grads[0].device)
-    start = 0
-    for g, s in zip(grads, shards):
-        rows[start + s.first : start + s.first + len(g)] = kernels.row_sums(_by_row(g).double().square())
-        start += s.shape[0]
+    sizes = [s.shape[0] for s in shards]
+    rows = torch.zeros(sum(sizes), dtype=torch.float64, device=grads[0].device)
+    for part, g, s in zip(rows.split(sizes), grads, shards):
+        squares = g[:, None].flatten(1).double().square()  # (rows here, columns), though there may be no rows
+        part[s.first : s.first + len(g)] = kernels.row_sums(squares)
     dist.all_reduce(rows, group=group)
     return tree_sum(rows).sqrt()
 
@@ -408,14 +390,14 @@ def grad_norm(grads, shards, group):
 
 def buckets(shapes, dtype, max_bytes=1 << 30):
     """Cuts [(name, shape)] into lists of at most `max_bytes` each (a larger tensor is a bucket by itself)."""
-    out = [[]]
-    filled = 0
+    out = []
+    room = 0
     for name, shape in shapes:
         size = math.prod(shape) * dtype.itemsize
-        filled += size
-        if out[-1] and filled > max_bytes:
-            out = [*out, []]
-            filled = size
+        if size > room:
+            out.append([])
+            room = max_bytes
+        room -= size
         out[-1].append((name, shape))
     return out
 
@@ -433,18 +415,18 @@ def meet(group=None):
     work.wait()
 
 
-def from_first_rank(x, group=None):
-    """Rank 0's x, on every rank. group: a group of all ranks that no other thread uses meanwhile; None: the default."""
+def from_all_ranks(x, group=None):
+    """[each rank's x], on every rank. group: one that no other thread uses meanwhile; None: the default, of all."""
     meet(group)
-    shared = [x]
-    dist.broadcast_object_list(shared, src=0, group=group)
-    return shared[0]
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, x, group=group)
+    return everyone
 
 
 class WeightSync:
     """
     Sends the trainers' weights to every engine, and compares a hash of each parameter that the engine then holds with
-    the trainers'. Collective over all ranks; without a trainer `shards` is None, without an engine `engine`.
+    the trainers'. Collective over all ranks; without a trainer `shards` is (), without an engine `engine` is None.
 
     broadcast   each trainer sends its rows to all engines' workers, in a group of its own with them: so nobody waits
                 for another trainer, and no card holds more than its rows (rollout_server.receive_rows)
@@ -463,45 +445,46 @@ class WeightSync:
         how = how or ("ipc" if device == "cuda" and both else "broadcast")
         if ranks.rank == 0:
             print(f"weights travel by {how}", flush=True)
-        self.cast_rounds = bool(shards) and shards[0].data.dtype != dtype
-        self.send = {"broadcast": self._broadcast, "ipc": self._ipc}[how]
-        shapes = from_first_rank([(s.name, s.shape) for s in shards or ()])
+        self.cast_rounds = shards and shards[0].data.dtype != dtype
+        self.send = self._ipc if how == "ipc" else self._broadcast
+        shapes = from_all_ranks([(s.name, s.shape) for s in shards])[0]
         self.bytes = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
         self.plan = buckets(shapes, dtype)
         self.groups = [f"weights {r}" for r in range(ranks.trainers)] if how == "broadcast" else []
-        self.group = self._join("nccl" if device == "cuda" else "gloo") if self.groups else None
-        self.deliveries = SimpleQueue() if overlap and engine is None else None  # what the thread is to send
+        self.group = self._join() if self.groups else None
+        self.deliveries = SimpleQueue() if overlap and not engine else None  # what the thread is to send
         if self.deliveries:
-            self.thread = threading.Thread(target=self._send_on, args=[shards and shards[0].data.device], daemon=True)
+            stream = torch.cuda.Stream() if shards and device == "cuda" else None  # and with it this rank's card
+            self.thread = threading.Thread(target=self._send_on, args=[stream], daemon=True)
             self.thread.start()
 
     def _at_both_ends(self, ours, theirs, *args):
         """ours() in a trainer, and the engine's method `theirs` for each group: a rank may have to do both at once."""
-        with hidden_torchrun(), ThreadPoolExecutor(1) as thread:
+        with ThreadPoolExecutor(1) as thread:
             entering = thread.submit(ours) if self.ranks.mesh is not None else None
-            for name in self.groups if self.engine is not None else ():
+            for name in self.groups if self.engine else ():
                 getattr(self.engine, theirs)(name, *args)
             return entering and entering.result()
 
-    def _join(self, backend):
+    def _join(self):
         """This trainer's group with all engines' workers, of which it is rank 0; None on a rank without a trainer."""
         meeting = None
         if self.ranks.rank == 0:
-            host = own_address()[0] if several_nodes(self.ranks.world) else "127.0.0.1"
-            store = listening_store(host)
-            meeting = host, store.port
-        host, port = from_first_rank(meeting)
-        tp = self.ranks.tp
-        first = 1 + (self.ranks.engine or 0) * tp
-        size = 1 + self.ranks.engines * tp
+            host, _ = own_address(self.ranks.world)
+            self.store = listening_store(host)
+            meeting = host, self.store.port
+        host, port = from_all_ranks(meeting)[0]
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        first = 1 + (self.ranks.engine or 0) * self.ranks.tp
+        size = 1 + self.ranks.engines * self.ranks.tp
 
         def enter():
             from sglang.srt.utils import init_custom_process_group
 
             name = self.groups[self.ranks.rank]
-            mine = store if self.ranks.rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=FOREVER)
-            options = dict(store=dist.PrefixStore(name, mine), group_name=name, timeout=FOREVER)
-            return init_custom_process_group(backend, world_size=size, rank=0, **options)
+            store = dist.PrefixStore(name, dist.TCPStore(host, port, timeout=FOREVER))
+            options = dict(world_size=size, rank=0, group_name=name, timeout=FOREVER)
+            return init_custom_process_group(backend, store=store, **options)
 
         return self._at_both_ends(enter, "join_weight_group", host, port, first, size, backend)
 
@@ -509,12 +492,12 @@ class WeightSync:
         """
         Gives every engine the weights in `shards` as `version`. Returns when the engines hold them; where a thread
         sends, it returns at once, and the shards must not change. Raises RunError if an engine does not get them.
-        hashes: {name: hash} of the weights as trained, or None; they are those of what is sent unless a cast rounds.
+        hashes: {name: hash} of the weights as trained, or {}; they are those of what is sent unless a cast rounds.
         """
-        if shards and (self.cast_rounds or not hashes or shards[0].name not in hashes):
+        if shards and (self.cast_rounds or shards[0].name not in hashes):
             sent = (self._as_sent(s).data for s in shards)  # one after the other: together they may not fit
             hashes = tensor_hashes(sent, shards, self.ranks.mesh.get_group())
-        expected = {s.name: hashes[s.name] for s in shards or ()}
+        expected = {s.name: hashes[s.name] for s in shards}
         if self.deliveries:
             self.deliveries.put((version, shards, expected))
         else:
@@ -525,18 +508,18 @@ class WeightSync:
 
     def _deliver(self, version, shards, expected):
         meet()
-        rest = iter(shards or ())
+        rest = iter(shards)
         for bucket in self.plan:
             mine = map(self._as_sent, islice(rest, len(bucket)))
             self.send(bucket, mine, version, bucket is self.plan[-1])
-        expected = from_first_rank(expected)
-        if self.engine is not None:
+        expected = from_all_ranks(expected)[0]
+        if self.engine:
             self.engine.check_weights(expected)
 
-    def _send_on(self, place):
+    def _send_on(self, stream):
         """The thread that sends. An error of its own ends this process, and so the run."""
         try:
-            with torch.cuda.stream(torch.cuda.Stream(place)) if self.device == "cuda" and place else nullcontext():
+            with torch.cuda.stream(stream):
                 while delivery := self.deliveries.get():
                     self._deliver(*delivery)
                     del delivery  # or a version that nobody needs would stay until the next one comes
@@ -559,7 +542,7 @@ class WeightSync:
     def _broadcast(self, bucket, shards, version, last):
         rows = [s.data for s in shards if s.data.numel()]  # held until they are sent
         sending = [dist.broadcast(x.view(torch.uint8), src=0, group=self.group, async_op=True) for x in rows]
-        if self.engine is not None:
+        if self.engine:
             self.engine.receive_weights(bucket, self.dtype, version, last)
         for work in sending:
             work.wait()
@@ -588,10 +571,11 @@ def write_atomic(path, data):
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(data)
     _sync(temporary)
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
-def _digest(tensors, meta):
+def _digest(meta, tensors={}):
+    """The checksum of a record, and of the tensors beside it."""
     h = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     for name, t in sorted(tensors.items()):
         h.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
@@ -627,49 +611,49 @@ class Group(NamedTuple):
         of = self.tensors["sample"].repeat_interleave(self.tensors["lengths"])
         return torch.bincount(of[self.tensors["loss_mask"]], minlength=len(self.tensors["rewards"]))
 
+    def fits(self, vocabulary):
+        """Whether the tokens are of the vocabulary, and the tensors fit together; where they do not, it may raise."""
+        t = self.tensors
+        list(self.rows("tokens", "logprobs", "loss_mask", "weight_version", "turn"))
+        by_row = {len(t[name]) for name in ("lengths", "sample", "turns", "truncated")}
+        torch.nn.functional.one_hot(t["sample"], len(t["rewards"]))
+        ids = torch.cat([t["prompt_tokens"], t["tokens"]])
+        whole = ids.dtype == t["lengths"].dtype == torch.int64
+        return whole and len(by_row) == 1 and 0 <= ids.min() <= ids.max() < vocabulary
 
-def write_group(folder, index, tensors, meta):
+
+def write_group(path, tensors, meta):
     """Writes the file of a Group, under one checksum."""
-    header = {"meta": json.dumps(meta), "sha256": _digest(tensors, meta)}
-    write_atomic(group_path(folder, index), save(tensors, header))
+    header = {"meta": json.dumps(meta), "sha256": _digest(meta, tensors)}
+    write_atomic(path, save(tensors, header))
 
 
-def read_group(folder, index, expected, vocabulary=0):
+def read_group(path, vocabulary=0, **expected):
     """
     The Group of a file. Raises RunError for a torn or altered file, and where meta differs from `expected` (run, step,
     prompt, version): a file of another run must not be trained on. vocabulary: number of tokens that there are; then
     also where the tensors do not fit together, as an operator would read beside them.
     """
-    path = group_path(folder, index)
     try:
         with safe_open(path, "np") as f:  # three times as fast as "pt"
-            header = f.metadata() or {}
-            meta = json.loads(header.get("meta", "{}"))
-            tensors = {name: torch.from_numpy(f.get_tensor(name)) for name in f.keys()}
-        digest = _digest(tensors, meta)
-        fits = not vocabulary or _fit(tensors, vocabulary)
-    except (SafetensorError, ValueError, OSError, KeyError, TypeError, RuntimeError) as e:  # also of deep JSON
+            header = f.metadata()
+            meta = json.loads(header["meta"])
+            group = Group({name: torch.from_numpy(f.get_tensor(name)) for name in f.keys()}, meta)
+        if header["sha256"] != _digest(meta, group.tensors):
+            raise ValueError("its checksum is wrong")
+        if vocabulary and not group.fits(vocabulary):
+            raise ValueError("lengths or tokens that cannot be this model's")
+    except (SafetensorError, ValueError, OSError, LookupError, TypeError, RuntimeError) as e:  # also of deep JSON
         raise RunError(f"{path}: torn or not a rollout file ({reason(e)}); delete it to have it made again")
-    if not fits:
-        raise RunError(f"{path}: lengths or tokens that cannot be this model's; delete it to have it made again")
-    if header.get("sha256") != digest:
-        raise RunError(f"{path}: its checksum is wrong; delete it to have it made again")
+    check_fields(path, meta, expected)
+    return group
+
+
+def check_fields(path, found, expected):
+    """Raises RunError where the record of a file differs from `expected`."""
     for key, value in expected.items():
-        if meta.get(key) != value:
-            raise RunError(f"{path}: has {key} {meta.get(key)!r}, expected {value!r}: not a file of this run and step")
-    return Group(tensors, meta)
-
-
-def _fit(t, vocabulary):
-    """Whether the tensors of a group file fit together, and its tokens are of the vocabulary."""
-    ids = torch.cat([t["prompt_tokens"], t["tokens"]])
-    lengths = t["lengths"]
-    samples = t["sample"]
-    by_token = [t[name] for name in ("tokens", "logprobs", "loss_mask", "weight_version", "turn")]
-    by_row = [t[name] for name in ("sample", "turns", "truncated")]
-    within = 0 <= ids.min() <= ids.max() < vocabulary and 0 <= samples.min() <= samples.max() < len(t["rewards"])
-    whole = ids.dtype == lengths.dtype == samples.dtype == torch.int64 and lengths.min() >= 0
-    return within and whole and {*map(len, by_token)} == {int(lengths.sum())} and {*map(len, by_row)} == {len(lengths)}
+        if found.get(key) != value:
+            raise RunError(f"{path}: has {key} {found.get(key)!r}, expected {value!r}: not a file of this run and step")
 
 
 def appears(path, seconds):
@@ -681,41 +665,37 @@ def appears(path, seconds):
     return there
 
 
-class Queue:
-    """
-    The groups of a run. Each rank has its own engine sample (by `sampler`; None without an engine), and reads what all
-    engines have made. heartbeats: a path for each engine, which it touches while it lives; () without engines.
-    timeout: seconds without a touch after which the run ends. store: where the engines' ranks say what they do.
-    vocabulary: as for `read_group`.
-    """
+class Queue(NamedTuple):
+    """The groups of a run. Each rank has its own engine sample, and reads what all engines have made."""
 
-    def __init__(self, folder, sampler, run, timeout=0, heartbeats=(), store=None, vocabulary=0):
-        self.folder = folder
-        self.sampler = sampler
-        self.run = run
-        self.timeout = timeout
-        self.heartbeats = heartbeats
-        self.vocabulary = vocabulary
-        self.store = store or dist.HashStore()
+    folder: Path
+    sampler: object  # of this rank's engine; None without one
+    run: str  # the run's id
+    timeout: float = 0  # seconds without a heartbeat after which the run ends
+    heartbeats: tuple = ()  # a path for each engine, which it touches while it lives
+    store: dist.Store = None  # where the engines' ranks say what they do
+    vocabulary: int = 0  # as for `read_group`
 
     def sample(self, job):
         """Samples the job's prompts: their Groups in prompt order, on every rank, when all exist."""
         folder = self.folder / f"{job.stream}_{job.step:06d}"
         key = f"{folder.name} from {next(iter(job.rows))}"
-        if self.sampler is not None:
+        if self.sampler:
             folder.mkdir(parents=True, exist_ok=True)
-            self.sampler.sample(folder, job, self._share(key, job))
+            self.sampler.sample(folder, job, self._share(key, list(job.rows)))
             self.store.set(f"{key} engine {self.sampler.engine.index}", "done")
         self._wait(folder, [f"{key} engine {i}" for i in range(len(self.heartbeats))])
         expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
-        for path in (group_path(folder, i) for i in job.rows):
+        groups = []
+        for i in job.rows:
+            path = group_path(folder, i)
             if not appears(path, 60 if self.heartbeats else 0):
                 raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
-        return [read_group(folder, i, expected | {"prompt": i}, self.vocabulary) for i in job.rows]
+            groups.append(read_group(path, self.vocabulary, prompt=i, **expected))
+        return groups
 
-    def _share(self, key, job):
-        """This rank's share of the job's prompts: each goes to the engine that asks next. It changes who, not what."""
-        prompts = list(job.rows)
+    def _share(self, key, prompts):
+        """This rank's share of a job's prompts: each goes to the engine that asks next. It changes who, not what."""
         while (n := self.store.add(key, 1)) <= len(prompts):
             yield prompts[n - 1]
 
@@ -750,19 +730,20 @@ def open_run(folder, config, resumed, restarted, gpu):
     """
     lock = folder / "lock"
     owner = f"torchrun {os.getppid()}"
+    problem = ""
+    cure = "choose another"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(lock, "a")
+        problem = "its file system has no flock: "  # and two runs could write there
+        cure = "mount it with locks (Lustre: -o flock; NFS: with lockd), or choose another"
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fail(f"out_dir={str(folder)!r}: another run is writing there; choose another")
     except OSError as e:
-        if e.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # or two runs could write there
-            cure = "mount it with locks (Lustre: -o flock; NFS: with lockd), or choose another"
-            fail(f"out_dir={str(folder)!r}: its file system has no flock: {e.strerror}; {cure}")
-        fail(f"out_dir={str(folder)!r}: {e.strerror}; choose another")
+        fail(f"out_dir={str(folder)!r}: {problem}{e.strerror}; {cure}")
     computed = ("queue/*/group_*", "ckpt/step_*[1-9]*/checkpoint.json", *LOGS)
-    begun = any(path.is_file() and path.stat().st_size for pattern in computed for path in folder.glob(pattern))
+    begun = any(path.stat().st_size for pattern in computed for path in folder.glob(pattern))
     # torchrun starts a rank again that was refused: such a restart may only go on with torchrun's own run.
     if begun and not resumed or restarted and lock.read_text() != owner:
         fail(f"out_dir={str(folder)!r}: holds a run already; choose another, or go on with --init_from=resume")
@@ -779,68 +760,60 @@ def open_run(folder, config, resumed, restarted, gpu):
 
 def check_shared(folder, rank):
     """Ends the run, on every rank, if some node's `folder` is not the folder of rank 0. Collective over all ranks."""
-    path = folder / from_first_rank(f"shared_{uuid4().hex}")
+    path = folder / f"shared_{uuid4().hex}"
     if rank == 0:
         path.touch()
-    meet()
-    hosts = [None] * dist.get_world_size()
-    cure = "choose one on a file system that all nodes share"
-    dist.all_gather_object(hosts, "" if appears(path, 20) else socket.gethostname())
+    path = from_all_ranks(path)[0]
+    others = {*from_all_ranks("" if appears(path, 20) else socket.gethostname())} - {""}
     if rank == 0:
         path.unlink()
-    others = ", ".join(sorted({*hosts} - {""}))
-    require(not others, f"out_dir={str(folder)!r}: not the same folder on {others}; {cure}")
+    cure = "choose one on a file system that all nodes share"
+    require(not others, f"out_dir={str(folder)!r}: not the same folder on {', '.join(sorted(others))}; {cure}")
 
 
 def one_device(device):
     """`kernels.device_kind` of all ranks. Ends the run if they have several: their bits differ. Collective."""
-    kinds = [None] * dist.get_world_size()
-    dist.all_gather_object(kinds, kernels.device_kind(device))
-    several = ", ".join(sorted({*kinds}))
-    require(len({*kinds}) == 1, f"device={device!r}: ranks have {several}, whose bits differ; use cards of one kind")
-    return several
+    kinds = sorted({*from_all_ranks(kernels.device_kind(device))})
+    cure = "whose bits differ; use cards of one kind"
+    require(len(kinds) == 1, f"device={device!r}: ranks have {', '.join(kinds)}, {cure}")
+    return kinds[0]
 
 
 def healthy_checkpoint(folder, done):
     """The last checkpoint of a run that counts as healthy where the watch speaks after `done` steps; None: none is."""
-    before = [path for path in checkpoints(folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY]
-    return before[-1] if before else None
+    before = (path for path in checkpoints(folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY)
+    return max(before, default=None)
 
 
-def sample_figures(batch, lengths, pass_reward):
+def step_figures(batch, pass_reward, times, sent):
     """
-    The metrics of an RL step's samples: of those it trains on, and how many of all groups are easy or hard. lengths:
-    (P, G) tokens that the model wrote.
+    The metrics of an RL step's samples, of those it trains on, and of its time; how many of all groups are easy or
+    hard. times, sent: as in `Record.step`.
     """
-    rewards = torch.stack([group.tensors["rewards"] for group in batch.groups])
-    cut = torch.cat([group.tensors["truncated"] for group in batch.groups])
-    right = [group.tensors["rewards"] >= pass_reward for group in batch.sampled if group.meta["finished"]]
+    rewards = torch.stack([t["rewards"] for t, _ in batch.groups])  # (P, G)
+    lengths = torch.stack([group.response_lengths() for group in batch.groups]).double()  # (P, G)
+    cut = torch.cat([t["truncated"] for t, _ in batch.groups])
+    right = [float((t["rewards"] >= pass_reward).double().mean()) for t, m in batch.sampled if m["finished"]]
+    meta = sorted((m for _, m in batch.sampled), key=lambda m: m["elapsed"])
+    idle = {m["engine"]: m["idle"] for m in meta}  # of each engine up to its last group
+    began, sampled, learned, published = times
+    seconds = time.monotonic() - began
     return dict(
-        reward_mean=math.fsum(rewards.flatten().tolist()) / rewards.numel(),
+        reward_mean=fmean(rewards.flatten().tolist()),
         reward_std=float(rewards.double().std()),
         zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
         groups=len(batch.sampled),
-        easy_groups=sum(x.all().item() for x in right),
-        hard_groups=sum((~x).all().item() for x in right),
-        response_length_mean=float(lengths.double().mean()),
+        easy_groups=right.count(1),
+        hard_groups=right.count(0),
+        response_length_mean=float(lengths.mean()),
         response_length_max=int(lengths.max()),
         truncated_fraction=float(cut.double().mean()),
         weight_version=batch.groups[0].meta["version"],
-    )
-
-
-def time_figures(batch, lengths, times, sent):
-    """The metrics of an RL step's time. lengths: as in `sample_figures`; times, sent: as in `Record.step`."""
-    began, sampled, learned, published = times
-    meta = sorted((group.meta for group in batch.sampled), key=lambda m: m["elapsed"])
-    last = {m["engine"]: m for m in meta}.values()  # of each engine
-    seconds = time.monotonic() - began
-    return dict(
         engine_retractions=sum(m["retractions"] for m in meta),
         wait_seconds=sampled - began,
         train_seconds=learned - sampled,
         rollout_seconds=max(m["began"] + m["seconds"] for m in meta) - min(m["began"] for m in meta),
-        idle_seconds=math.fsum(m["idle"] for m in last) / len(last),
+        idle_seconds=fmean(idle.values()),
         sync_seconds=published - learned,
         step_seconds=seconds,
         tokens_per_second=float(lengths.sum()) / seconds,
@@ -860,29 +833,24 @@ class Record:
         self.c = c
         self.origin = origin
         self.agent = agent
-        sizes = dict.fromkeys(LOGS, 0) | (saved["bytes"] if saved else {})
-        self.ledger = Ledger(folder / LOGS[0], "onecurve 1", sizes[LOGS[0]], c.strict)
+        sizes = saved.get("bytes", dict.fromkeys(LOGS, 0))
+        self.ledger = Ledger(folder / "ledger.jsonl", sizes["ledger.jsonl"], c.strict)
         if saved and self.ledger.digest != saved["digest"]:
             raise RunError(f"{self.ledger.path}: does not lead to step {saved['step']}'s checkpoint; was it edited?")
-        for name in LOGS[1:]:
+        for name in ("metrics.jsonl", "samples.md"):
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
-        self.steps = []  # the lines of metrics.jsonl with phase 'rl'
-        for line in map(json.loads, filter(None, (folder / LOGS[1]).read_text().splitlines())):
-            self.steps += [line] * (line["phase"] == "rl")
+        lines = map(json.loads, filter(None, (folder / "metrics.jsonl").read_text().splitlines()))
+        self.steps = [line for line in lines if line["phase"] == "rl"]
 
     def state(self):
         """What a checkpoint must say of the run and of its logs."""
         sizes = {name: (self.folder / name).stat().st_size for name in LOGS}
         return self.origin | dict(digest=self.ledger.digest, bytes=sizes)
 
-    def line(self, file, **line):
-        """Appends a line of JSON to a file."""
-        with open(self.folder / file, "a") as f:
-            f.write(json.dumps(line) + "\n")
-
     def metrics(self, **line):
-        self.line("metrics.jsonl", **line)
+        with open(self.folder / "metrics.jsonl", "a") as f:
+            f.write(json.dumps(line) + "\n")
 
     def supervised(self, phase, step, samples, metrics, hashes):
         """A step on known answers ('sft') or pairs ('rm', 'dpo')."""
@@ -899,7 +867,7 @@ class Record:
         scored = f"agent {c.agent!r}" if c.agent else f"reward {c.reward!r}"
         kind = "RL steps"
         what = f"{prompts} prompts, {c.eval_samples} samples each, {scored}, temperature {c.eval_temperature}"
-        if MODES[c.mode].pairs:
+        if "eval_margin" in scores:  # of pairs
             kind = "steps"
             what = f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
         tqdm.write(f"held out after {step} {kind}: {', '.join(rates)} ({what})")
@@ -910,41 +878,41 @@ class Record:
         times: when the step began, had its samples, had learned, had published. sent: bytes of weights.
         """
         c = self.c
-        groups = batch.groups
-        meta = [m for _, m in groups]
-        named = ("tokens", "logprobs", "rewards") + ("weight_version",) * bool(c.lag or c.segment_tokens)
-        named += ("loss_mask", "turn_rewards") * bool(self.agent)
-        stages = {k: content_hash(*(t[k] for t, _ in groups)) for k in named}
+        tensors, meta = zip(*batch.groups)
+        named = "tokens logprobs rewards" + " weight_version" * bool(c.lag or c.segment_tokens)
+        named += " loss_mask turn_rewards" * bool(self.agent)
+        stages = {k: content_hash(*(t[k] for t in tensors)) for k in named.split()}
         if self.agent:
             stages["journal"] = content_hash([m["journal"] for m in meta])
-        prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t, _ in groups))
+        prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t in tensors))
         self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
-        lengths = torch.stack([group.response_lengths() for group in groups])
-        line = dict(phase="rl", step=step) | sample_figures(batch, lengths, c.pass_reward) | metrics
+        line = dict(phase="rl", step=step) | step_figures(batch, c.pass_reward, times, sent) | metrics
         if self.agent:
             line |= self.agent.metrics(batch.sampled)
-        line |= time_figures(batch, lengths, times, sent)
         self.metrics(**line)
         self.steps.append(line)
         if c.sample_every and step % c.sample_every == 0:
-            with open(self.folder / "samples.md", "a") as f:
-                t, m = groups[0]
-                f.write(f"\n## step {step}\n\nprompt `{m['prompt_text']!r}`, answer `{m['answer']!r}`\n\n")
-                for g, (r, text) in enumerate(zip(t["rewards"].tolist(), m["responses"])):
-                    f.write(f"- {r:g}: `{text!r}`\n")
-                    f.writelines(self.agent.transcript(m["episodes"][g]) if self.agent else ())
-        old = step - c.keep_rollouts - c.lag  # an engine that is late may still read the files of later steps
-        if c.keep_rollouts and old >= 0:
-            shutil.rmtree(self.folder / "queue" / f"rl_{old:06d}", ignore_errors=True)
+            self.samples(step, *batch.groups[0])
+        if c.keep_rollouts:  # an engine that is late may still read the files of later steps
+            old = f"queue/rl_{step - c.keep_rollouts - c.lag:06d}"
+            shutil.rmtree(self.folder / old, ignore_errors=True)
         return line
+
+    def samples(self, step, tensors, meta):
+        """An entry of samples.md: a group's samples and rewards."""
+        with open(self.folder / "samples.md", "a") as f:
+            f.write(f"\n## step {step}\n\nprompt `{meta['prompt_text']!r}`, answer `{meta['answer']!r}`\n\n")
+            for g, (reward, text) in enumerate(zip(tensors["rewards"].tolist(), meta["responses"])):
+                f.write(f"- {reward:g}: `{text!r}`\n")
+                f.writelines(self.agent.transcript(meta["episodes"][g]) if self.agent else ())
 
     def alarm(self, alarm):
         """A line for a run that its watch ends: why, and how to go on from where it was healthy."""
         done = self.steps[-1]["step"] + 1
         cure = "none is kept (--keep_checkpoints)"
         if healthy := healthy_checkpoint(self.folder, done):
-            step = int(healthy.name[5:])
-            cure = f"{healthy}, from which tools/branch.py {self.folder} --step={step} goes on with other flags"
+            go_on = f"tools/branch.py {self.folder} --step={int(healthy.name[5:])}"
+            cure = f"{healthy}, from which {go_on} goes on with other flags"
         return f"watch: {alarm} after step {done}; the last healthy checkpoint: {cure}"
 
 
@@ -952,33 +920,37 @@ class Record:
 # checkpoints: ckpt/step_000100/ is a Hugging Face model folder; optimizer/ and checkpoint.json in it are ours
 
 
-def write_tensors(folder, prefix, shards, mesh, max_bytes=4 << 30, **metadata):
+def write_file(path, tensors, **metadata):
+    """Writes a safetensors file."""
+    try:
+        save_file(tensors, path, {"format": "pt"} | metadata)
+    except SafetensorError as e:  # a full disk
+        raise RunError(f"{path}: {e}; the checkpoints before it are whole: --init_from=resume")
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner may read
+
+
+def write_tensors(folder, prefix, shards, mesh):
     """
     Writes whole tensors, of which each rank has rows, into `folder` as <prefix>-00001-of-00003.safetensors and so on,
-    with Hugging Face's index; with max_bytes=inf as <prefix>.safetensors. The trainers take turns with the files.
-    Collective over the trainers.
+    with Hugging Face's index. The trainers take turns with the files. Collective over the trainers.
     """
-    plan = buckets([(s.name, s.shape) for s in shards], shards[0].data.dtype, max_bytes)
-    index = max_bytes < math.inf
-    files = [prefix + f"-{i + 1:05d}-of-{len(plan):05d}" * index + ".safetensors" for i in range(len(plan))]
+    plan = buckets([(s.name, s.shape) for s in shards], shards[0].data.dtype, 4 << 30)
     rest = iter(shards)
-    for i, (file, bucket) in enumerate(zip(files, plan)):
+    where = {}  # {name: file}
+    for i, bucket in enumerate(plan):
+        path = folder / f"{prefix}-{i + 1:05d}-of-{len(plan):05d}.safetensors"
         mine = i % mesh.size() == mesh.get_local_rank()
         content = {}
         for name, _ in bucket:
+            where[name] = path.name
             tensor = whole(next(rest), mesh)
             if mine:
                 content[name] = tensor.cpu()
         if mine:
-            try:
-                save_file(content, folder / file, {"format": "pt"} | metadata)
-                os.chmod(folder / file, folder.stat().st_mode & 0o666)  # it makes files that only their owner may read
-            except SafetensorError as e:  # a full disk
-                raise RunError(f"{folder / file}: {e}; the checkpoints before it are whole: --init_from=resume")
-    if mesh.get_local_rank() == 0 and index:
-        where = {name: file for file, bucket in zip(files, plan) for name, _ in bucket}
-        text = json.dumps({"metadata": {}, "weight_map": where}, indent=1)
-        (folder / f"{prefix}.safetensors.index.json").write_text(text)
+            write_file(path, content)
+    if mesh.get_local_rank() == 0:
+        index = {"metadata": {}, "weight_map": where}
+        (folder / f"{prefix}.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
 def _file_hash(path):
@@ -995,10 +967,10 @@ def seal_checkpoint(partial, final, **record):
     with ThreadPoolExecutor() as pool:
         list(pool.map(_sync, paths))
         record["files"] = {str(p.relative_to(partial)): h for p, h in zip(paths, pool.map(_file_hash, paths))}
-    record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    record["sha256"] = _digest(record)
     write_atomic(partial / "checkpoint.json", json.dumps(record, indent=1).encode())
     shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
+    partial.rename(final)
     _sync(final.parent)
 
 
@@ -1008,20 +980,17 @@ def read_checkpoint(folder, rank, ranks, **expected):
     where the record differs from `expected`.
     """
     path = folder / "checkpoint.json"
-    cure = f"delete {folder} to go on from the checkpoint before it"
     try:
         record = json.loads(path.read_text())
-        sealed = record.pop("sha256")
+        if record.pop("sha256") != _digest(record):
+            raise ValueError
+        check_fields(path, record, expected)
+        for name, digest in [*record["files"].items()][rank::ranks]:
+            path = folder / name
+            if _file_hash(path) != digest:
+                raise ValueError
     except (OSError, ValueError, KeyError, AttributeError):
-        raise RunError(f"{path}: missing or damaged; {cure}")
-    if sealed != hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest():
-        raise RunError(f"{path}: its checksum is wrong; {cure}")
-    for key, value in expected.items():
-        if record.get(key) != value:
-            raise RunError(f"{path}: has {key} {record.get(key)!r}, expected {value!r}: not a checkpoint of this run")
-    for name, digest in list(record["files"].items())[rank::ranks]:
-        if not (folder / name).is_file() or _file_hash(folder / name) != digest:
-            raise RunError(f"{folder / name}: missing or damaged; {cure}")
+        raise RunError(f"{path}: missing or damaged; delete {folder} to go on from the checkpoint before it")
     return record
 
 
@@ -1033,18 +1002,9 @@ def checkpoints(folder):
 def delete_checkpoints(folder, unwanted):
     """Deletes these folders; each gets another name first, so that half of one never looks like a checkpoint."""
     for path in unwanted:
-        os.replace(path, folder / f".{path.name}")
+        path.rename(folder / f".{path.name}")
     for unfinished in folder.glob(".step_*"):
         shutil.rmtree(unfinished)
-
-
-def reseal_checkpoint(old, new, copy_function=os.link, **changes):
-    """Makes `new` a copy of the checkpoint `old` with these fields of its record changed."""
-    record = json.loads((old / "checkpoint.json").read_text())
-    partial = new.with_name(f".{new.name}")
-    shutil.copytree(old, partial, copy_function=copy_function)
-    (partial / "checkpoint.json").unlink()
-    seal_checkpoint(partial, new, **{k: x for k, x in record.items() if k not in ("files", "sha256")} | changes)
 
 
 def clean_queue(queue, first_step):
@@ -1058,7 +1018,7 @@ def clean_queue(queue, first_step):
     for path in queue.glob("*/group_*.safetensors"):
         if int(path.parent.name.rpartition("_")[2]) >= first_step:
             try:
-                read_group(path.parent, int(path.stem.rpartition("_")[2]), {})
+                read_group(path)
             except RunError:
                 path.unlink()
                 torn += 1
@@ -1087,11 +1047,11 @@ def tensor_hashes(tensors, shards, group):
     """
     sums = []
     for t, s in zip(tensors, shards):
-        rows = _by_row(t).view({2: torch.int16, 4: torch.int32}[t.itemsize])
+        rows = t[:, None].flatten(1).view({2: torch.int16, 4: torch.int32}[t.itemsize])
         odds = _odd(s.first + (1 << 40), len(t), t.device), _odd(s.column, rows.shape[1], t.device)
         sums.append(kernels.bit_sum(rows, *odds))
     sums = torch.stack(sums)
-    if group is not None:
+    if group:
         dist.all_reduce(sums, group=group)
     return {s.name: f"{h & 0xFFFFFFFFFFFFFFFF:016x}" for s, h in zip(shards, sums.tolist())}
 
@@ -1120,16 +1080,16 @@ class Ledger:
     what comes out now. Raises RunError if the chain is broken, and, if `strict`, where the comparison fails.
     """
 
-    def __init__(self, path, start, size=0, strict=True):
+    def __init__(self, path, size=0, strict=True):
         self.path = path
         self.strict = strict
-        self.digest = hashlib.sha256(start.encode()).hexdigest()
+        self.digest = hashlib.sha256(b"onecurve 1").hexdigest()  # the format's name and version
         path.touch()
-        text = path.read_bytes()
-        for i, line in enumerate(text[:size].decode(errors="replace").splitlines(True)):
+        text = path.read_bytes().decode("latin-1")  # a character for each byte, even where the file is damaged
+        for i, line in enumerate(text[:size].splitlines(True)):
             if line != self._chained(line.rpartition(', "chain"')[0] + "}"):
                 raise RunError(f"{path}: line {i + 1} is altered or torn: its chain does not fit")
-        self.before = text[size:].decode(errors="replace").splitlines(True)
+        self.before = iter(text[size:].splitlines(True))
         os.truncate(path, size)
 
     def _chained(self, text):
@@ -1139,7 +1099,7 @@ class Ledger:
 
     def append(self, **line):
         text = self._chained(json.dumps(line))
-        old = self.before.pop(0) if self.before else ""
+        old = next(self.before, "")
         if self.strict and old.endswith("\n") and old != text:
             problem = f"{line['phase']} step {line['step']} came out otherwise than before the interruption"
             raise RunError(f"{self.path}: {problem}; was the code changed? --strict=False goes on all the same")

@@ -17,6 +17,7 @@ tokens together. A row of leaves has one leaf per lane, and the trainer ranks sh
 """
 
 import heapq
+import itertools
 import math
 import os
 import shutil
@@ -73,6 +74,10 @@ prompts_per_step = 8  # P
 group_size = 8  # G
 max_new_tokens = 256
 temperature = 1.0
+# which tokens are drawn from, in training, evaluation and the log-probs of both (kernels.Sampling)
+top_p = 1.0  # the likeliest that together have this probability; 1: all
+top_k = 0  # the likeliest, this number of them; 0: all
+min_p = 0.0  # those with at least this part of the likeliest token's probability; 0: all
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
 # numeric, exact, format, math, judge, code (programs and tests), 'my_file.py:my_function', 'model:my_folder' (a reward
 # model), or a weighted sum: 'numeric+0.2*format'; '0*' before a term that is only noted, such as the truth
@@ -190,7 +195,7 @@ with lean_imports():
     from models import adapters, folders
     from models.dense import build_model, check_card, check_model
     from rewards import own_function
-    from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step
+    from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 
@@ -371,6 +376,7 @@ class Sample(NamedTuple):
     returns: torch.Tensor  # (M,) what the critic learns
     mark: torch.Tensor  # (M,) what the `before` of a loss in a file has noted for it
     bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
+    kept: torch.Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
 
 
 COLUMNS = "staleness logprobs old_logprobs advantages reference values returns mark".split()  # of Sample and Leaf
@@ -391,6 +397,7 @@ class Leaf(NamedTuple):
     values: torch.Tensor
     returns: torch.Tensor
     mark: torch.Tensor
+    kept: torch.Tensor  # (2, K)
 
 
 def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False, staleness=None, of=0, turns=None):
@@ -484,7 +491,17 @@ def pack(samples, device):
     starts = lengths.cumsum(0) - lengths
     at = torch.cat([s.loss_at for s in samples]) + starts.repeat_interleave(counts)
     columns = [torch.cat([getattr(s, name) for s in samples]) for name in COLUMNS]
-    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *columns)))
+    kept = torch.cat([s.kept for s in samples], 1)
+    kept[0] += (counts.cumsum(0) - counts).repeat_interleave(torch.tensor([s.kept.shape[1] for s in samples]))
+    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *columns, kept)))
+
+
+def split_kept(kept, counts):
+    """The pairs of a leaf, sorted, apart for its samples, which have `counts` (samples,) loss tokens."""
+    ends = counts.cumsum(0)
+    sample = torch.bucketize(kept[0], ends, right=True)
+    rows = kept[0] - (ends - counts)[sample]
+    return torch.stack([rows, kept[1]]).split(torch.bincount(sample, minlength=len(counts)).tolist(), 1)
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -599,7 +616,7 @@ def with_advantages(samples, rewards, c, groups=()):
 
 def policy_step_loss(output, leaf, c, samples, tokens):
     """The loss of an RL step, of the terms that the config asks for."""
-    logprobs, entropy, values, _ = output
+    logprobs, entropy, _, values, _ = output
     counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
     old = leaf.old_logprobs
@@ -628,7 +645,7 @@ def policy_step_loss(output, leaf, c, samples, tokens):
 
 def answer_loss(output, leaf, c, samples, tokens):
     """The negative log-likelihood of answers, the mean over all tokens."""
-    logprobs, entropy, _, _ = output
+    logprobs, entropy, *_ = output
     return aggregate(-logprobs, leaf.counts.tolist(), "token", samples, tokens, 0), dict(entropy=entropy)
 
 
@@ -638,7 +655,7 @@ def pair_loss(output, leaf, c, samples, tokens):
     Rafailov et al. 2023 (arXiv:2305.18290), equation 7. Here `tokens` is the number of the step's pairs.
     """
     scores = output[-1]
-    if not MODES[c.mode].scores:
+    if output[0] is not None:
         gains = (output[0] - leaf.reference).split(leaf.counts.tolist())
         scores = c.kl_coef * torch.stack([part.sum() for part in gains])
     losses, margin = preference_loss(scores)
@@ -702,6 +719,7 @@ class Trainer:
 
     def __init__(self, c, ranks, hf, folder, device, checkpoint=None, optimizer_steps=0, versions=()):
         self.c = c
+        self.sampling = sampling_of(c)
         self.mesh = ranks.mesh
         self.device = device
         self.rank = ranks.rank
@@ -818,10 +836,16 @@ class Trainer:
             for s, data in zip(self.policy, now):
                 s.data.copy_(data)
 
+    def of_all(self, mine):
+        """What each trainer has, a list."""
+        everyone = [None] * self.mesh.size()
+        dist.all_gather_object(everyone, mine, group=self.control)
+        return everyone
+
     def frozen_logprobs(self, leaf):
         """The log-probs (M,) of the reference."""
         with self.holding(self.anchor) if self.anchor else nullcontext():
-            logprobs = self.frozen.token_logprobs(leaf, self.c.temperature)[0]
+            logprobs = self.frozen.token_logprobs(leaf, self.sampling)[0]
             self.frozen.reshard()
         return logprobs
 
@@ -845,13 +869,13 @@ class Trainer:
         sync.meet(self.control)  # and the files
         if record:
             for i, group in enumerate(flight.groups):
-                sync.write_group(unfinished / "flight", i, *group)
+                sync.write_group(sync.group_path(unfinished / "flight", i), *group)
             state = dict(step=step, optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]))
             state |= dict(earlier=[*earlier], begun=flight.begun, in_flight=len(flight.groups)) | record.state()
             sync.seal_checkpoint(unfinished, finished, **state)
             sync.delete_checkpoints(ckpt, sync.checkpoints(ckpt)[: -self.c.keep_checkpoints])
 
-    def passes(self, samples, temperature, unit=1, weights=None):
+    def passes(self, samples, sampling, unit=1, weights=None):
         """
         Forward passes over this rank's leaves of a step: yields (the indices of a leaf's samples, the Leaf, what the
         model's `token_logprobs` returns). Leaf i belongs to rank i % ranks: the ranks work on a row of leaves side by
@@ -864,7 +888,7 @@ class Trainer:
             for units in planned[self.rank :: self.mesh.size()]:
                 chosen = [i * unit + k for i in units for k in range(unit)]
                 leaf = pack([samples[i] for i in chosen], self.device)
-                output = self.model.token_logprobs(leaf, temperature)
+                output = self.model.token_logprobs(leaf, sampling)
                 if not torch.is_grad_enabled():
                     self.model.reshard()  # FSDP2 does it after a backward pass; there is none
                 yield chosen, leaf, output
@@ -873,9 +897,11 @@ class Trainer:
     def check_past_versions(self, samples, step):
         """
         Notes what `check_logprobs` finds in this rank's leaves at tokens that were sampled with older weights than
-        those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept.
+        those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept. Returns
+        the samples, with what a sampling rule kept for these tokens: under other weights it would keep others.
         """
         self.mismatches = []
+        held = []
         ages = torch.cat([s.staleness for s in samples]).unique()
         for age in ages[ages > 0].tolist():
             cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
@@ -884,36 +910,44 @@ class Trainer:
             token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
-            passes = self.passes(parts, self.c.temperature, weights=self.versions[step - age])
-            for chosen, leaf, (logprobs, *_) in passes:
+            passes = self.passes(parts, self.sampling, weights=self.versions[step - age])
+            for chosen, leaf, (logprobs, _, kept, *_) in passes:
                 found = check_logprobs(leaf, logprobs, age, chosen, parts)
                 self.mismatches += [(where[j], *others) for j, *others in found]
+                for j, (rows, ids) in zip(chosen, () if kept is None else split_kept(kept, leaf.counts)):
+                    at = (samples[where[j]].staleness == age).nonzero()[:, 0]
+                    held.append((where[j], torch.stack([at[rows.cpu()], ids.cpu()])))
+        samples = list(samples)
+        for i, kept in itertools.chain(*self.of_all(held)) if self.sampling.cuts() else ():
+            samples[i] = samples[i]._replace(kept=torch.cat([samples[i].kept, kept], 1))
+        return samples
 
     @torch.no_grad()
     def forward_only(self, samples):
         """
         One pass over a batch before its first update: the samples with the trainer's own log-probs (where importance
-        weights need them), the frozen model's log-probs and the critic's values filled in.
+        weights need them), the frozen model's log-probs, the critic's values and what a sampling rule kept filled in.
         """
-        if not (self.frozen or self.c.importance or self.c.advantage == "gae"):
+        later = self.sampling.cuts() and self.c.updates_per_batch > 1
+        if not (self.frozen or self.c.importance or self.c.advantage == "gae" or later):
             return samples
-        mine = {}  # {sample: (own log-probs, frozen ones, values, bootstrap)}
-        for chosen, leaf, (ours, _, values, bootstraps) in self.passes(samples, self.c.temperature):
+        mine = {}  # {sample: (own log-probs, frozen ones, values, kept, bootstrap)}
+        for chosen, leaf, (ours, _, kept, values, bootstraps) in self.passes(samples, self.sampling):
+            leaf = leaf._replace(kept=leaf.kept if kept is None else kept)
             theirs = self.frozen_logprobs(leaf) if self.frozen else ours
             per_token = (ours, theirs, leaf.values if values is None else values)
             split = (x.cpu().split(leaf.counts.tolist()) for x in per_token)
-            mine |= zip(chosen, zip(*split, [0.0] * len(chosen) if bootstraps is None else bootstraps.tolist()))
+            kept = [x.cpu() for x in split_kept(leaf.kept, leaf.counts)]
+            mine |= zip(chosen, zip(*split, kept, [0.0] * len(chosen) if bootstraps is None else bootstraps.tolist()))
         # Every rank needs every sample: advantages are normalised over the batch.
-        everyone = [None] * self.mesh.size()
         filled = list(samples)
-        dist.all_gather_object(everyone, mine, group=self.control)
-        for i, (*per_token, bootstrap) in (pair for part in everyone for pair in part.items()):
-            ours, theirs, values = per_token
+        for i, (ours, theirs, values, kept, bootstrap) in itertools.chain(*(x.items() for x in self.of_all(mine))):
             if not self.c.importance:
                 ours = samples[i].logprobs
             # After a sample that ended by itself nothing can be gained: the value of its last state is 0.
             bootstrap = bootstrap if samples[i].truncated else 0.0
-            filled[i] = samples[i]._replace(old_logprobs=ours, reference=theirs, values=values, bootstrap=bootstrap)
+            known = dict(old_logprobs=ours, reference=theirs, values=values, kept=kept, bootstrap=bootstrap)
+            filled[i] = samples[i]._replace(**known)
         return filled
 
     def gradients(self, samples, objective=POLICY, check=False):
@@ -929,11 +963,11 @@ class Trainer:
             tokens = len(samples) // 2
             if not MODES[self.c.mode].scores:  # DPO needs the reference's log-probs
                 samples = self.forward_only(samples)
-        temperature = 1.0 if objective is ANSWERS else self.c.temperature
+        sampling = kernels.Sampling() if objective is ANSWERS else self.sampling
         total = sync.LeafSum(self.c.lanes // self.mesh.size())
         rows = []
         mismatches = []
-        for chosen, leaf, output in self.passes(samples, temperature, objective.unit):
+        for chosen, leaf, output in self.passes(samples, sampling, objective.unit):
             loss, figures = objective.loss(output, leaf, self.c, len(samples), tokens)
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
@@ -990,9 +1024,7 @@ class Trainer:
         if check:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
             # are not in the order of the samples, but the first sample is what a reader looks for.
-            everyone = [None] * self.mesh.size()
-            dist.all_gather_object(everyone, mismatches + self.mismatches, group=self.control)
-            mismatches = sorted(sum(everyone, []))
+            mismatches = sorted(sum(self.of_all(mismatches + self.mismatches), []))
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
@@ -1020,7 +1052,7 @@ def learn(trainer, step, groups, c):
     samples = samples_of(groups, step, c.overlong_filter)
     # Before any weight moves, the trainer's log-probs are compared with the engine's: those of older weights in passes
     # of their own, the others in the first update.
-    trainer.check_past_versions(samples, step)
+    samples = trainer.check_past_versions(samples, step)
     metrics = dict(check_seconds=time.monotonic() - began)
     samples = trainer.forward_only(samples)
     scores = torch.stack([t["rewards"] for t, _ in groups])  # (P, G)
@@ -1041,7 +1073,8 @@ def learn(trainer, step, groups, c):
 def evaluate(queue, step, rows, c, version, record):
     """Records pass@k and the mean reward on the held-out rows, under the weights that the engines hold."""
     rows = dict(enumerate(rows))
-    groups = queue.sample(Job("eval", step, version, rows, c.eval_samples, c.eval_temperature))
+    sampling = sampling_of(c)._replace(temperature=c.eval_temperature)
+    groups = queue.sample(Job("eval", step, version, rows, c.eval_samples, sampling))
     if record:
         scores = rewards.pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward)
         record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
@@ -1155,7 +1188,8 @@ if __name__ == "__main__":
         # An engine, too, starts from the checkpoint; with LoRA from the base, as adapters are no model.
         model_path = model_path if lora_rank else latest
         start = saved["step"]
-        in_flight = (sync.read_group(latest / "flight", i, {}, hf.vocab_size) for i in range(saved["in_flight"]))
+        files = (sync.group_path(latest / "flight", i) for i in range(saved["in_flight"]))
+        in_flight = (sync.read_group(file, hf.vocab_size) for file in files)
         flight = Flight(saved["begun"], tuple(in_flight))
     sync.meet()  # every rank has checked its share before the first cuts the logs back
     record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
@@ -1219,11 +1253,11 @@ if __name__ == "__main__":
         """The version of the weights with which the samples of a step are made."""
         return max(0, step - lag) if ranks.trainers else 0
 
-    def publish(version, hashes=None):
-        transport.publish(version, hashes, trainer and trainer.published(version))
+    def publish(version, hashes={}):
+        transport.publish(version, hashes, trainer.published(version) if trainer else ())
 
     if publishes:
-        sent = trainer and trainer.parts.sent
+        sent = trainer.parts.sent if trainer else ()
         transport = sync.WeightSync(weight_sync, ranks, sent, engine, place, compute_dtype, overlaps)
         publish(version_for(start))
     evaluates = bool(eval_rows) and (publishes or only_eval)
@@ -1263,7 +1297,7 @@ if __name__ == "__main__":
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
         if transport and s >= 0:
-            publish(s + 1, hashes.get("weights"))
+            publish(s + 1, hashes.get("weights", {}))
         if not batch:
             continue
         times.append(time.monotonic())
@@ -1276,7 +1310,7 @@ if __name__ == "__main__":
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
         if watch:
-            alarm = sync.from_first_rank(record and rewards.hacking(record.steps, truths), alarm_group)
+            alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, truths), alarm_group)[0]
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(s + 1, eval_every, rl_steps):
             evaluate(queue, s + 1, eval_rows, c, s + 1, record)

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import sync
 from configurator import fail, named_arguments, require
@@ -95,7 +94,7 @@ def run_again(job):
     template = Template(*folders.load_tokenizer(job["model"]), named_arguments(config["chat_template_args"]))
 
     async def play(path):
-        tensors, meta = sync.read_group(Path(path).parent, int(Path(path).stem[-4:]), {})
+        tensors, meta = sync.read_group(path)
         prompt, rewards = tensors["prompt_tokens"].tolist(), meta["returned"]
         rows = iter(tensors["tokens"].split(tensors["lengths"].tolist()))
         for g, (chats, journal) in enumerate(zip(meta["episodes"], meta["journal"])):

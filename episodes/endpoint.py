@@ -21,12 +21,13 @@ Where a model is served, a request's noise follows from its seed, its content an
 request always gets the same answer, bit for bit, whatever else is asked meanwhile, and as a stream, too. Without a seed
 the k-th request of equal ones goes on with the choices of the one before, so that repeats differ, and are together the
 same in any order. A request whose client is gone leaves the engine. Sessions exist there, too; they begin with their
-first request, whose seed and temperature they keep, and end with DELETE /s/<name>.
+first request, whose seed and sampling rule they keep, and end with DELETE /s/<name>.
 
-In a run the temperature is the run's, and other settings of a request are ignored: a grammar too, as tokens drawn under
-one could not be trained on. A served model honours the temperature (0: as good as greedy), draws what tool_choice and
-response_format want by a grammar, and refuses what it cannot draw exactly. Log-probs are those of the distribution that
-a token was drawn from; those of a prompt (`echo`) are of temperature 1. No answer has a clock in it: `created` is 0.
+In a run the sampling rule is the run's, and other settings of a request are ignored: a grammar too, as tokens drawn
+under one could not be trained on. A served model honours temperature (0: greedy), top_p, top_k and min_p, draws what
+tool_choice and response_format want by a grammar, and refuses what it cannot draw exactly. Log-probs are those of the
+distribution that a token was drawn from; those of a prompt (`echo`) are of temperature 1 and of all tokens. No answer
+has a clock in it: `created` is 0.
 
 Routes: POST /v1/chat/completions, /v1/completions (not in sessions), /v1/reward (sessions); GET /v1/models, /health.
 """
@@ -80,10 +81,9 @@ MOST_PROGRAMS = 32  # at a time, of an engine: each is a process with its librar
 IMPOSSIBLE = -1e30  # a log-prob below that: a grammar forbids the token
 HALF, WINDOW = "\ufffd", 64  # what half a character is decoded to; most tokens of a stream that are decoded again
 POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
-# What we draw from: the whole softmax. With a value other than these a request is refused.
+# A served model refuses a request with other values than these.
 EXACT = dict(
-    top_p=1, top_k=-1, min_p=0, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={}, best_of=1,
-    suffix="",
+    presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={}, best_of=1, suffix="",
 )  # fmt: skip
 
 # Ends the programs of a rank that has died. It reads a line "+id" for each process group that begins, "-id" when ended.
@@ -132,7 +132,7 @@ class Asked(NamedTuple):
     schema: str  # JSON schema of the turn's text; "": any text
     stop: list
     most: int | None  # tokens; None: what is left
-    temperature: float
+    sampling: dict  # as kernels.Sampling
     seed: int | None
     n: int
     logprobs: bool
@@ -175,6 +175,9 @@ FIELDS = (
     ("response_format", {}, dict, anything),
     ("stop", [], (str, list), fits_stop),
     ("temperature", 1.0, (int, float), lambda x: x == 0 or 1e-3 <= x <= 1e3),
+    ("top_p", 1.0, (int, float), lambda x: 0 < x <= 1),
+    ("top_k", 0, int, lambda x: -1 <= x < 2**31),
+    ("min_p", 0.0, (int, float), lambda x: 0 <= x <= 1),
     ("seed", None, int, anything),
     ("n", 1, int, lambda x: 0 < x <= MOST_CHOICES),
     ("stream", False, bool, anything),
@@ -213,7 +216,7 @@ def read(body, chat=True, exact=False):
             refuse(key, f"not a value that {key} can have")
     for key, only in EXACT.items() if exact else ():
         if body.get(key) not in (None, only):
-            why = "we draw from the whole softmax, where equal requests get equal bits"
+            why = "penalties are not among the rules by which we draw"
             refuse(key, f"must be {json.dumps(only)}; {why}")
     v = values.get
     if v("echo") and v("stream"):
@@ -234,7 +237,7 @@ def read(body, chat=True, exact=False):
         schema=schema_of(tools, values) if exact else "",
         stop=[v("stop")] if isinstance(v("stop"), str) else v("stop"),
         most=v("max_tokens") if v("max_completion_tokens") is None else v("max_completion_tokens"),
-        temperature=v("temperature"),
+        sampling={key: v(key) for key in ("temperature", "top_p", "top_k", "min_p")},
         seed=v("seed"),
         n=v("n"),
         logprobs=v("logprobs") if chat else v("logprobs") is not None,

@@ -141,8 +141,7 @@ class AgentSampler(Sampler):
         """A turn of the dialogue `of`. Its noise follows from what it is told, and from nothing that has a time."""
         told = hashlib.sha256(json.dumps(of.ids).encode()).hexdigest()
         seed = sampling_seed(self.config["seed"], *of.episode.key, of.path, told)
-        params = dict(self.params, temperature=job.temperature, sampling_seed=seed, max_new_tokens=most)
-        params |= of.params | (dict(stop=stop) if stop else {})
+        params = self.params(job, seed, max_new_tokens=most) | of.params | (dict(stop=stop) if stop else {})
         output = await self.engine.generate(of.ids, params, of.hear, **of.options)
         drawn, meta = self.engine.drawn(output, job.version), output["meta_info"]
         of.meta = meta if of.options else {}

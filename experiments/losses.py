@@ -39,8 +39,8 @@ replaced by ours, with equal bits on every CPU; others, such as torch.sigmoid, h
 """
 
 import torch
-import torch.distributed as dist
 
+import kernels
 from rewards import terms_of
 from train_grpo import advantages_of, policy_loss
 
@@ -212,11 +212,10 @@ def learn_from_siblings(trainer, samples):
             hinted[i] = s._replace(tokens=torch.cat([*shown, s.tokens]), loss_at=s.loss_at + len(shown[0]))
     mine = {}
     where = list(hinted)
-    for chosen, leaf, (logprobs, *_) in trainer.passes(list(hinted.values()), c.temperature):
+    whole = kernels.Sampling(c.temperature)  # a rule such as top_p might leave out what the student wrote
+    for chosen, leaf, (logprobs, *_) in trainer.passes(list(hinted.values()), whole):
         mine |= zip([where[k] for k in chosen], logprobs.cpu().split(leaf.counts.tolist()))
-    everyone = [None] * trainer.mesh.size()
-    dist.all_gather_object(everyone, mine, group=trainer.control)
-    teacher = {i: logprobs for part in everyone for i, logprobs in part.items()}
+    teacher = {i: logprobs for part in trainer.of_all(mine) for i, logprobs in part.items()}
     return [s._replace(advantages=teacher.get(i, s.logprobs) - s.logprobs) for i, s in enumerate(samples)]
 
 

@@ -288,4 +288,4 @@ class RewardModel:
         packed = dict(ids=torch.cat(ids), positions=torch.cat([torch.arange(len(x)) for x in ids]))
         packed["lengths"] = torch.tensor([len(x) for x in ids])
         leaf = types.SimpleNamespace(**{name: x.to(self.device) for name, x in packed.items()})
-        return self.model.token_logprobs(leaf, 1.0)[-1].tolist()
+        return self.model.token_logprobs(leaf)[-1].tolist()

@@ -70,7 +70,7 @@ ours = model_of(batch_invariant=True)
 def text_logprobs(n):
     """Of the tokens of the first text itself, as the trainer computes them: with all texts end to end."""
     samples = [make_sample(text[:1], text[1:], torch.ones(T - 1).bool(), torch.zeros(T - 1)) for text in texts[:n]]
-    return ours.token_logprobs(pack(samples, "cpu"), 1.0)[0][: T - 1]
+    return ours.token_logprobs(pack(samples, "cpu"))[0][: T - 1]
 
 
 print("the trainer:    ", first_row(text_logprobs))

@@ -15,7 +15,7 @@ from safetensors import safe_open
 import kernels
 from configurator import require
 from models.folders import load_weights
-from sync import content_hash, reason, shards, tensor_hashes, whole, write_tensors
+from sync import content_hash, reason, shards, tensor_hashes, whole, write_file
 
 LINEAR = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # a layer's, of attention and MLP
 PEFT = "base_model.model."  # before every name in its files
@@ -100,14 +100,6 @@ def read_adapter_config(folder):
         require(False, f"lora={str(folder)!r}: no usable adapter_config.json: {reason(e)}")
 
 
-def save_adapters(folder, adapters, mesh, c, base):
-    """Writes PEFT's folder. base: "dtype hash" of the weights that they are for. Collective over the trainers."""
-    named = [s._replace(name=PEFT + s.name) for s in adapters]
-    write_tensors(folder, "adapter_model", named, mesh, math.inf, base=base)
-    if mesh.get_local_rank() == 0:
-        (folder / "adapter_config.json").write_text(json.dumps(adapter_config(c, adapters), indent=1))
-
-
 def load_adapters(adapters, folder, c, base):
     """
     Fills the shards from PEFT's folder, or without one with new adapters: B is 0, so that the first step is the base's,
@@ -179,4 +171,9 @@ class Adapters:
         return merged
 
     def save(self, folder):
-        save_adapters(folder, self.policy, self.mesh, self.c, self.base)
+        """Writes PEFT's folder."""
+        tensors = {PEFT + s.name: whole(s, self.mesh).cpu() for s in self.policy}
+        if self.mesh.get_local_rank() == 0:
+            write_file(folder / "adapter_model.safetensors", tensors, base=self.base)
+            text = json.dumps(adapter_config(self.c, self.policy), indent=1)
+            (folder / "adapter_config.json").write_text(text)

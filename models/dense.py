@@ -167,10 +167,11 @@ def in_parts(m, x, split):
     return kernels.SplitLinear.apply(x.flatten(0, -2), m.weight, m.bias, split).view(*x.shape[:-1], -1)
 
 
-def token_logprobs(model, leaf, temperature):
+def token_logprobs(model, leaf, sampling=kernels.Sampling()):
     """
-    At the leaf's targets (log-probs (M,), entropies (M,), the critic's values (M,), its values after each sample's last
-    token (samples,)); without a critic the values are None. Of a reward model (None, None, None, scores (samples,)).
+    At the leaf's targets (log-probs (M,), entropies (M,), what a sampling rule kept (2, K), the critic's values (M,),
+    its values after each sample's last token (samples,)). What was kept is None without a rule and where gradients are
+    wanted; the values are None without a critic. Of a reward model (None, None, None, None, scores (samples,)).
     """
     plan = kernels.packed_plan(leaf.lengths)
     ids = leaf.ids[None]
@@ -178,12 +179,15 @@ def token_logprobs(model, leaf, temperature):
     hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).last_hidden_state[0]
     last = leaf.lengths.cumsum(0) - 1
     if gives_scores(model.config):  # in float32: the difference of two scores counts
-        return None, None, None, (hidden[last].float() @ model.score.weight.float().t())[:, 0]
-    logprobs, entropy = kernels.token_logprobs(hidden[leaf.predictors], model.lm_head.weight, leaf.targets, temperature)
+        return None, None, None, None, (hidden[last].float() @ model.score.weight.float().t())[:, 0]
+    found = None if torch.is_grad_enabled() or not sampling.cuts() else []
+    args = hidden[leaf.predictors], model.lm_head.weight, leaf.targets
+    logprobs, entropy = kernels.token_logprobs(*args, *sampling, leaf.kept, found)
+    kept = torch.cat(found, 1) if found else None
     if model.value_head is None:
-        return logprobs, entropy, None, None
+        return logprobs, entropy, kept, None, None
     values = (hidden @ model.value_head[:, None].to(hidden.dtype))[:, 0].float()
-    return logprobs, entropy, values[leaf.predictors], values[last]
+    return logprobs, entropy, kept, values[leaf.predictors], values[last]
 
 
 def head_norms(attention):
@@ -267,8 +271,7 @@ def install_operators(backend, inv_freq, tp_split):
     the cache is laid out. tp_split: number of parts into which sums are cut for several ranks.
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
-    VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side; Sampler.forward divides
-    once, by a tensor of temperatures, before the log_softmax that it returns.
+    VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side.
     """
     from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

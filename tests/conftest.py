@@ -31,6 +31,7 @@ from prove import (  # noqa: E402
     AGENT,
     DIALOGUES,
     LAG,
+    RULE,
     SEGMENTS,
     SPLIT,
     command_of,
@@ -51,6 +52,7 @@ torch.set_num_threads(1)  # two workers share the machine
 # Flags of runs that are compared: what must not matter for an engine, and dynamic sampling with what goes with it
 ENGINE_FLAGS = ("--engine_args=disable_radix_cache=True, max_running_requests=17, chunked_prefill_size=32",)
 DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=6 --eval_size=0".split()
+DAPO += RULE
 
 # Long tests first, so that all workers end at the same time. Those of WHOLE_RUNS are handed out one by one; any other
 # file's tests share a model, a process group or an engine and stay together.
@@ -112,8 +114,7 @@ def error_line(output):
 
 def read_groups(folder, steps="rl_*"):
     """[(tensors, meta)] of a run's rollout files, in the order of steps and prompts; steps: folders of its queue."""
-    paths = sorted((folder / "queue").glob(f"{steps}/group_*.safetensors"))
-    return [sync.read_group(path.parent, int(path.stem.rpartition("_")[2]), {}) for path in paths]
+    return [*map(sync.read_group, sorted((folder / "queue").glob(f"{steps}/group_*.safetensors")))]
 
 
 def finish(folder, *flags, launch=launch, **options):

@@ -73,6 +73,7 @@ def operators():
     yield "swiglu", *gradients(kernels.swiglu(x, a), x, a)
     yield "attention", *gradients(kernels.attention(q, k, y, kernels.packed_plan([40, 1, 29]), 0.2), q, k, y)
     yield "token_logprobs", *gradients(kernels.token_logprobs(x, w, ids, 0.7), x, w)
+    yield "cut", *gradients(kernels.token_logprobs(x, w, ids, 0.7, 0.9, 20, 0.02), x, w)
     yield "log_softmax", kernels.log_softmax(z, -1, False), kernels.softmax(z, -1, False)
     yield "embedding", kernels.embedding_backward(x.detach(), ids, 9, 3, False)
     yield "draw", kernels.draw(kernels.log_softmax(z, -1, False), ids * 2**40, torch.arange(70))

@@ -247,7 +247,7 @@ def of_sglang(checkpoints, prompts, out):
             runs.run(folder, *flags.split(), *task, f"--temperature={temperature}")
         rows = []
         for path in sorted(folder.glob("queue/rl_*/group_*")):
-            t, _ = sync.read_group(path.parent, int(path.stem[6:]), {})
+            t, _ = sync.read_group(path)
             parts = [t[k].split(t["lengths"].tolist()) for k in ("tokens", "logprobs")]
             for ids, logprobs in zip(*parts):
                 row = dict(response_ids=ids.tolist(), logprobs=logprobs.tolist())

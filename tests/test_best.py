@@ -32,7 +32,7 @@ def run(tmp_path, monkeypatch, capsys):
             queue = tmp_path / "queue" / f"rl_{i // 2:06d}"
             queue.mkdir(parents=True, exist_ok=True)
             meta = dict(prompt_text=f"p{i}", responses=list("abc"), finished=i < 4)
-            sync.write_group(queue, i % 2, dict(rewards=torch.tensor(rewards)), meta)
+            sync.write_group(sync.group_path(queue, i % 2), dict(rewards=torch.tensor(rewards)), meta)
         monkeypatch.setattr(sys, "argv", ["best.py", str(tmp_path), *flags])
         best.main()
         rows = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]

@@ -633,8 +633,9 @@ def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, 
         meta = dict(stream="rl", step=3, prompt=2, returned=returned, row=dict(prompt="3+4=", answer="7"))
         meta["episodes"] = [[again.record_of(c) for c in e.chats] for e in episodes]
         meta["journal"] = [[*e.journal.entries.values()] for e in episodes]
-        sync.write_group(tmp_path, index, tensors, meta)
-        paths[solve.__name__] = str(sync.group_path(tmp_path, index))
+        path = sync.group_path(tmp_path, index)
+        sync.write_group(path, tensors, meta)
+        paths[solve.__name__] = str(path)
     job = lambda name: dict(  # noqa: E731
         config=CONFIG | dict(agent=f"{__file__}:{name}"), model=template.tokenizer.name_or_path, paths=[paths[name]]
     )

@@ -24,7 +24,7 @@ def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=
     """A run folder of `steps` steps of two prompts; `change` alters a step's tensors, `weight` one hash of step 1."""
     folder.mkdir()
     (folder / "config.py").write_text(f"seed = {seed}\nout_dir = {folder.name!r}\n")
-    ledger = sync.Ledger(folder / "ledger.jsonl", "start")
+    ledger = sync.Ledger(folder / "ledger.jsonl")
     for step in range(steps):
         groups = []
         for i in range(2):
@@ -37,7 +37,7 @@ def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=
                 change(step, tensors)
             queue = folder / "queue" / f"rl_{step:06d}"
             queue.mkdir(parents=True, exist_ok=True)
-            sync.write_group(queue, i, tensors, dict(step=step))
+            sync.write_group(sync.group_path(queue, i), tensors, dict(step=step))
             groups.append(tensors)
         stages = {k: sync.content_hash(*(t[k] for t in groups)) for k in ("tokens", "logprobs", "rewards")}
         weights = {"a": "00", "b": weight if weight and step == 1 else "11"}
@@ -84,7 +84,7 @@ def test_where_a_group_was_drawn_with_other_weights_step_and_versions_are_named(
 
     runs = [make_run(tmp_path / name, change=change(version)) for name, version in (("a", 1), ("b", 2))]
     for folder in runs:
-        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new", "start")
+        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new")
         for entry in map(json.loads, entries):
             drawn = folder.name if entry["step"] == 2 else "the same"
             ledger.append(**{k: v for k, v in entry.items() if k != "chain"}, weight_version=drawn)
@@ -97,14 +97,15 @@ def test_where_a_group_was_drawn_with_other_weights_step_and_versions_are_named(
 def test_what_a_tool_gave_is_named_with_both_results(diff, tmp_path):
     runs = [make_run(tmp_path / name) for name in "ab"]
     for folder, result in zip(runs, ("4", "5")):
-        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new", "start")
+        entries, ledger = (folder / "ledger.jsonl").read_text().splitlines(), sync.Ledger(folder / "new")
         for entry in map(json.loads, entries):
             journal = result if entry["step"] == 1 else "0"
             ledger.append(**{k: v for k, v in entry.items() if k != "chain"}, journal=journal)
             for i in range(2):
-                tensors, _ = sync.read_group(queue := folder / "queue" / f"rl_{entry['step']:06d}", i, {})
+                path = sync.group_path(folder / "queue" / f"rl_{entry['step']:06d}", i)
+                tensors, _ = sync.read_group(path)
                 call = dict(sample=1, at="turn 0, call 2", name="add", arguments=dict(a=2, b=2), result=journal)
-                sync.write_group(queue, i, tensors, dict(journal=[[], [dict(call, result="0")] * 2 + [call] * i]))
+                sync.write_group(path, tensors, dict(journal=[[], [dict(call, result="0")] * 2 + [call] * i]))
         ledger.path.rename(folder / "ledger.jsonl")
     status, output = diff(*runs)
     assert status == 1 and "first difference: rl step 1, journal\n  drawn in step 1:\n  prompt 1, sample 1" in output

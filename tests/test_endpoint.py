@@ -223,6 +223,7 @@ def test_50_requests_with_grammars_echo_and_likeliest_tokens_have_the_same_bits_
                 route, asked = requests[i]
                 async with places:
                     settings = dict(model="policy", seed=i, temperature=[0, 0.7, 1.3][i % 3], max_tokens=24) | asked
+                    settings |= dict(top_p=0.9, extra_body=dict(top_k=20, min_p=0.02)) if i % 2 else {}
                     out[i] = (await routes[route].create(**settings)).model_dump_json()
 
             await asyncio.gather(*map(ask, order))
@@ -245,7 +246,7 @@ def test_50_requests_with_grammars_echo_and_likeliest_tokens_have_the_same_bits_
                 assert json.loads(choice["message"]["content"]) in ({"n": False}, {"n": True})
             tokens = choice["logprobs"]["content"] if "message" in choice else []
             assert all(len(token["top_logprobs"]) <= asked["top_logprobs"] for token in tokens)
-            assert i % 5 or all(len(token["top_logprobs"]) == asked["top_logprobs"] for token in tokens)
+            assert i % 5 or i % 2 or all(len(token["top_logprobs"]) == asked["top_logprobs"] for token in tokens)
 
 
 def test_log_probs_of_a_prompt_are_those_with_which_its_tokens_were_drawn(address):
@@ -304,7 +305,8 @@ def test_a_completion_goes_on_from_a_text_or_from_ids(address):
 @pytest.mark.parametrize(
     ["settings", "status", "why"],
     [
-        (dict(top_p=0.9), 400, "top_p=0.9: must be 1"),
+        (dict(top_p=1.5), 400, "top_p=1.5: not a value"),
+        (dict(presence_penalty=0.5), 400, "presence_penalty=0.5: must be 0"),
         (dict(logit_bias={"5": 1}), 400, "logit_bias"),
         (dict(temperature=-1), 400, "temperature=-1: not a value"),
         (dict(max_tokens=0), 400, "max_tokens=0: not a value"),

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import finish
+from conftest import finish, read_groups
 from prove import lines
 from test_dispatch import Record
 from torch.utils._python_dispatch import _disable_current_modes
@@ -29,7 +29,7 @@ import rollout_server
 import sync
 import train_grpo as train
 from configurator import block
-from kernels import murmur_hash32
+from kernels import Sampling, murmur_hash32
 from models import dense, folders
 from rewards import load_reward
 from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
@@ -49,10 +49,10 @@ OPERATORS = ("rms_norm", "rms_norm, residual", "norm_rope", "rope_table", "swigl
 REPLACED = {"mm", "addmm", "_log_softmax", "_softmax"}  # by enable_batch_invariant, on CUDA all of them
 OTHERS = set(  # element by element, moved, made, read, of whole numbers, and a largest number, which has no order
     """
-    _local_scalar_dense _to_copy add add_ any arange argmax bitwise_and cat clamp_ clone constant_pad_nd copy_ cumsum
-    detach div div_ embedding empty full_like gather ge index index_put_ lift_fresh log log_ lt max mul neg_ nextafter
-    nonzero ones_like scalar_tensor select slice split split_with_sizes sub t unbind unsqueeze view where zero_ zeros
-    zeros_like
+    _local_scalar_dense _to_copy add add_ any arange argmax bitwise_and bitwise_not cat clamp_ clone constant_pad_nd
+    copy_ cumsum detach div div_ embedding empty eq full_like gather ge index index_put_ lift_fresh log log_ lt max
+    mul neg_ new_ones nextafter nonzero ones_like scalar_tensor select slice split split_with_sizes stack sub t
+    unbind unsqueeze view where zero_ zeros zeros_like
     """.split()
 )
 
@@ -105,7 +105,7 @@ def watched_scheduler(*args, **kwargs):
     ModelRunner.forward, ModelRunner.sample = recorded(ModelRunner.forward), recorded(ModelRunner.sample)
 
     def swap_draw(self):
-        sampler.multinomial_with_seed, other[0] = other[0], sampler.multinomial_with_seed
+        kernels.draw, other[0] = other[0], kernels.draw
 
     Scheduler.swap_draw = swap_draw
 
@@ -162,7 +162,7 @@ def pair(request, tmp_path_factory):
         assert len(transport.plan) > 1
 
     send = {
-        how: functools.partial(transport.publish, hashes=None, shards=shards) for how, transport in transports.items()
+        how: functools.partial(transport.publish, hashes={}, shards=shards) for how, transport in transports.items()
     }
     send["broadcast"](0)
     yield engine, model, send
@@ -180,16 +180,19 @@ def prompts(n, seed, shared=0):
     return [start + torch.randint(2, 98, (size,), generator=draw).tolist() for size in sizes]
 
 
-def roll_out(engine, folder, rows, temperature):
+CUT = Sampling(0.5, 0.9, 20, 0.02)
+
+
+def roll_out(engine, folder, rows, sampling=Sampling()):
     """The group files' tensors of 4 samples of each row of tokens."""
     rows = {i: dict(prompt="", answer="", prompt_tokens=tokens) for i, tokens in enumerate(rows)}
     folder.mkdir(exist_ok=True)
     sampler = Sampler(engine, CONFIG, "test", engines=1, reward=load_reward("exact"), decode=str, stop_tokens=[1])
-    sampler.sample(folder, Job("rl", 0, engine.version, rows, 4, temperature), iter(rows))
-    return [sync.read_group(folder, i, {})[0] for i in range(len(rows))]
+    sampler.sample(folder, Job("rl", 0, engine.version, rows, 4, sampling), iter(rows))
+    return [sync.read_group(sync.group_path(folder, i))[0] for i in range(len(rows))]
 
 
-def differing(model, groups, temperature):
+def differing(model, groups, sampling=Sampling()):
     """(tokens whose two log-probs differ, tokens)."""
     samples = []
     for t in groups:
@@ -198,25 +201,27 @@ def differing(model, groups, temperature):
             samples.append(train.make_sample(t["prompt_tokens"], tokens, mask, logprobs))
     leaf = train.pack(samples, "cpu")
     with torch.no_grad():
-        logprobs, *_ = model.token_logprobs(leaf, temperature)
+        logprobs, *_ = model.token_logprobs(leaf, sampling)
     model.reshard()  # FSDP2 would after a backward pass, which does not come
     return int((logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)).sum()), len(logprobs)
 
 
 def test_signals_end_the_run_and_do_not_wait_for_requests(pair, tmp_path):
     """SGLang drains its requests first at a SIGTERM: a run went on for seconds, and was then ended by SIGKILL."""
-    roll_out(pair[0], tmp_path, prompts(1, seed=1), 1.0)
+    roll_out(pair[0], tmp_path, prompts(1, seed=1))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGQUIT) == pair[0]._died
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_engine_and_trainer_compute_the_same_logprobs(pair, tmp_path, temperature):
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7), CUT], ids=str)
+def test_engine_and_trainer_compute_the_same_logprobs(pair, tmp_path, sampling):
     engine, model, _ = pair
-    groups = roll_out(engine, tmp_path, prompts(8, seed=1, shared=20), temperature)
-    different, tokens = differing(model, groups, temperature)
+    groups = roll_out(engine, tmp_path, prompts(8, seed=1, shared=20), sampling)
+    different, tokens = differing(model, groups, sampling)
     assert tokens > 300 and different == 0
-    assert differing(model, groups, temperature * 1.001)[0] > tokens / 2  # the comparison can fail
+    # the comparison can fail
+    assert differing(model, groups, sampling._replace(temperature=sampling.temperature * 1.001))[0] > tokens / 2
+    assert sampling != CUT or differing(model, groups, Sampling(0.5))[0] > tokens / 2
 
 
 @pytest.mark.parametrize("version,how", [(5, "broadcast"), (6, "ipc")])
@@ -226,11 +231,11 @@ def test_after_an_update_the_engine_has_the_trainers_weights_and_no_stale_keys(p
     with torch.no_grad():
         for p in model.parameters():
             p.to_local().mul_(1.01)
-    before = roll_out(engine, tmp_path / "before", rows, 1.0)
-    assert differing(model, before, 1.0)[0] > 0  # the engine does not have them yet
+    before = roll_out(engine, tmp_path / "before", rows)
+    assert differing(model, before)[0] > 0  # the engine does not have them yet
     send[how](version)
-    after = roll_out(engine, tmp_path / "after", rows, 1.0)  # the same prompts: their old keys must be gone
-    assert differing(model, after, 1.0)[0] == 0
+    after = roll_out(engine, tmp_path / "after", rows)  # the same prompts: their old keys must be gone
+    assert differing(model, after)[0] == 0
     assert all(set(t["weight_version"].tolist()) == {version} for t in after)
 
 
@@ -303,7 +308,7 @@ def test_a_sample_gives_signs_of_life_and_keeps_every_token(pair):
     logprobs = torch.tensor([logprob for logprob, _, _ in found])
     tensors = dict(prompt_tokens=torch.tensor([20, 11, 50]), lengths=torch.tensor([length]))
     tensors |= dict(tokens=torch.tensor(out["output_ids"]), logprobs=logprobs)
-    assert differing(model, [tensors], 1.0) == (0, length)
+    assert differing(model, [tensors]) == (0, length)
 
 
 def test_the_engine_computes_with_each_of_our_operators(pair):
@@ -351,21 +356,29 @@ def test_the_engine_samples_as_often_as_softmax_says(pair):
     every = [train.make_sample(torch.tensor(prompt), torch.tensor([t]), one, torch.zeros(1)) for t in range(98)]
     leaf = train.pack(every, "cpu")
 
-    def p_value(temperature):
+    def p_value(sampling):
         with torch.no_grad():
-            logprobs, *_ = model.token_logprobs(leaf, temperature)
+            logprobs, _, kept, *_ = model.token_logprobs(leaf, sampling)
         model.reshard()
         expected = logprobs.double().exp() * counts.sum()
+        if sampling.cuts():
+            sizes = torch.bincount(kept[0])
+            kept = sizes == sizes.min()  # a token that the rule leaves out is added to what it keeps
+            assert 2 < kept.sum() == sizes.min() <= 20 and counts[kept].sum() == counts.sum()
+            expected *= kept
         rare = expected < 5  # together one class: the test is for classes that are not nearly empty
         wanted, got = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (expected, counts))
+        wanted, got = wanted[wanted > 0], got[wanted > 0]
         chi_square = ((got - wanted) ** 2 / wanted).sum()
         return float(torch.special.gammaincc(torch.tensor((len(got) - 1) / 2), chi_square / 2))
 
-    params = [dict(temperature=0.5, max_new_tokens=1, sampling_seed=sampling_seed(7, i)) for i in range(2000)]
-    out = engine.sglang.generate(input_ids=[prompt] * len(params), sampling_params=params)
-    counts = torch.bincount(torch.tensor([o["output_ids"][0] for o in out]), minlength=98)
-    assert p_value(0.5) > 1e-3
-    assert p_value(0.7) < 1e-6  # the comparison can fail
+    for sampling in (Sampling(0.5), CUT):
+        params = [sampling._asdict() | dict(max_new_tokens=1, sampling_seed=sampling_seed(7, i)) for i in range(2000)]
+        params = [x | dict(top_k=sampling.top_k or -1) for x in params]
+        out = engine.sglang.generate(input_ids=[prompt] * len(params), sampling_params=params)
+        counts = torch.bincount(torch.tensor([o["output_ids"][0] for o in out]), minlength=98)
+        assert p_value(sampling) > 1e-3
+        assert p_value(sampling._replace(temperature=0.7)) < 1e-6  # the comparison can fail
 
 
 def test_the_engine_reaches_no_operator_whose_order_of_sums_is_not_ours(pair, tmp_path):
@@ -373,7 +386,7 @@ def test_the_engine_reaches_no_operator_whose_order_of_sums_is_not_ours(pair, tm
     engine, _, _ = pair
     engine.sglang.collective_rpc("write_reached", path=str(tmp_path / "reached"))
     reached = set((tmp_path / "reached").read_text().split())
-    assert {"embedding", "div_"} <= reached <= REPLACED | OTHERS
+    assert {"embedding", "div"} <= reached <= REPLACED | OTHERS
 
 
 @pytest.mark.parametrize("freed", [9, 0])
@@ -412,13 +425,13 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
     engine.sleep()
     assert not lent and engine.version == version  # an engine that does not lend keeps its weights
     monkeypatch.setattr(engine, "lends", True)
-    roll_out(engine, tmp_path / "before", rows, 1.0)
+    roll_out(engine, tmp_path / "before", rows)
     engine.sleep()
     assert set(lent) == {"kv_cache", "weights"} and engine.lends == (freed > 0)
     assert ("engine 0: SGLang lends no memory" in capfd.readouterr().out) == (not freed)
     send["ipc"](9)
     assert not lent and engine.version == 9
-    roll_out(engine, tmp_path / "after", rows, 1.0)
+    roll_out(engine, tmp_path / "after", rows)
 
 
 # ---- the pieces
@@ -567,7 +580,7 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path):
     steps = lines(tmp_path / "run", "metrics.jsonl", "rl")
     assert len(steps) == 2 and all(s["logprob_mismatch_tokens"] == 0 for s in steps)
     assert all(s["reward_std"] > 0 and s["grad_norm"] > 0 for s in steps)
-    tokens = [sync.read_group(tmp_path / "run/queue/rl_000001", i, {})[0]["tokens"] for i in range(8)]
+    tokens = [group[0]["tokens"] for group in read_groups(tmp_path / "run", "rl_000001")]
     assert torch.cat(tokens).max() > 140_000
 
 

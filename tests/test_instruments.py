@@ -61,7 +61,7 @@ def forged(run, folder, step, field):
     shutil.copytree(run, folder)
     entries = lines(run, "ledger.jsonl")
     (folder / "ledger.jsonl").unlink()
-    ledger = sync.Ledger(folder / "ledger.jsonl", "onecurve 1")
+    ledger = sync.Ledger(folder / "ledger.jsonl")
     for line in entries:
         del line["chain"]
         if (line["phase"], line["step"]) == ("rl", step):

@@ -348,6 +348,91 @@ def test_token_logprobs_are_those_of_a_sampler_and_their_gradient_is_right():
     assert same(one, whole[1700:1701])
 
 
+def kept_by(z, top_p, top_k, min_p):
+    """The columns of a row of logits (V,) that a rule keeps, from its definition."""
+    p = torch.softmax(z.double(), 0)
+    order = sorted(range(len(z)), key=lambda i: (-float(z[i]), i))
+    kept = []
+    mass = 0.0
+    for i in order:
+        full = top_k and len(kept) == top_k or top_p < 1 and mass >= top_p
+        if kept and (full or p[i] < (min_p - 1e-8) * p[order[0]]):
+            break
+        kept.append(i)
+        mass += float(p[i])
+    return kept
+
+
+RULES = (0.9, 20, 0.02), (0.5, 0, 0.0), (1.0, 4, 0.0), (1.0, 0, 0.1), (1e-9, 0, 0.0), (0.3, 1, 0.5), (1.0, 0, 0.0)
+
+
+def cuts():
+    """Logits (M, V), a rule, and where it keeps them: some of them equal, zeros, none or at an edge."""
+    draw = torch.Generator().manual_seed(7)
+    z = torch.randn(10, 98, generator=draw) * torch.tensor([0.1, 1, 3, 30, 3, 3, 3, 3, 3, 3])[:, None]
+    z[4:7] = z[4:7].round()  # equal ones at the edge of the kept
+    z[7] = torch.tensor([0.0, -0.0]).repeat(49)
+    z[8, ::2] = -0.0
+    z[9] = -torch.inf
+    z[9, :2] = torch.tensor([0.0, math.log(torch.tensor(0.1))])
+    for rule in RULES:
+        right = torch.zeros(z.shape, dtype=torch.bool)
+        for row, logits in zip(right, z):
+            row[kept_by(logits, *rule)] = True
+        yield z, rule, right & (z > -torch.inf)
+
+
+def cuts_are_right(k):
+    for z, rule, right in cuts():
+        ours = z.clone()
+        k.cut(ours, torch.tensor([rule]).repeat(len(z), 1))
+        if not same(ours, z.masked_fill(~right, -torch.inf)):
+            return False
+    return True
+
+
+def test_a_rule_keeps_the_first_of_the_ranking_and_equal_ones_by_column():
+    assert cuts_are_right(kernels)
+    sizes = torch.stack([right.sum(1) for _, _, right in cuts()])
+    assert sizes.min() == 1 and len(sizes.unique()) > 10
+    z, _, greedy = [*cuts()][5]
+    assert torch.equal(greedy.int().argmax(1), z.argmax(1)) and torch.equal(greedy.sum(1), torch.ones(10).long())
+
+
+def test_token_logprobs_under_a_rule_are_those_of_what_it_keeps_and_so_is_their_gradient(monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", 32)
+    hidden = torch.randn(70, 64, requires_grad=True)
+    weight = (torch.randn(98, 64) / 3).requires_grad_()
+    rule = 0.7, 0.9, 20, 0.02
+    z = hidden.double() @ weight.double().t() / 0.7
+    targets = torch.distributions.Categorical(logits=z.detach()).sample()
+    found = []
+    logprobs, entropy = kernels.token_logprobs(hidden, weight, targets, *rule, None, found)
+    kept = torch.cat(found, 1)
+    mask = torch.zeros(70, 98).bool()
+    mask[kept[0], kept[1]] = True
+    for row, logits, target in zip(mask, kernels.head_logits(hidden.detach(), weight.detach()), targets):
+        columns = {*kept_by(logits / torch.tensor(0.7), *rule[1:]), int(target)}  # what was drawn is kept in any case
+        assert row.nonzero()[:, 0].tolist() == sorted(columns)
+    assert 2 < mask.sum(1).double().mean() < 20
+    logp = torch.log_softmax(z.masked_fill(~mask, -torch.inf), -1)
+    expected = logp.gather(1, targets[:, None])[:, 0]
+    expected_entropy = -(logp.exp() * logp.masked_fill(~mask, 0)).sum(1)
+    assert torch.allclose(logprobs.double(), expected, atol=1e-5)
+    assert torch.allclose(entropy.double(), expected_entropy, atol=1e-5)
+    grad, bonus = torch.randn(2, 70)
+    ours, theirs = (
+        torch.autograd.grad((x * grad + y * bonus).sum(), (hidden, weight))
+        for x, y in ((logprobs, entropy), (expected, expected_entropy))
+    )
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, theirs))
+    # a row alone; and what is kept told, under another rule: the same bits
+    one, _ = kernels.token_logprobs(hidden[41:42], weight, targets[41:42], *rule)
+    told, _ = kernels.token_logprobs(hidden, weight, targets, 0.7, 0.5, 2, 0.0, kept)
+    assert same(one, logprobs[41:42]) and same(told, logprobs)
+    assert not same(kernels.token_logprobs(hidden, weight, targets, 0.7, 0.5, 2, 0.0)[0], logprobs)
+
+
 # ---- exp, log, cos and sin: the CPU's own, since those of the libraries differ from CPU to CPU
 
 
@@ -468,6 +553,16 @@ MUTANTS = {
         "[i ^ (VECTOR // 2 // half) for i in range(VECTOR)]",
     ),
     "eight sums": (dot_is_in_order, "VECTOR = 16 ", "VECTOR = 8 "),
+    "one more than top_k": (cuts_are_right, "n < most and mass < enough", "n <= most and mass < enough"),
+    "the one beyond top_p": (cuts_are_right, "n < most and mass < enough", "n < most and mass <= enough"),
+    "two zeros": (cuts_are_right, "np.float32(x + ZERO).view", "np.float32(x).view"),
+    "numbers below zero as they stand": (cuts_are_right, "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
+    "min_p without its edge": (cuts_are_right, "np.float64(min_p)))) - 1", "np.float64(min_p))))"),
+    "equal ones from the last column": (
+        cuts_are_right,
+        "for i in range(V):\n            if ranks[i] == high",
+        "for i in range(V - 1, -1, -1):\n            if ranks[i] == high",
+    ),
     "a softmax over what the block sees": (
         attention_is_in_order,
         "largest(p, i * seen, mine)",
@@ -495,6 +590,7 @@ def operators(k):
     turned = k.norm_rope(q, key, cos, sin, v, v + 1, 1e-6)
     outs = [
         *turned, k.rms_norm(q, v, 1e-6), k.swiglu(x, up), *k.token_logprobs(x, w, targets, 0.7),
+        *k.token_logprobs(x, w, targets, 0.7, 0.9, 20, 0.02),
         k.attention(q, key, value, k.packed_plan([100, 1, 49]), 0.2),
     ]  # fmt: skip
     grads = torch.autograd.grad(outs, (x, w, v, up, q, key, value), [torch.randn_like(y) for y in outs])
@@ -716,6 +812,7 @@ REFUSED = {
     "dim=0 of 2": lambda: kernels.log_softmax(zeros(3, 4), 0, False),
     "dtype=torch.float32: row_sums": lambda: kernels.row_sums(zeros(3, 4)),
     "(2, 4), (3,), (2,)": lambda: kernels.draw(zeros(2, 4), ids, ids[:2]),
+    "logits (2, 4), rules (2,)": lambda: kernels.cut(zeros(2, 4), zeros(2)),
     "x (2, 4) beside 3": lambda: kernels.bit_sum(zeros(2, 4, dtype=torch.int32), ids, ids),
     "grad (4, 4) of ids (3,)": lambda: kernels.embedding_backward(zeros(4, 4), ids, 9, -1, False),
     "scale_grad_by_freq": lambda: kernels.embedding_backward(zeros(3, 4), ids, 9, -1, True),

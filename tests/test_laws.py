@@ -25,6 +25,7 @@ optimizer state of every step. conftest.py makes the runs; tools/prove.py adds k
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -44,10 +45,12 @@ from prove import (
     flip_token,
     forget_optimizer,
     interrupt,
+    kept_by_other_weights,
     lines,
     plain_all_reduce,
     processes_of,
     replay_of,
+    rule_on_one_side,
     seeds_by_arrival,
     seeds_by_engine,
     segments_by_time,
@@ -132,7 +135,7 @@ def test_L2_the_logprobs_in_the_files_are_those_of_the_checkpoint_also_outside_o
         kernels.enable_batch_invariant()
         try:
             with torch.no_grad():
-                return model.token_logprobs(train.pack(samples, "cpu"), 1.0)[0]
+                return model.token_logprobs(train.pack(samples, "cpu"))[0]
         finally:
             kernels.disable_batch_invariant()
 
@@ -157,6 +160,22 @@ def test_L2_control_without_our_operators_the_check_stops_the_run(without_our_op
     where = r"step 0, prompt \d+, sample \d, token \d+"
     assert re.search(where + r": engine .*0x.* trainer .*0x.* of \d+ log-probs differ", error_line(output))
     assert not lines(folder, "ledger.jsonl", "rl")
+
+
+@pytest.mark.law("under a sampling rule, later updates and older weights among it")
+def test_L2_no_logprob_differs_under_a_sampling_rule(one_engine, segments, assert_it_learned):
+    for folder, steps in ((one_engine[0], 6), (segments[0], 24)):
+        assert_it_learned(folder, steps)
+        assert all(m["logprob_mismatch_tokens"] == 0 for m in lines(folder, "metrics.jsonl", "rl"))
+        logprobs = torch.cat([tensors["logprobs"] for tensors, _ in read_groups(folder)])
+        assert math.log(0.02 / 20) < logprobs.min() < -3 and (logprobs == 0).any()  # the last of 20; the only one
+
+
+@pytest.mark.control("a rule on one side only")
+def test_L2_control_a_sampling_rule_on_one_side_only_stops_the_run(tmp_path):
+    status, output = launch_warm(tmp_path / "run", *DAPO, broken=rule_on_one_side)
+    assert status == 2 and "log-probs differ" in error_line(output)
+    assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
 
 
 # ---- L3: trainer ranks
@@ -420,10 +439,11 @@ def test_L10_control_seeds_by_arrival_are_other_samples(agent, agents, tmp_path)
 @pytest.mark.control("another result in a journal")
 def test_L10_control_a_journal_with_another_result_is_another_run(agent, agents, tmp_path):
     queue = interrupt(agents[0], tmp_path / "run") / "queue"
-    tensors, meta = sync.read_group(queue / "rl_000017", 0, {})
+    path = sync.group_path(queue / "rl_000017", 0)
+    tensors, meta = sync.read_group(path)
     entry = next(entry for journal in meta["journal"] for entry in journal if entry["name"] == "add")
     entry["result"] += "0"
-    sync.write_group(queue / "rl_000017", 0, tensors, meta)
+    sync.write_group(path, tensors, meta)
     status, output = launch_warm(tmp_path / "run", *agent, "--init_from=resume")
     assert status == 1 and re.search("rl step 17 came out otherwise", error_line(output)), output[-2000:]
 
@@ -467,6 +487,24 @@ def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, tmp_pa
     assert {k: x for k, x in ours.items() if k not in ("weight_version", "chain")} == {
         k: x for k, x in base[0].items() if k != "chain"
     }
+
+
+@pytest.mark.law("a replay on 2 trainers, under a sampling rule")
+def test_L11_a_replay_on_other_ranks_holds_what_the_rule_kept(segments, tmp_path, assert_it_learned):
+    flags = (*SEGMENTS, *replay_of(segments[0]), "--checkpoint_every=0")
+    finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
+    assert_it_learned(tmp_path / "run", steps=24)
+    assert ledger(tmp_path / "run") == ledger(segments[0])
+
+
+@pytest.mark.control("what a rule keeps, by other weights than those that sampled")
+def test_L11_control_what_is_kept_by_other_weights_is_another_update(segments, tmp_path):
+    flags = (*SEGMENTS, *replay_of(segments[0]), "--max_steps=6", "--checkpoint_every=0")
+    status, output = launch_warm(tmp_path / "run", *flags, broken=kept_by_other_weights)
+    assert status == 0, output[-4000:]
+    ours, other = (lines(folder, "ledger.jsonl", "rl") for folder in (segments[0], tmp_path / "run"))
+    assert [x["tokens"] for x in ours[:6]] == [x["tokens"] for x in other] and len(other) == 6
+    assert any(x["gradients"] != y["gradients"] for x, y in zip(ours, other))
 
 
 @pytest.mark.control("segments cut by time")

@@ -115,7 +115,7 @@ def trainer(mesh, base):
 
 def logprobs(trainer, samples):
     with torch.no_grad():
-        return trainer.model.token_logprobs(train.pack(samples, "cpu"), 1.0)[0]
+        return trainer.model.token_logprobs(train.pack(samples, "cpu"))[0]
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def make_run(folder, texts, steps=3, change=None, rewards=(1.0, 0.0), **figures)
     (folder / "model").mkdir(parents=True)
     make_tokenizer(folder / "model", ["<eos>", *texts])
     (folder / "config.py").write_text(f"advantage = 'grpo'  # command line\nseed = {change or 1}\nout_dir = 'a # b'\n")
-    ledger = sync.Ledger(folder / "ledger.jsonl", "start")
+    ledger = sync.Ledger(folder / "ledger.jsonl")
     for step in range(steps):
         queue = folder / "queue" / f"rl_{step:06d}"
         queue.mkdir(parents=True)
@@ -90,7 +90,7 @@ def make_run(folder, texts, steps=3, change=None, rewards=(1.0, 0.0), **figures)
             sample=torch.arange(2), turns=torch.ones(2).long(), turn=torch.zeros_like(tokens),
         )  # fmt: skip
         prompt = 0 if step else "</small><meta http-equiv=refresh content=0>"
-        sync.write_group(queue, 0, tensors, dict(prompt=prompt, answer=texts[0], finished=True))
+        sync.write_group(sync.group_path(queue, 0), tensors, dict(prompt=prompt, answer=texts[0], finished=True))
         ledger.append(phase="rl", step=step, tokens="0", rewards="1" if step == change else "0")
         seconds = dict(wait_seconds=0.5, train_seconds=0.25, sync_seconds=0.125, step_seconds=1.0)
         line = dict(phase="rl", step=step, reward_mean=step / 4, logprob_mismatch_tokens=0) | seconds | figures

@@ -376,7 +376,7 @@ def test_one_and_two_trainers_a_kill_and_a_resume_have_one_ledger(trained, pairs
 
 def test_a_resume_as_another_kind_of_run_is_refused(trained, pairs):
     status, output = launch_warm(trained[0], *pairs, "--init_from=resume", "--mode=sft")
-    assert status == 2 and "mode='sft': the run has 'rm', which learns something else" in error_line(output)
+    assert status == 2 and "mode='sft': the run has 'rm', and a reward model is no policy" in error_line(output)
 
 
 def test_dpo_learns_from_the_same_pairs_and_has_one_digest_on_one_trainer_and_two_and_resumed(trained, pairs, tmp_path):

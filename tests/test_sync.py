@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import random
+import re
 import runpy
 import socket
 import time
@@ -25,7 +26,7 @@ from psutil import net_if_addrs
 from safetensors.torch import save
 
 import sync
-from kernels import CAPABILITIES
+from kernels import CAPABILITIES, Sampling
 from models import folders
 from rollout_server import Batch, Job
 from sync import RunError
@@ -134,7 +135,7 @@ def test_a_machine_without_a_compiler_or_pythons_headers_is_refused(machine, mon
     refusal = machine()
     assert "Python.h: No such file" in refusal and "install Python's headers (python3-dev), or set CC" in refusal
     monkeypatch.setenv("CC", "/nowhere/gcc")
-    assert "Triton cannot build its launchers: [Errno 2]" in machine() and "now '/nowhere/gcc'" in machine()
+    assert re.search(r"launchers: env: .*/nowhere/gcc.*: No such file .*, now '/nowhere/gcc'$", machine())
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine().endswith("builds its launchers with a C compiler, and there is none; install gcc")
@@ -180,14 +181,16 @@ def test_ranks_agree_on_a_name_for_their_start_and_never_on_that_of_the_dead(mon
 
 def test_a_nodes_address_is_that_of_the_way_to_the_master_and_never_its_own_loop(monkeypatch, capsys):
     """tests/test_nodes.py has two nodes whose host names lead nowhere."""
+    assert sync.own_address(1) == ("127.0.0.1", "lo")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     for name, every in net_if_addrs().items():
         for address in (each.address for each in every if each.family == socket.AF_INET):
             monkeypatch.setenv("MASTER_ADDR", address)
             if not address.startswith("127."):
-                assert sync.own_address() == (address, name)
+                assert sync.own_address(2) == (address, name)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(SystemExit) as e:
-        sync.own_address()
+        sync.own_address(2)
     (line,) = capsys.readouterr().err.splitlines()
     assert e.value.code == 2 and line.startswith("error: MASTER_ADDR='localhost': no address for other nodes; name one")
 
@@ -318,30 +321,30 @@ META = dict(run="abc", stream="rl", step=3, prompt=7, version=3, responses=["a",
 
 
 def test_a_group_file_comes_back_as_it_was(tmp_path):
-    sync.write_group(tmp_path, 7, TENSORS, META)
-    tensors, meta = sync.read_group(tmp_path, 7, {"run": "abc", "step": 3})
+    sync.write_group(sync.group_path(tmp_path, 7), TENSORS, META)
+    tensors, meta = sync.read_group(sync.group_path(tmp_path, 7), run="abc", step=3)
     assert meta == META and all(torch.equal(tensors[k], TENSORS[k]) for k in TENSORS)
     assert [p.name for p in tmp_path.iterdir()] == ["group_0007.safetensors"]
 
 
 def test_a_torn_group_file_is_refused_at_whatever_byte_it_ends(tmp_path):
-    sync.write_group(tmp_path, 7, TENSORS, META)
+    sync.write_group(sync.group_path(tmp_path, 7), TENSORS, META)
     path = sync.group_path(tmp_path, 7)
     data = path.read_bytes()
     for size in (0, 1, 7, 8, 9, 100, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:size])
         with pytest.raises(RunError, match="group_0007.safetensors"):
-            sync.read_group(tmp_path, 7, {})
+            sync.read_group(path)
 
 
 def test_a_flipped_bit_anywhere_in_a_group_file_is_refused(tmp_path):
-    sync.write_group(tmp_path, 7, TENSORS, META)
+    sync.write_group(sync.group_path(tmp_path, 7), TENSORS, META)
     path = sync.group_path(tmp_path, 7)
     data = path.read_bytes()
     for i in range(len(data)):
         path.write_bytes(data[:i] + bytes([data[i] ^ 1 << random.Random(i).randrange(8)]) + data[i + 1 :])
         try:
-            tensors, meta = sync.read_group(tmp_path, 7, {})
+            tensors, meta = sync.read_group(path)
         except RunError:
             continue
         # a flip in the header's padding or in the order of its keys changes nothing that is read
@@ -365,18 +368,19 @@ WHOLE = dict(
     ],
 )  # fmt: skip
 def test_a_group_file_whose_tensors_do_not_fit_is_refused_whatever_its_checksum(tmp_path, change):
-    sync.write_group(tmp_path, 0, WHOLE, META)
-    sync.write_group(tmp_path, 1, WHOLE | {name: torch.tensor(x) for name, x in change.items()}, META)
-    sync.read_group(tmp_path, 0, {}, 6)
+    sync.write_group(sync.group_path(tmp_path, 0), WHOLE, META)
+    sync.write_group(sync.group_path(tmp_path, 1), WHOLE | {name: torch.tensor(x) for name, x in change.items()}, META)
+    sync.read_group(sync.group_path(tmp_path, 0), 6)
     with pytest.raises(RunError, match="group_0001.safetensors: .*; delete it to have it made again") as error:
-        sync.read_group(tmp_path, 1, {}, 6)
+        sync.read_group(sync.group_path(tmp_path, 1), 6)
     assert "\n" not in str(error.value)
 
 
 def test_a_group_file_with_bottomless_json_is_refused(tmp_path):
-    sync.group_path(tmp_path, 0).write_bytes(save(WHOLE, {"meta": "[" * 99999 + "]" * 99999}))
+    path = sync.group_path(tmp_path, 0)
+    path.write_bytes(save(WHOLE, {"meta": "[" * 99999 + "]" * 99999}))
     with pytest.raises(RunError, match="torn or not a rollout file"):
-        sync.read_group(tmp_path, 0, {})
+        sync.read_group(path)
 
 
 def test_what_others_wrote_reaches_a_terminal_as_text():
@@ -394,19 +398,19 @@ def test_a_store_listens_at_its_own_address_alone():
     "key,value", [("run", "other"), ("step", 4), ("prompt", 8), ("version", 2), ("stream", "eval")]
 )
 def test_a_file_of_another_run_step_or_version_is_refused_by_name(tmp_path, key, value):
-    sync.write_group(tmp_path, 7, TENSORS, META)
+    sync.write_group(sync.group_path(tmp_path, 7), TENSORS, META)
     with pytest.raises(RunError, match=f"has {key} .* expected"):
-        sync.read_group(tmp_path, 7, {key: value})
+        sync.read_group(sync.group_path(tmp_path, 7), **{key: value})
 
 
 def test_a_step_takes_its_own_files_in_the_order_of_its_prompts(tmp_path):
     queue, folder = sync.Queue(tmp_path, None, "abc", 0), tmp_path / "rl_000003"
     folder.mkdir()
     for i in (7, 4, 5, 6):
-        sync.write_group(folder, i, TENSORS, META | dict(prompt=i))
+        sync.write_group(sync.group_path(folder, i), TENSORS, META | dict(prompt=i))
     for i in range(4):  # of an earlier round
-        sync.write_group(folder, i, TENSORS, META | dict(prompt=i))
-    job = Job("rl", 3, 3, dict.fromkeys((4, 5, 6, 7)), 2, 1.0)
+        sync.write_group(sync.group_path(folder, i), TENSORS, META | dict(prompt=i))
+    job = Job("rl", 3, 3, dict.fromkeys((4, 5, 6, 7)), 2, Sampling())
     assert [meta["prompt"] for _, meta in queue.sample(job)] == [4, 5, 6, 7]
     with pytest.raises(RunError, match="has version 3, expected 4"):
         queue.sample(job._replace(version=4))
@@ -423,12 +427,12 @@ class Writer:
 
     def sample(self, folder, job, prompts):
         for i in prompts:
-            sync.write_group(folder, i, TENSORS, META | dict(prompt=i))
+            sync.write_group(sync.group_path(folder, i), TENSORS, META | dict(prompt=i))
             self.wrote.append(i)
             time.sleep(self.pause)
 
 
-JOB = Job("rl", 3, 3, dict.fromkeys(range(4, 44)), 2, 1.0)
+JOB = Job("rl", 3, 3, dict.fromkeys(range(4, 44)), 2, Sampling())
 
 
 def test_engines_share_a_job_and_every_rank_reads_it_when_all_are_done(tmp_path):
@@ -457,7 +461,7 @@ def test_nobody_asks_for_a_file_before_its_engine_has_said_that_it_is_there(tmp_
 
 def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere_is_named(tmp_path):
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: time.sleep(0.3) or sync.write_group(tmp_path, 7, TENSORS, META))
+        pool.submit(lambda: time.sleep(0.3) or sync.write_group(sync.group_path(tmp_path, 7), TENSORS, META))
         assert sync.appears(sync.group_path(tmp_path, 7), 5)
     assert not sync.appears(sync.group_path(tmp_path, 8), 0.1)
     with pytest.raises(RunError, match=f"group_0004.safetensors: not found on {socket.gethostname()}"):
@@ -467,7 +471,7 @@ def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere
 def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
     """Its work takes three times the timeout; after that nobody touches a sign, and the wait ends."""
     signs, started = [tmp_path / "engine_0.alive", tmp_path / "engine_1.alive"], time.monotonic()
-    queue = sync.Queue(tmp_path, None, "abc", 0.8, signs)
+    queue = sync.Queue(tmp_path, None, "abc", 0.8, signs, dist.HashStore())
 
     def engine():
         for _ in range(48):
@@ -489,7 +493,7 @@ def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
 
 def test_the_digest_depends_on_every_line_and_nothing_else(tmp_path):
     def digest(name, lines):
-        ledger = sync.Ledger(tmp_path / name, "start")
+        ledger = sync.Ledger(tmp_path / name)
         assert (tmp_path / name).read_bytes() == b""
         for line in lines:
             ledger.append(**line)
@@ -501,9 +505,6 @@ def test_the_digest_depends_on_every_line_and_nothing_else(tmp_path):
     assert len({digest("d", lines[:2]), digest("e", lines[::-1]), digest("f", lines)}) == 3
     for i in range(3):
         assert digest(f"other {i}", [*lines[:i], lines[i] | dict(tokens="0"), *lines[i + 1 :]]) != digest("g", lines)
-    start = sync.Ledger(tmp_path / "start", "another start")
-    start.append(**lines[0])
-    assert start.digest != digest("h", lines[:1])
 
 
 def test_content_hash_sees_bits_and_order():
@@ -517,7 +518,7 @@ def test_content_hash_sees_bits_and_order():
 def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(tmp_path):
     lines = [dict(phase="rl", step=i, tokens=f"{i:016x}") for i in range(4)]
     path = tmp_path / "ledger"
-    ledger, sizes = sync.Ledger(path, "start"), []
+    ledger, sizes = sync.Ledger(path), []
     for line in lines:
         ledger.append(**line)
         sizes.append(path.stat().st_size)
@@ -525,7 +526,7 @@ def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(t
 
     def go_on(lines, strict=True, content=whole):
         path.write_bytes(content)
-        ledger = sync.Ledger(path, "start", sizes[1], strict)
+        ledger = sync.Ledger(path, sizes[1], strict)
         for line in lines:
             ledger.append(**line)
         return path.read_bytes()
@@ -545,7 +546,7 @@ def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(t
 
 def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
     c = types.SimpleNamespace(branch="", **DEFAULTS | dict(group_size=3, pass_reward=0.5))
-    record, made = sync.Record(tmp_path, None, c, {}), []
+    record, made = sync.Record(tmp_path, {}, c, {}), []
     for i, rewards in enumerate(([1.0, 1.0, 1.0], [0.0, 0.0, 0.6], [0.1, 0.1, 0.0], [0.0, 0.0, 0.0])):
         tensors = dict(
             tokens=torch.arange(6) + i, logprobs=torch.zeros(6), rewards=torch.tensor(rewards),
@@ -595,7 +596,7 @@ def make_checkpoint(folder, step, fill):
 def test_a_checkpoint_is_read_by_its_run_only(tmp_path):
     folder = make_checkpoint(tmp_path, 3, 7)
     assert sync.read_checkpoint(folder, 0, 1, run="abc")["step"] == 3
-    with pytest.raises(RunError, match="has run 'abc', expected 'abd': not a checkpoint of this run"):
+    with pytest.raises(RunError, match="has run 'abc', expected 'abd': not a file of this run"):
         sync.read_checkpoint(folder, 0, 1, run="abd")
 
 
@@ -648,7 +649,7 @@ def test_after_a_crash_whole_rollouts_stay_and_torn_ones_go(tmp_path):
     for step, index in ((1, 0), (1, 1), (2, 0), (2, 1)):
         folder = tmp_path / f"rl_{step:06d}"
         folder.mkdir(exist_ok=True)
-        sync.write_group(folder, index, TENSORS, META)
+        sync.write_group(sync.group_path(folder, index), TENSORS, META)
     torn = sync.group_path(tmp_path / "rl_000002", 1)
     torn.write_bytes(torn.read_bytes()[:-1])
     (tmp_path / "rl_000002" / ".group_0002.safetensors.77").write_bytes(b"half")

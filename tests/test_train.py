@@ -270,7 +270,7 @@ def test_the_loss_of_a_leaf_is_that_of_a_loop_over_its_terms(kl_in_reward):
     torch.manual_seed(0)
     leaf, expected = train.pack(random_samples(6), "cpu"), 0.0
     new, entropy, values = (torch.randn(len(leaf.targets), dtype=torch.float64) * 0.3 for _ in range(3))
-    loss, figures = train.policy_step_loss((new, entropy, values, None), leaf, c, 9, 100)
+    loss, figures = train.policy_step_loss((new, entropy, None, values, None), leaf, c, 9, 100)
     kls, fields = [], (leaf.logprobs, leaf.old_logprobs, leaf.advantages, leaf.reference, leaf.values, leaf.returns)
     for n, h, v, engine, old, A, reference, old_v, target in zip(
         *(x.tolist() for x in (new, entropy, values, *fields))
@@ -350,7 +350,7 @@ def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_pro
     numbers = [meta["prompt"] for _, meta in made]
     assert [[*job.rows.values()] for job in queue.jobs] == order[3:5]  # the second round was enough
     assert [[*job.rows] for job in queue.jobs] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert all(job[:3] == ("rl", 1, 7) and job[4:] == (2, 0.7, 0, {}) for job in queue.jobs)
+    assert all(job[:3] == ("rl", 1, 7) and job[4:] == (2, (0.7, 1.0, 0, 0.0), 0, {}) for job in queue.jobs)
     assert numbers == [1, 3, 4, 7, 0, 2, 5, 6] and [meta["prompt"] for _, meta in groups] == [1, 3, 4, 7]
     queue = Rollouts(equal | {order[4][0]})
     groups, made, _ = train.sample_step(
@@ -368,7 +368,8 @@ def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
     queue, seen = Rollouts({8}), []
     record = types.SimpleNamespace(evaluation=lambda step, scores, n: seen.append((step, scores["pass@1"], n)))
     train.evaluate(queue, 6, [7, 8], c, 5, record)
-    assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, 0.3, 0, {})] and seen == [(6, pytest.approx(1 / 6), 2)]
+    assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, (0.3, 1.0, 0, 0.0), 0, {})]
+    assert seen == [(6, pytest.approx(1 / 6), 2)]
 
 
 class Segments:
@@ -448,7 +449,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
     leaf = leaf._replace(staleness=torch.arange(len(leaf.targets)) % 3)
     new = leaf.old_logprobs + 0.3 * torch.randn(len(leaf.targets), dtype=torch.float64)
     c = config_of(importance="full", loss_aggregation="token", clip_low=0.1, clip_high=0.2, lag=2)
-    loss, figures = train.policy_step_loss((new, new * 0, None, None), leaf, c, 6, 50)
+    loss, figures = train.policy_step_loss((new, new * 0, None, None, None), leaf, c, 6, 50)
     expected, ratios = 0.0, []
     fields = (new, leaf.logprobs, leaf.old_logprobs, leaf.advantages)
     for n, engine, old, A in zip(*(x.tolist() for x in fields)):
@@ -461,7 +462,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
     assert figures["kl_behaviour"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios])
     assert figures["staleness"] is leaf.staleness
     same = leaf._replace(old_logprobs=leaf.logprobs)
-    output = new, new * 0, None, None
+    output = new, new * 0, None, None, None
     losses = [train.policy_step_loss(output, same, config_of(importance=x), 6, 50)[0] for x in ("", "full")]
     assert torch.equal(*losses)  # without a lag it is PPO
 

@@ -342,7 +342,7 @@ def test_a_supervised_step_has_no_temperature_and_every_token_counts_alike(ranks
     plain, metrics, _ = trainer.gradients(samples, train.ANSWERS)
     logprobs = torch.cat([s.old_logprobs for s in samples]).double()
     assert metrics["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-6)
-    trainer.c.temperature = 0.7
+    trainer.sampling = train.kernels.Sampling(0.7)
     assert all(torch.equal(a, b) for a, b in zip(trainer.gradients(samples, train.ANSWERS)[0], plain))
 
 

@@ -121,8 +121,8 @@ def faults(x):
     chain = x.name in CHAINS or x.options.get("PARTS")
     if x.half and chain and re.search(r"\badd\.\S*f32\b", x.ptx):
         found.append("a second accumulator")
-    # the attention's fused steps are written; those of triton_softmax_stats are the logarithm's own
-    fused = "triton_matmul", "triton_attention", "triton_lora", "triton_softmax_stats"
+    # the attention's fused steps are written; those of triton_softmax_stats and triton_cut are the logarithm's own
+    fused = "triton_matmul", "triton_attention", "triton_lora", "triton_softmax_stats", "triton_cut"
     if not x.name.startswith(fused) and re.search(r"\bfma\.\S*f32\b", x.ptx):
         found.append("contraction")
     if x.stack > (0 if x.capability == HOPPER else A_WORD_OR_TWO):
@@ -196,6 +196,7 @@ def heads():
     for outputs in (1, 2):  # the log-probs without the entropies, and with them
         found = kernels.token_logprobs(hidden, weight, torch.zeros(7, dtype=torch.long))
         sum(x.sum() for x in found[:outputs]).backward()
+    kernels.cut(empty(7, 151936, dtype=f32), empty(7, 3, dtype=f32))
     kernels.log_softmax(empty(7, 151936), -1, False)
     kernels.log_softmax(empty(7, 151936, dtype=f32), -1, False)
     kernels.embedding_backward(torch.zeros(7, 64, dtype=bf16), torch.zeros(7, dtype=torch.long), 90, -1, False)

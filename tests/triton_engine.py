@@ -90,10 +90,10 @@ def first_difference(engine, model, results, operator, path):
     engine.flush()
     engine.sglang.collective_rpc("round_elsewhere", operator=operator)
     rows = prompts(1, seed=2)
-    groups = roll_out(engine, path, rows, 1.0)
+    groups = roll_out(engine, path, rows)
     engine.sglang.collective_rpc("write_results", path=str(path / "results"))
     results.clear()
-    different, _ = differing(model, groups, 1.0)
+    different, _ = differing(model, groups)
     theirs = torch.load(path / "results")[: len(results)]
     assert [name for name, _ in theirs] == [name for name, _ in results] and len(results) == 6
     n = min(len(rows[0]), len(theirs[0][1]))  # of the prompt's first chunk
@@ -121,15 +121,15 @@ def test_engine_and_trainer_round_to_bfloat16_in_the_same_places(tmp_path, monke
     engine = rollout_server.RolloutEngine(0, tmp_path, hf, config, "cpu", bf16, tmp_path / "engine.log")
     results = []
     try:
-        groups = roll_out(engine, tmp_path / "queue", prompts(3, seed=1, shared=20), 1.0)
+        groups = roll_out(engine, tmp_path / "queue", prompts(3, seed=1, shared=20))
         with monkeypatch.context() as patch:
             for name in OPERATORS:
                 patch.setattr(kernels, name, getattr(kernels, name))
             watch(results, [])
-            different, tokens = differing(model, groups, 1.0)
+            different, tokens = differing(model, groups)
             assert tokens > 20 and different == 0
             assert {x.dtype for _, x in results} == {bf16}
-            assert differing(model, groups, 1.001)[0] > tokens / 2  # the comparison can fail
+            assert differing(model, groups, kernels.Sampling(1.001))[0] > tokens / 2  # the comparison can fail
             for operator in ("", *ELSEWHERE):
                 name, different = first_difference(engine, model, results, operator, tmp_path / f"{operator}.")
                 assert (name, different > 0) == (operator or "none", bool(operator))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pretend.interpreter import install
-from test_kernels import ENDS, Sequences, ends, plain_draw, qkv, reference, same, ties
+from test_kernels import ENDS, Sequences, cuts_are_right, ends, plain_draw, qkv, reference, same, ties
 from test_triton import REVERSED_K, SPLIT_K, mutant
 
 import kernels
@@ -473,23 +473,52 @@ def test_a_wrong_draw_is_caught(change, large_blocks, tmp_path):
     assert not all(torch.equal(changed.draw(*args), tokens) for args, tokens in draws())
 
 
-# ---- the head and the embedding
+# ---- sampling rules, and the head and the embedding
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_token_logprobs_are_right_and_equal_the_samplers(temperature, monkeypatch):
+def test_a_rule_keeps_what_the_cpus_loop_keeps_whatever_the_block(monkeypatch):
+    for lanes in (32, 4096):
+        monkeypatch.setattr(kernels, "LANES", lanes)
+        assert cuts_are_right(kernels)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("(n + before < most)", "(n + before <= most)"),
+        ("(mass + before * masses < enough)", "(mass + before * masses <= enough)"),
+        ("bits = (x + 0.0).to", "bits = x.to"),
+        ("tl.cumsum(last, 0) - last", "tl.cumsum(last, 0, reverse=True) - last"),
+        ("        n += tl.sum(last, 0)\n", ""),
+        ("tl.load(rules + 2))) - 1", "tl.load(rules + 2)))"),
+    ],
+)
+def test_a_wrong_rule_is_caught(change, tmp_path):
+    changed = mutant(tmp_path, change)
+    changed.LANES = 32
+    assert not cuts_are_right(changed)
+
+
+@pytest.mark.parametrize("rule", [(1.0,), (0.7,), (0.7, 0.9, 20, 0.02)], ids=str)
+def test_token_logprobs_are_right_and_equal_the_samplers(rule, monkeypatch):
     monkeypatch.setattr(kernels, "CHUNK", 8)  # several chunks, whose weight gradients are one chain
+    temperature = rule[0]
     hidden, weight = torch.randn(20, 16, requires_grad=True), torch.randn(98, 16, requires_grad=True)
     targets, grad, bonus = torch.randint(98, (20,)), torch.randn(20), torch.randn(20)
-    logprobs, entropy = kernels.token_logprobs(hidden, weight, targets, temperature)
     logits = kernels.head_logits(hidden.detach(), weight.detach()) / torch.tensor(temperature)
+    if rule[1:]:
+        kernels.cut(logits, torch.tensor([rule[1:]]).repeat(20, 1))
+        targets = kernels.log_softmax(logits, -1, False).exp().multinomial(1)[:, 0]  # kept ones
+    logprobs, entropy = kernels.token_logprobs(hidden, weight, targets, *rule)
     sampler = kernels.log_softmax(logits, -1, False)
     assert same(sampler.gather(1, targets[:, None])[:, 0], logprobs.detach())
     assert same(kernels.log_softmax(logits[7:8], 1, False), sampler[7:8])
-    logp = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, -1)
-    expected, expected_entropy = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    out = logits == -torch.inf
+    logp = torch.log_softmax((hidden.double() @ weight.double().t() / temperature).masked_fill(out, -torch.inf), -1)
+    expected = logp.gather(1, targets[:, None])[:, 0]
+    expected_entropy = -(logp.exp() * logp.masked_fill(out, 0)).sum(-1)
     assert close(logprobs, expected) and close(entropy, expected_entropy)
-    one, _ = kernels.token_logprobs(hidden[13:14], weight, targets[13:14], temperature)
+    one, _ = kernels.token_logprobs(hidden[13:14], weight, targets[13:14], *rule)
     assert same(one.detach(), logprobs[13:14].detach())
     for ours, theirs in (
         ((logprobs * grad).sum(), (expected * grad).sum()),

@@ -37,7 +37,7 @@ def main():
     require(not config["agent"], f"{args.run}: its samples are an agent's; best.py takes those of one turn")
     paths = sorted(args.run.glob("queue/rl_*/group_*.safetensors"))
     require(paths, f"{args.run}: no rollout files in its queue")
-    groups = (sync.read_group(path.parent, int(path.stem.rpartition("_")[2]), {}) for path in paths)
+    groups = map(sync.read_group, paths)
     finished = [group for group in groups if group[1]["finished"]]  # of segments, the last one's file has the samples
     rows = [row for group in finished for row in best_of(*group, args.count, config["pass_reward"])]
     (args.run / "best.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,6 +12,7 @@ Exit status 2: no such run or step, flags that the run cannot have, or a run tha
 """
 
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -41,6 +42,16 @@ def checkpoint_of(run, step, scratch, said):
     return made[step]
 
 
+def reseal_checkpoint(old, new, **changes):
+    """Makes `new` a copy of the checkpoint `old` with these fields of its record changed."""
+    record = json.loads((old / "checkpoint.json").read_text())
+    partial = new.with_name(f".{new.name}")
+    shutil.copytree(old, partial, copy_function=link)
+    (partial / "checkpoint.json").unlink()
+    kept = {key: x for key, x in record.items() if key not in ("files", "sha256")}
+    sync.seal_checkpoint(partial, new, **kept | changes)
+
+
 def branch(run, checkpoint, folder, config):
     """Makes `folder` the run as it was at the checkpoint, with another config from there on."""
     sizes = json.loads((checkpoint / "checkpoint.json").read_text())["bytes"]
@@ -48,7 +59,7 @@ def branch(run, checkpoint, folder, config):
     (folder / "ckpt").mkdir(parents=True)
     for name in sync.LOGS:
         (folder / name).write_bytes((past / name).read_bytes()[: sizes[name]])
-    sync.reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, link, run=sync.run_id(config))
+    reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, run=sync.run_id(config))
     step = int(checkpoint.name[5:])
     origin = f"# branched from {run}, digest {lines(run, 'ledger.jsonl')[-1]['chain']}, at step {step}\n"
     (folder / "config.py").write_text(origin + configurator.config_source(config))

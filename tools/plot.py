@@ -282,7 +282,7 @@ def samples_html(run, names, wanted, prompts):
     parts = [f"<h2>Samples of {html.escape(' and '.join(names))}</h2>"]
     for step in steps:
         paths = sorted((queue / f"rl_{step:06d}").glob("group_*"))[:prompts]
-        groups = (sync.read_group(path.parent, int(path.stem[6:]), {}, sys.maxsize) for path in paths)
+        groups = (sync.read_group(path, sys.maxsize) for path in paths)
         text = "".join(group_html(*group, run.config, decode) for group in groups)
         parts.append(f"<h3>Step {step}</h3>{text or '<p>Its rollout files are not kept.</p>'}")
     return "".join(parts) if steps else ""

@@ -74,9 +74,26 @@ def weights_as_they_come():
 
     def late(self, version, hashes=None, shards=None):
         sent[version] = shards
-        publish(self, version, None, sent[version - 1] if version % 3 == 2 else shards)
+        publish(self, version, {}, sent[version - 1] if version % 3 == 2 else shards)
 
     sync.WeightSync.publish = late
+
+
+def rule_on_one_side():
+    """The trainer's log-probs are those of all tokens, the engine's of those that a sampling rule keeps."""
+    from models import dense
+
+    own = dense.token_logprobs
+    every = dict(top_p=1.0, top_k=0, min_p=0.0)
+    dense.token_logprobs = lambda model, leaf, sampling: own(model, leaf, sampling._replace(**every))
+
+
+def kept_by_other_weights():
+    """What a rule keeps is found anew with the weights that are trained, not held from those that sampled."""
+    from models import dense
+
+    own = dense.token_logprobs
+    dense.token_logprobs = lambda model, leaf, sampling: own(model, leaf._replace(kept=leaf.kept[:, :0]), sampling)
 
 
 def adapters_apart():
@@ -189,7 +206,9 @@ def launch(folder, *flags, timeout=600, env=None, **options):
 # Samples made ahead of the updates: whole ones, and token by token, with the weights of each step
 LAG = ("--lag=2",)
 SPLIT = ("--tp_split=4", "--lag=1")
-SEGMENTS = ("--lag=1", "--segment_tokens=1", "--groups_in_flight=16", "--prompts_per_step=4")
+RULE = ("--top_p=0.9", "--top_k=20", "--min_p=0.02")
+SEGMENTS = "--lag=1 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2".split()
+SEGMENTS += RULE
 
 # Adapters of a model that was trained before, which --init_from names
 LORA = ("--lora_rank=8", "--lora_alpha=16", "--learning_rate=2e-3", "--warmup_sft_steps=0")
@@ -312,10 +331,10 @@ def forget_optimizer(folder):
 
 def flip_token(queue):
     """Changes one token of step 3 into another, under a valid checksum."""
-    folder = queue / "rl_000003"
-    tensors, meta = sync.read_group(folder, 0, {})
+    path = sync.group_path(queue / "rl_000003", 0)
+    tensors, meta = sync.read_group(path)
     tensors["tokens"][1] += 1 if tensors["tokens"][1] < 90 else -1
-    sync.write_group(folder, 0, tensors, meta)
+    sync.write_group(path, tensors, meta)
 
 
 # ---- the table

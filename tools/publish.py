@@ -119,8 +119,7 @@ def write_samples(run, config, tokenizer, path):
     """samples.parquet; the groups that were sampled, but not finished in a step, are left out."""
     with pyarrow.parquet.ParquetWriter(path, SAMPLE) as file:
         for folder in sorted(run.glob("queue/rl_*")):
-            numbers = sorted(int(group.stem[6:]) for group in folder.glob("group_*"))
-            groups = (sync.read_group(folder, number, {}) for number in numbers)
+            groups = map(sync.read_group, sorted(folder.glob("group_*")))
             finished = [group for group in groups if group[1].get("finished", True)]
             rows = [row for group in finished for row in sample_rows(int(folder.name[3:]), *group, config, tokenizer)]
             file.write_table(pyarrow.Table.from_pylist(rows, SAMPLE))

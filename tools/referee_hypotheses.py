@@ -54,7 +54,7 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, samples, temperature):
         """(log-probs (N,), entropies (N,)) of all response tokens, sample after sample."""
-        parts = [self.model.token_logprobs(leaf_of(s), temperature)[:2] for s in samples]
+        parts = [self.model.token_logprobs(leaf_of(s), kernels.Sampling(temperature))[:2] for s in samples]
         return [torch.cat(x) for x in zip(*parts)]
 
 

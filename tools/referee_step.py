@@ -130,8 +130,11 @@ def step(args):
     require(fits, f"{args.paths[2]}: no safetensors with all parameters of BEFORE")
     theirs = {name: files[name].get_tensor(name).float() - p for name, p in before.items()}
 
+    def logprobs_of(leaf, temperature):
+        return reference.model.token_logprobs(leaf, kernels.Sampling(temperature))[0]
+
     def gradients_of(rows, args=args):
-        return gradients(reference.model, lambda *x: reference.model.token_logprobs(*x)[0], rows, args)
+        return gradients(reference.model, logprobs_of, rows, args)
 
     grads = gradients_of(rows)
     ours = update(before, grads, args)

@@ -161,7 +161,7 @@ def main():
         whole = Path(scratch) / "ledger.jsonl"
         shutil.copy2(run / "ledger.jsonl", whole)
         try:
-            digest = sync.Ledger(whole, "onecurve 1", whole.stat().st_size).digest
+            digest = sync.Ledger(whole, whole.stat().st_size).digest
         except sync.RunError as error:
             where = str(error).removeprefix("error: ").replace(str(whole), str(run / "ledger.jsonl"))
             print(f"parted: {where}")
