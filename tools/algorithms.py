@@ -9,7 +9,7 @@ same number of RL steps. A quarter of its first seed is run a second time, and r
 the same ledger. Prints a Markdown table; exit status 1 if a log-prob differed, a ledger differed or nothing was
 learned. Flags it does not know go to train_grpo.py.
 
-    python tools/algorithms.py --moved            # what differs once the policy has moved: some 20 minutes
+    python tools/algorithms.py --moved            # what differs once the policy has moved: some 40 minutes
 
 With one update on fresh samples many losses have one gradient. So here each is run with four updates per batch, and
 with samples of weights two steps old; beside what it learns stands the first step after which its weights differ from
