@@ -16,6 +16,7 @@ import ctypes
 import gc
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
+from runpy import run_path
 from traceback import walk_tb
 from typing import NamedTuple
 
@@ -36,8 +38,9 @@ ORIGINS = {}  # key -> the config file or "command line" that last set it, fille
 
 def close_bars():
     """Closes progress bars, which leave the cursor at their end: so an error gets a line of its own."""
-    for bar in list(getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())):
-        bar.close()
+    if "tqdm" in sys.modules:
+        for bar in list(sys.modules["tqdm"].tqdm._instances):
+            bar.close()
 
 
 def end_with_parent():
@@ -84,18 +87,23 @@ def printable(text):
 def fail(message, status=2):
     """Ends this process with one line on stderr, whatever its rank."""
     close_bars()
-    print("error:", printable(message), file=sys.stderr, flush=True)
+    print("error:", printable(message), file=sys.stderr)
     sys.exit(status)
 
 
 def require(condition, message):
     """Ends the run with one line unless `condition`, which is best the same on every rank."""
-    if not condition and os.environ.get("RANK", "0") != "0":
-        # torchrun kills all ranks as soon as one has exited. Rank 0 prints the line, and may come here seconds later
-        # (it is still importing torch): so the others wait, and are killed while they do, unless they alone came here.
-        time.sleep(5)
     if not condition:
+        if os.environ.get("RANK", "0") != "0":
+            # torchrun kills all ranks as soon as one has exited. Rank 0 prints the line, and may come here seconds
+            # later (it is still importing torch): so the others wait, and are killed meanwhile, unless rank 0 is well.
+            time.sleep(5)
         fail(message)
+
+
+def suggestion(name, names):
+    """The end of a sentence that refuses `name`: the nearest of `names`, if one is near."""
+    return "".join(f"; did you mean {near}?" for near in get_close_matches(name, names, n=1))
 
 
 def block(namespace):
@@ -114,31 +122,26 @@ def configure(namespace, argv=None):
     defaults = block(namespace)
     if "--help" in argv or "-h" in argv:
         if os.environ.get("RANK", "0") == "0":
-            try:
-                print(_help(defaults, script), flush=True)
-            except BrokenPipeError:  # --help | head; Python would try once more at its end
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
+            print(_help(defaults, script), flush=True)
         sys.exit(0)
 
     config = dict(defaults)
     ORIGINS.clear()
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):  # a stable sort: files, then flags, in their order
-        if is_flag := arg.startswith("--"):
-            key, equals, text = arg[2:].partition("=")
-            assigned = {key: text if equals else True}
-        else:
-            assigned = _run_file(arg, script.parent, defaults)
+        is_flag = arg.startswith("--")
+        flag, equals, text = arg[2:].partition("=")
+        assigned = {flag: text if equals else True} if is_flag else _run_file(arg, script.parent, defaults)
         for key, value in assigned.items():
-            name, where = (f"--{key}", "") if is_flag else (key, f"{arg}: ")
-            guess = "".join(f"; did you mean {near}?" for near in get_close_matches(key, defaults, n=1))
-            known = f": {REMOVED[key]}" if key in REMOVED else f"{guess}  (--help lists all keys)"
-            require(key in defaults, f"{where}{name}: no such key{known}")
+            where = "--" if is_flag else f"{arg}: "
+            cure = f": {REMOVED[key]}" if key in REMOVED else f"{suggestion(key, defaults)}  (--help lists all keys)"
+            require(key in defaults, f"{where}{key}: no such key{cure}")
             kind = type(defaults[key])
             try:
                 config[key] = _typed(value, kind, is_text=is_flag and value is not True)
             except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError):  # literal_eval's
                 given = arg if is_flag else f"{where}{key}={value!r:.60}"
-                require(False, f"{given}: wants {WANTED[kind]}, as in {name}={defaults[key]!r}")
+                require(False, f"{given}: wants {WANTED[kind]}, as in {'--' * is_flag}{key}={defaults[key]!r}")
             ORIGINS[key] = "command line" if is_flag else arg
     namespace.update(config)
     return config
@@ -152,9 +155,12 @@ def resume_config(config, path, free):
     saved = {key: x for key, x in saved_config(path).items() if key not in REMOVED}
     unknown = [key for key in config if key not in saved]
     require(not unknown, f"{path}: has no {', '.join(unknown)}; it was saved by another version of this program")
-    changed = [key for key in ORIGINS if key not in free and config[key] != saved[key]]
-    values = ", ".join(f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in changed)
-    require(not changed, f"{values}: cannot change on resume; what can: {', '.join(sorted(free))}")
+    changed = ", ".join(
+        f"{key}={config[key]!r} (the run has {saved[key]!r})"
+        for key in ORIGINS
+        if key not in free and config[key] != saved[key]
+    )
+    require(not changed, f"{changed}: cannot change on resume; what can: {', '.join(sorted(free))}")
     return saved, saved | {key: config[key] for key in ORIGINS if key in free}
 
 
@@ -162,11 +168,8 @@ def saved_config(path):
     """{key: value} of a file that `config_source` wrote: it is read and not executed, as it may be a stranger's."""
     try:
         return {line.targets[0].id: literal_eval(line.value) for line in parse(path.read_bytes()).body}
-    except OSError as error:
-        problem = error.strerror
-    except (ValueError, SyntaxError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        problem = f"not only lines 'key = literal', as a run saves them: {error}"
-    require(False, f"{path}: {problem}")
+    except (OSError, ValueError, SyntaxError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        require(False, f"{path}: not only lines 'key = literal', as a run saves them: {error}")
 
 
 def config_source(config, origins=ORIGINS):
@@ -183,8 +186,9 @@ def library_versions():
 def commit():
     """The code's commit, with '-dirty' behind it if the code was changed; 'unknown' without git."""
     # Through env, which any machine has: without git it fails like git does without a repository.
-    command = ["env", "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    command = "env git describe --always --dirty --abbrev=40".split()
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def provenance(gpu):
@@ -198,13 +202,12 @@ def provenance(gpu):
 def _typed(value, kind, is_text):
     """`value` as a `kind`, or an exception. The text of a flag is read as a Python literal unless a str is wanted."""
     if is_text and kind is not str:
-        value = literal_eval({"true": "True", "false": "False"}.get(value, value))
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)  # 1 will do for a float, 1e3 for an int
-    fits = number and kind(value) == value if kind in (int, float) else isinstance(value, kind)
-    value = kind(value)
-    if not fits or literal_eval(repr(value)) != value:  # inf and nan have no literal to be saved as
+        value = literal_eval(value.title() if kind is bool else value)
+    typed = kind(value)  # 1 will do for a float, 1e3 for an int; True is no number, and 1 is not True
+    same = typed == value and isinstance(value, bool) == (kind is bool)
+    if not same or literal_eval(repr(typed)) != typed:  # inf and nan have no literal to be saved as
         raise ValueError
-    return value
+    return typed
 
 
 def _run_file(name, folder, defaults):
@@ -212,9 +215,8 @@ def _run_file(name, folder, defaults):
     require(name.endswith(".py"), f"{name}: not a config file (.py); a flag is joined to its value: --key=value")
     path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
     require(path, f"{name}: no such config file, in {Path.cwd()} or in {folder.resolve()}")
-    scope = {"__file__": str(path)}
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), scope)
+        scope = run_path(str(path))
     except Exception as error:  # the file's code may raise anything
         lines = [getattr(error, "lineno", "?")]  # of a syntax error, which has no frame in the file
         lines += [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
@@ -225,23 +227,14 @@ def _run_file(name, folder, defaults):
 
 def _help(defaults, script):
     """Every key with its default, its comment in the script and the comment lines above it."""
-    notes = {}
-    above = []
-    in_function = False
     source = script.read_text(encoding="utf-8") if script.is_file() else ""
-    for line in source.partition("(globals()")[0].splitlines():  # up to the end of the block
-        key = line.partition("=")[0].strip()
-        if line[:1].isalpha():  # not the ) that may end a function's head
-            in_function = line.startswith(("def ", "class "))
-        if key in defaults and not in_function:  # else a local variable of the same name
-            notes[key] = (above, line.partition("  # ")[2])
-            above = []
-        elif line.strip():
-            above = [*(above or [""]), line.strip()] if line.lstrip().startswith("#") else []
+    found = re.findall(r"((?:^#.*\n)*)^(\w+) = .*?(?:  # (.*))?$", source, re.MULTILINE)
+    notes = {key: (above, comment) for above, key, comment in found}
     lines = [f"usage: {script.name} [config/file.py ...] [--key=value ...]"]
     for key, default in defaults.items():
-        above, comment = notes.get(key, ([], ""))
-        lines += [*above, f"  {f'--{key}={default!r}':<36}  {comment}".rstrip()]
+        above, comment = notes.get(key, ("", ""))
+        lines += ["", above.strip()] * bool(above)
+        lines.append(f"  {f'--{key}={default!r}':<36}  {comment}".rstrip())
     return "\n".join(lines)
 
 
@@ -283,21 +276,21 @@ REMOVED = {
 class Mode(NamedTuple):
     """What a run of this mode does; nothing but this table knows the modes' names."""
 
-    trains: bool
-    samples: bool  # with engines; a mode that trains and samples sends them its weights
-    steps: str  # 'rl', 'supervised', or '' for none
+    trains: bool = True
+    samples: bool = True  # with engines; a mode that trains and samples sends them its weights
+    steps: str = "rl"  # or 'supervised', or '' for none
     pairs: bool = False  # learns which of two texts is preferred ..
     scores: bool = False  # .. as a reward model, not as a policy
 
 
 MODES = {
-    "grpo": Mode(trains=True, samples=True, steps="rl"),
-    "replay": Mode(trains=True, samples=False, steps="rl"),
-    "sft": Mode(trains=True, samples=False, steps="supervised"),
-    "rm": Mode(trains=True, samples=False, steps="supervised", pairs=True, scores=True),
-    "dpo": Mode(trains=True, samples=False, steps="supervised", pairs=True),
-    "rollout": Mode(trains=False, samples=True, steps="rl"),
-    "eval": Mode(trains=False, samples=True, steps=""),
+    "grpo": Mode(),
+    "replay": Mode(samples=False),
+    "sft": Mode(samples=False, steps="supervised"),
+    "rm": Mode(samples=False, steps="supervised", pairs=True, scores=True),
+    "dpo": Mode(samples=False, steps="supervised", pairs=True),
+    "rollout": Mode(trains=False),
+    "eval": Mode(trains=False, steps=""),
 }
 CHOICES = {
     "device": ("", "cpu", "cuda"),
@@ -306,9 +299,9 @@ CHOICES = {
     "credit": ("sample", "turn"),
     "sandbox": ("bwrap", "none"),
     "watch": ("", "stop"),
-    "advantage": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "distill"),
-    "loss": ("ppo", "gspo", "cispo", "pg"),
-    "loss_aggregation": ("token", "sequence", "constant"),
+    "advantage": "grpo dr_grpo rloo reinforce++ reinforce++_baseline gae distill".split(),
+    "loss": "ppo gspo cispo pg".split(),
+    "loss_aggregation": "token sequence constant".split(),
     "importance": ("", "full", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
@@ -316,13 +309,23 @@ OWN = "advantage", "loss"  # keys whose value may be a function in a file, such 
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
-    judge_tries sandbox_seconds sandbox_memory""".split()
+    judge_tries sandbox_seconds sandbox_memory lora_alpha""".split()
+NOT_NEGATIVE = "lag segment_tokens lora_rank eval_temperature".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
-# keys that have no effect unless another key has this value, or one of these
-ONLY_WITH = dict.fromkeys(("gae_lambda", "value_coef", "value_clip"), ("advantage", "gae"))
-ONLY_WITH |= {"queue_dir": ("mode", "replay")}
-ONLY_WITH |= {"tp_split": ("batch_invariant", True)}
-ONLY_WITH |= dict.fromkeys(("chosen_column", "rejected_column"), ("mode", "rm or dpo"))
+# {keys: what another key must be, or one of two (without a value: not 0) for these to have an effect}
+ONLY_WITH = {
+    "gae_lambda value_coef value_clip": "advantage=gae",
+    "queue_dir": "mode=replay",
+    "tp_split": "batch_invariant=True",
+    "chosen_column rejected_column": "mode=rm or dpo",
+    "groups_in_flight": "segment_tokens",
+    "kl_in_reward": "kl_coef",
+    "lora lora_alpha lora_targets": "lora_rank",
+}
+ARGUMENTS = {  # keys whose value is the text of named arguments
+    "chat_template_args": "arguments of the chat template, such as 'enable_thinking=False'",
+    "engine_args": "arguments of SGLang's ServerArgs, such as 'max_running_requests=64'",
+}
 
 
 def named_arguments(text):
@@ -353,20 +356,20 @@ def resolve(namespace, defaults):
         if by_user:
             del ORIGINS["init_from"]  # it is this command's; the run has its own
         saved, config = resume_config(config, path, FREE_KEYS)
-        why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
-        same = MODES[config["mode"]].scores == MODES[saved["mode"]].scores
-        require(same, f"mode={config['mode']!r}: {why}")
         namespace.update(config)
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
+    before = saved.get("mode", config["mode"])
+    why = f"the run has {before!r}, and a reward model is no policy; start another run"
+    require(MODES[config["mode"]].scores == MODES[before].scores, f"mode={config['mode']!r}: {why}")
     check_versions()
     return config, saved, restarted
 
 
 def check_versions():
     """Refuses other versions than pyproject.toml's: the hooks into these libraries are written for them."""
-    pins = (Path(__file__).parent / "pyproject.toml").read_text()
+    pins = Path(__file__).with_name("pyproject.toml").read_text()
     for name, found in library_versions().items():
-        wanted = pins.partition(f'"{name}==')[2].partition('"')[0]
+        wanted = re.search(f'"{name}==([^"]*)', pins)[1]
         cure = "install that one (uv sync), or adapt the hooks and the pin in pyproject.toml"
         require(found == wanted, f"{name} {found}: the hooks into it are written for {name} {wanted}; {cure}")
 
@@ -384,6 +387,7 @@ def roles(config, world):
 
 
 def key_rules(c, world, defaults):
+    """Each key by itself, and what a run's ranks can do."""
     values = vars(c)
     for key, known in CHOICES.items():
         gone = REMOVED.get(f"{key}={values[key]}")
@@ -391,11 +395,38 @@ def key_rules(c, world, defaults):
         yield key, fits, gone or f"use {', '.join(filter(None, known))}" + ", or 'mine.py:f'" * (key in OWN)
     for key in POSITIVE:
         yield key, values[key] > 0, "must be more than 0"
-    for key, (other, value) in ONLY_WITH.items():
-        yield key, values[key] == defaults[key] or str(values[other]) in str(value), f"is for --{other}={value}"
+    for key in NOT_NEGATIVE:
+        yield key, values[key] >= 0, "use 0 or more"
+    for key in ("lanes", "tp_split"):
+        yield key, values[key].bit_count() == 1, "not a power of two; use 1, 2, 4, .."
+    for keys, condition in ONLY_WITH.items():
+        other, _, value = condition.partition("=")
+        holds = str(values[other]) in value if value else values[other]
+        for key in keys.split():
+            why = f"is for --{condition}, and {other} is {values[other]!r}"
+            yield key, holds or values[key] == defaults[key], why
+    for key, what in ARGUMENTS.items():
+        try:
+            named_arguments(values[key])
+        except ValueError as e:
+            yield key, False, f"{e}; use {what}"
+    trainers, engines = roles(values, world)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # an engine's ranks are of one node, and train nothing
+    fill = trainers + engines * c.rollout_tp == world and (here == world or here % c.rollout_tp == 0)
+    why = f"{world} ranks, of which {trainers} train, do not make engines of {c.rollout_tp}; use others, or 1"
+    yield "rollout_tp", c.rollout_tp == 1 or fill, why
+    why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
+    yield "rollout_ranks", (trainers > 0, engines > 0) == MODES[c.mode][:2], why
+    why = f"does not divide tp_split={c.tp_split}, the parts of a sum; use a tp_split of which it is a divisor"
+    yield "rollout_tp", c.tp_split % c.rollout_tp == 0, why
+    why = f"{trainers} trainer ranks cannot share them; use 1, 2, 4, .. ranks, at most as many as lanes"
+    yield "lanes", not trainers or c.lanes % trainers == 0, why
+    why = "engine and trainer must be one process; use --colocate or another transport"
+    yield "weight_sync", c.weight_sync != "ipc" or trainers == engines == world, why
 
 
 def algorithm_rules(c, world, defaults):
+    """Keys of one algorithm that make no sense together."""
     grouped = c.advantage not in ("reinforce++", "gae", "distill")
     distills = c.advantage == "distill"
     yield "kl_coef", c.kl_coef > 0 or MODES[c.mode][3:] != (True, False), "is DPO's beta; use more than 0, such as 0.1"
@@ -407,120 +438,62 @@ def algorithm_rules(c, world, defaults):
     yield "kl_coef", not c.kl_coef or not distills, "advantage='distill' is the KL to the reference; use 0"
     refers = not c.kl_coef or c.reference or c.init_from != "scratch"
     yield "kl_coef", refers, "needs a reference, as a scratch model is random; --reference=model folder"
-    for key in ("reference", "kl_in_reward"):
-        used = c.kl_coef or key == "reference" and distills
-        yield key, used or not vars(c)[key], "is for kl_coef, which is 0"
+    yield "reference", c.kl_coef or distills or not c.reference, "is for kl_coef, which is 0"
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     yield "loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence"
-    has_ratio = c.loss != "pg"
-    yield "updates_per_batch", c.updates_per_batch == 1 or has_ratio, "loss='pg' has no ratio; use 1, or --loss=ppo"
+    yield (
+        "updates_per_batch",
+        c.updates_per_batch == 1 or c.loss != "pg",
+        "loss='pg' has no ratio; use 1, or --loss=ppo",
+    )
     why = f"the weight of equal log-probs, 1, must lie between it and importance_cap={c.importance_cap}"
     yield "importance_floor", c.importance_floor < 1 < c.importance_cap, why
     yield "overlong_cache", 0 <= c.overlong_cache < c.max_new_tokens, f"not within max_new_tokens={c.max_new_tokens}"
     yield "dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0"
     yield "temperature", c.temperature > 0, "samples of a group must differ; use more than 0"
-    yield "eval_temperature", c.eval_temperature >= 0, "use 0 (greedy) or more"
     yield "top_p", 0 < c.top_p <= 1, "a probability; use more than 0, or 1: all tokens"
     yield "top_k", c.top_k >= 0 and c.top_k != 1, "samples of a group must differ; use 2 or more, or 0: all tokens"
     yield "min_p", 0 <= c.min_p < 1, "a part of the largest probability; use less than 1, or 0: all tokens"
-    yield (
-        "eval_size",
-        c.eval_size > 0 or MODES[c.mode].steps,
-        f"mode={c.mode!r} is of held-out prompts; use more than 0",
-    )
+    yield "gamma", c.gamma == 1 or c.advantage == "gae" or c.credit == "turn", "is for --advantage=gae or --credit=turn"
 
 
-def lag_rules(c, world, defaults):
-    yield "lag", c.lag >= 0, "a number of steps; use 0 or more"
-    fits = 0 <= c.segment_tokens <= c.max_new_tokens
+def feature_rules(c, world, defaults):
+    """Modes, partial rollouts, LoRA and agents."""
+    mode = MODES[c.mode]
+    yield "eval_size", c.eval_size > 0 or mode.steps, f"mode={c.mode!r} is of held-out prompts; use more than 0"
+    yield "watch", mode.steps == "rl" or not c.watch, f"watches RL steps, and mode={c.mode!r} has none"
+    replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
+    yield "queue_dir", replays, "mode='replay' needs the queue of a run, such as 'out/tiny/queue'"
+    fits = c.segment_tokens <= c.max_new_tokens
     yield "segment_tokens", fits, f"not within max_new_tokens={c.max_new_tokens}; use less, or 0: whole samples"
     why = f"a step trains on prompts_per_step={c.prompts_per_step} groups out of these; use {2 * c.prompts_per_step}"
     yield "groups_in_flight", not c.segment_tokens or c.groups_in_flight >= c.prompts_per_step, why
-    yield "groups_in_flight", c.segment_tokens or not c.groups_in_flight, "is for segment_tokens, which is 0"
     why = "groups in flight are not replaced; --segment_tokens=0, or use 0"
     yield "dynamic_sampling", not (c.dynamic_sampling and c.segment_tokens), why
-
-
-def lora_rules(c, world, defaults):
-    yield "lora_rank", c.lora_rank >= 0, "use 1 or more, or 0: the weights themselves are trained"
-    for key in ("lora", "lora_alpha", "lora_targets"):
-        yield key, c.lora_rank or vars(c)[key] == defaults[key], "is for lora_rank, which is 0"
-    yield "lora_alpha", c.lora_alpha > 0, "must be more than 0"
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
-    yield "lora_rank", not c.lora_rank or roles(vars(c), world)[0], f"mode={c.mode!r}: {why}"
-    yield "lora_rank", not (c.lora_rank and MODES[c.mode].scores), "a reward model's score has no adapters; use 0"
-
-
-def agent_rules(c, world, defaults):
-    try:
-        named_arguments(c.chat_template_args)
-    except ValueError as e:
-        cure = "use arguments of the chat template, such as 'enable_thinking=False'"
-        yield "chat_template_args", False, f"{e}; {cure}"
+    yield "lora_rank", not c.lora_rank or mode.trains, f"mode={c.mode!r}: {why}"
+    yield "lora_rank", not (c.lora_rank and mode.scores), "a reward model's score has no adapters; use 0"
     renders = c.agent or c.chat_template or not c.chat_template_args
     yield "chat_template_args", renders, "is for an agent, or for --chat_template"
-    single = dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=MODES[c.mode].pairs)
-    for key, used in single.items():
+    for key, used in dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=mode.pairs).items():
         yield key, not (used and c.agent), "is for samples of one turn, which an agent's are not"
-    discounts = c.advantage == "gae" or c.credit == "turn"
-    yield "gamma", c.gamma == 1 or discounts, "is for --advantage=gae or --credit=turn"
-    by_turn = c.credit == "turn"
-    known = ("grpo", "dr_grpo", "rloo", "gae")
-    yield "credit", c.agent or not by_turn, "is for an agent"
-    yield "credit", not by_turn or c.advantage in known, f"is for advantage {', '.join(known)}"
-    yield "credit", not (by_turn and (c.kl_in_reward or c.overlong_cache)), "not with kl_in_reward or overlong_cache"
-
-
-def watch_rules(c, world, defaults):
-    yield "watch", MODES[c.mode].steps == "rl" or not c.watch, f"watches RL steps, and mode={c.mode!r} has none"
-
-
-def rank_rules(c, world, defaults):
-    sample, trainers, engines = c.max_prompt_tokens + c.max_new_tokens, *roles(vars(c), world)
-    try:
-        cache = named_arguments(c.engine_args).get("max_total_tokens", sample + 1)
-        yield "engine_args", cache > sample, f"one sample may take max_total_tokens={sample + 1}; use more"
-    except ValueError as e:
-        yield "engine_args", False, f"{e}; use arguments of SGLang's ServerArgs, such as 'max_running_requests=64'"
-    # An engine's ranks are of one node, and train nothing.
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    mode = MODES[c.mode]
-    both = mode.trains and mode.samples
-    of = c.rollout_ranks if both else world
-    fill = of % c.rollout_tp == 0 and (here == world or here % c.rollout_tp == 0) and trainers != world
-    why = f"{of} ranks that sample, of {world}, do not make engines of {c.rollout_tp}; use others, or 1"
-    yield "rollout_tp", c.rollout_tp == 1 or fill or not mode.samples, why
-    why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
-    yield "rollout_ranks", not both or trainers > 0 < engines, why
-    for key in ("lanes", "tp_split"):
-        yield key, vars(c)[key] & (vars(c)[key] - 1) == 0, "not a power of two; use 1, 2, 4, .."
-    why = f"does not divide tp_split={c.tp_split}, the parts of a sum; use a tp_split of which it is a divisor"
-    yield "rollout_tp", c.tp_split % c.rollout_tp == 0, why
-    why = f"{trainers} trainer ranks cannot share them; use 1, 2, 4, .. ranks, at most as many as lanes"
-    yield "lanes", not trainers or c.lanes % trainers == 0, why
-    replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
-    yield "queue_dir", replays, "mode='replay' needs the queue of a run, such as 'out/tiny/queue'"
-    why = "engine and trainer must be one process; use --colocate or another transport"
-    yield "weight_sync", c.weight_sync != "ipc" or trainers == engines == world, why
-
-
-RULES = (
-    key_rules,
-    algorithm_rules,
-    lag_rules,
-    lora_rules,
-    agent_rules,
-    watch_rules,
-    rank_rules,
-)
+    by_sample = c.credit == "sample"
+    yield "credit", by_sample or c.agent, "is for an agent"
+    known = c.advantage in ("grpo", "dr_grpo", "rloo", "gae")
+    yield "credit", by_sample or known, "is for advantage grpo, dr_grpo, rloo, gae"
+    plain = not (c.kl_in_reward or c.overlong_cache)
+    yield "credit", by_sample or plain, "not with kl_in_reward or overlong_cache"
+    tokens = c.max_prompt_tokens + c.max_new_tokens + 1
+    cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
+    yield "engine_args", cache >= tokens, f"one sample may take max_total_tokens={tokens}; use more"
 
 
 def check_config(config, world, defaults):
     """
-    Refuses values that make no sense together, before anything is started. world: number of ranks. Each of RULES
-    yields (key, whether its value fits, what is wrong with it and the cure), and the first that does not fit is told.
+    Refuses values that make no sense together, before anything is started. world: number of ranks. The rules yield
+    (key, whether its value fits, what is wrong with it and the cure), and the first that does not fit is told.
     """
     c = types.SimpleNamespace(**config)
-    for rules in RULES:
+    for rules in (key_rules, algorithm_rules, feature_rules):
         for key, fits, why in rules(c, world, defaults):
             require(fits, f"{key}={config[key]!r}: {why}")

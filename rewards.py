@@ -20,7 +20,6 @@ import re
 import sys
 import threading
 from contextlib import nullcontext
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import product
@@ -29,7 +28,7 @@ from traceback import walk_tb
 
 import torch
 
-from configurator import HEALTHY, MODES, named_arguments, printable, require
+from configurator import HEALTHY, MODES, named_arguments, printable, require, suggestion
 from sync import content_hash, reason
 
 
@@ -137,11 +136,6 @@ def terms_of(spec):
             raise ValueError(f"weight {weight!r} is not a number, as in 0.2*format (and a path cannot contain *)")
         terms.append((float(weight or 1), name))
     return terms
-
-
-def truths_of(spec):
-    """The names of a reward's terms that are only noted: those of weight 0."""
-    return [name for weight, name in terms_of(spec) if weight == 0]
 
 
 def load_reward(spec, config=None):
@@ -277,11 +271,11 @@ def text_metrics(groups):
     )
 
 
-def hacking(steps, truths=()):
+def hacking(steps, reward=""):
     """
     A signal in words that the reward is gamed and not earned, or '', from the metrics of RL steps (dicts, the newest
     last). Means over the last WATCHED steps are compared with those over the steps before and over the first ones.
-    truths: rewards that are only noted; the gap of the training reward to each is compared, too.
+    reward: the run's; the gap to each of its terms that are only noted, those of weight 0, is compared, too.
 
     Such signals see the ways in which most hacks change a run. They do not see one that stays as diverse, as long and
     as near to the reference as honest answers are, unless the truth is watched, and a truth can be gamed like any
@@ -306,7 +300,7 @@ def hacking(steps, truths=()):
         value = mean(now, name)
         if (value < bound) if sign == "<" else (value > bound):
             return f"{name} {value:.4g} {sign} {bound:.4g}"
-    for truth in truths:
+    for truth in (name for weight, name in terms_of(reward) if weight == 0):
         ends = range(len(steps), WATCHED - 1, -WATCHED)
         parts = (steps[end - WATCHED : end] for end in ends)
         gap, *earlier = [mean(part, "reward_mean") - mean(part, f"reward_{truth}") for part in parts]
@@ -334,7 +328,7 @@ def find_function(name, built_in, what):
     if not file.endswith(".py"):
         known = f"Built in: {', '.join(built_in)}; or " if built_in else "Use "
         known += "'my_file.py:my_function'" + " (no + or * in the path)" * bool(built_in)
-        raise ValueError(f"no such {what} as {name!r}{_near(name, built_in)} {known}")
+        raise ValueError(f"no such {what} as {name!r}{suggestion(name, built_in) or '.'} {known}")
     folders = Path.cwd(), Path(__file__).resolve().parent
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     if path is None:
@@ -351,7 +345,7 @@ def find_function(name, built_in, what):
             raise ValueError(f"{file} does not load: {describe(error)}") from error
     functions = {key: x for key, x in vars(sys.modules[key]).items() if callable(x)}
     if attribute not in functions:
-        raise ValueError(f"{file} has no function {attribute!r}{_near(attribute, functions)}")
+        raise ValueError(f"{file} has no function {attribute!r}{suggestion(attribute, functions)}")
     return functions[attribute]
 
 
@@ -382,11 +376,6 @@ def own_function(key, name):
     if hasattr(function, "before"):
         guarded.before = partial(guarded, function.before)
     return guarded
-
-
-def _near(name, names):
-    """The end of a sentence that refuses `name`: the nearest of `names`, if one is near."""
-    return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, names, n=1)) or "."
 
 
 def describe(error):

@@ -160,56 +160,6 @@ def sample_tokens(self, output, info, _, likeliest, chosen, positions):
     return tokens[:, 0].int()
 
 
-class Ranked:
-    """Log-probs whose topk has the smaller id first among equals, however many others of the batch want."""
-
-    def __init__(self, logprobs):
-        self.logprobs = logprobs
-
-    def topk(self, k, dim):
-        ranked = torch.sort(self.logprobs, dim=dim, descending=True, stable=True)
-        return torch.return_types.topk([x[:, :k] for x in ranked])
-
-
-def ranked_logprobs(own):
-    return lambda logprobs, *args, **kwargs: own(Ranked(logprobs), *args, **kwargs)
-
-
-def process_grammar(self, by_sglang, req):
-    """SGLang's, for a request that may want a grammar; with the first one the means for them are loaded."""
-    if req.sampling_params.json_schema and self.grammar_backend is None:
-        import xgrammar
-        from sglang.srt.constrained import base_grammar_backend, xgrammar_backend
-
-        if self.scheduler.device == "cpu":  # SGLang allocates pinned memory for masks, and refuses to apply them
-            xgrammar_backend._allocate_token_bitmask = lambda V, B: xgrammar.allocate_token_bitmask(B, V)
-            apply = lambda _, logits, vocab_mask: xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)  # noqa: E731
-            xgrammar_backend.XGrammarGrammar.apply_vocab_mask = apply
-        hf, tokenizer = self.scheduler.model_config, self.scheduler.tokenizer
-        create = base_grammar_backend.create_grammar_backend
-        self.grammar_backend = create(self.server_args, tokenizer, hf.vocab_size, hf.hf_eos_token_id)
-    return by_sglang(self, req)
-
-
-def install_tokenizer(folder):
-    """Gives the scheduler a tokenizer, so that turns end at strings, and what clients ask for beside tokens."""
-    from sglang.srt.constrained.grammar_manager import GrammarManager
-    from sglang.srt.layers import logprob_processor
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
-
-    def init_tokenizer(self, own=Scheduler.init_tokenizer):
-        own(self)
-        self.tokenizer = get_tokenizer(folder)
-
-    # SGLang's own switch would have it send texts, to a process that we do not start.
-    Scheduler.init_tokenizer = init_tokenizer
-    own = GrammarManager.process_req_with_grammar
-    GrammarManager.process_req_with_grammar = functools.partialmethod(process_grammar, own)
-    for name in ("get_top_logprobs_raw", "get_top_logprobs_chunk"):
-        setattr(logprob_processor, name, ranked_logprobs(getattr(logprob_processor, name)))
-
-
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
@@ -264,6 +214,8 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
     if tokenizer:
+        from episodes.scheduler import install_tokenizer
+
         install_tokenizer(tokenizer)
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     leave_nothing_open()
@@ -330,17 +282,20 @@ def started_early(run, count):
 @contextmanager
 def output_to(path):
     """Sends this process's and its new children's stdout and stderr to the file: SGLang starts noisily."""
-    sys.stdout.flush(), sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
     with open(path, "a") as log:
-        os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+        _write_to(log.fileno(), log.fileno())
     try:
         yield
     finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        for fd, old in zip((1, 2), kept):
-            os.dup2(old, fd)
-            os.close(old)
+        _write_to(*kept)
+        for fd in kept:
+            os.close(fd)
+
+
+def _write_to(stdout, stderr):
+    sys.stdout.flush(), sys.stderr.flush()
+    os.dup2(stdout, 1), os.dup2(stderr, 2)
 
 
 @contextmanager
@@ -459,7 +414,7 @@ class RolloutEngine:
 
                 self.loop = self.sglang.loop
                 self.manager = self.sglang.tokenizer_manager
-                self.requests = io_struct
+                self.io_struct = io_struct
                 self.loop.run_until_complete(self._take_signals_back())
                 self.flush(), self.check_weights({})  # by each of its sockets a first message
         except Exception as e:
@@ -556,22 +511,13 @@ class RolloutEngine:
         """Seconds so far in which SGLang was asked for something."""
         return self.busy + (time.time() - self.since if self.asked else 0)
 
-    async def generate(self, ids, params, hear=None, **options):
+    def generate(self, ids, params, **options):
         """
-        SGLang's output for these token ids, or for each list of them. hear: called after each token but the last, with
-        SGLang's `meta_info` of all tokens so far. options: more of async_generate's arguments.
+        A coroutine of SGLang's output for these token ids, or for each list of them. options: more of async_generate's
+        arguments.
         """
         options |= dict(input_ids=ids, sampling_params=params, return_logprob=True)
-        if not hear:
-            return await self.ask(self.sglang.async_generate(**options))
-
-        async def stream():
-            async for output in await self.sglang.async_generate(**options, stream=True):
-                if not output["meta_info"]["finish_reason"]:
-                    hear(output["meta_info"])
-            return output
-
-        return await self.ask(stream())
+        return self.ask(self.sglang.async_generate(**options))
 
     def drawn(self, output, version):
         """The Drawn of an output of `generate`. Raises RunError if other weights than `version` drew it."""
@@ -598,31 +544,30 @@ class RolloutEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    def _call(self, request, doing):
-        """The result of one of SGLang's coroutines."""
-        return self.run([self.ask(request)], f"while {doing}")[0]
+    def request(self, name, doing, **fields):
+        """Has SGLang's manager do what its method of this name does. Raises RunError where it refuses."""
+        kind = getattr(self.io_struct, name.title().replace("_", "") + "ReqInput")
+        answer = self.run([self.ask(getattr(self.manager, name)(kind(**fields)))], f"while {doing}")[0]
+        if answer and not answer[0]:  # (whether it worked, why not, ..), or None
+            rank_is_lost(answer[1])
+            raise RunError(f"{self.name}: {doing} failed: {answer[1]}")
 
     # ---- weights
 
     def join_weight_group(self, name, host, port, rank, size, backend):
         """Enters the group in which one trainer broadcasts, as its member `rank`; returns when all are in it."""
         where = dict(master_address=host, master_port=port, rank_offset=rank, world_size=size)
-        request = self.requests.InitWeightsUpdateGroupReqInput(**where, group_name=name, backend=backend)
-        ok, message = self._call(self.manager.init_weights_update_group(request), "joining the weight group")
-        if not ok:
-            raise RunError(f"{self.name}: could not join the weight group: {message}")
+        doing = "joining the weight group"
+        self.request("init_weights_update_group", doing, **where, group_name=name, backend=backend)
 
     def leave_weight_group(self, name):
         """Leaves it again; returns when all have left."""
-        request = self.requests.DestroyWeightsUpdateGroupReqInput(group_name=name)
-        ok, message = self._call(self.manager.destroy_weights_update_group(request), "leaving the weight group")
-        if not ok:
-            raise RunError(f"{self.name}: could not leave the weight group: {message}")
+        self.request("destroy_weights_update_group", "leaving the weight group", group_name=name)
 
     def flush(self):
         """Empties the prefix cache. Asks until it is done: just after its last token the scheduler is still busy."""
         end = time.monotonic() + self.config["engine_timeout"]
-        while not self._call(self.manager.flush_cache(), "flushing its cache").success:
+        while not self.run([self.ask(self.manager.flush_cache())], "while flushing its cache")[0].success:
             if time.monotonic() > end:
                 raise RunError(f"{self.name}: did not flush its cache; see {self.log}")
             time.sleep(0.002)
@@ -632,8 +577,7 @@ class RolloutEngine:
         if self.lends:
             self.flush()  # waits until it is idle
             free, _ = torch.cuda.mem_get_info()
-            request = self.requests.ReleaseMemoryOccupationReqInput(tags=LENT)
-            self._call(self.manager.release_memory_occupation(request), "giving its memory back")
+            self.request("release_memory_occupation", "giving its memory back", tags=LENT)
             self.version = None
             self.asleep = True
             if torch.cuda.mem_get_info()[0] <= free:  # all else goes on as if it had
@@ -644,31 +588,25 @@ class RolloutEngine:
         """Takes the memory again; what was in it is lost."""
         if self.asleep:
             torch.cuda.empty_cache()  # what this rank's trainer holds and does not use now
-            request = self.requests.ResumeMemoryOccupationReqInput(tags=LENT)
-            self._call(self.manager.resume_memory_occupation(request), "taking its memory again")
+            self.request("resume_memory_occupation", "taking its memory again", tags=LENT)
             self.asleep = False
 
-    def _load(self, update, request, version, last=True):
+    def _load(self, name, version, last, **weights):
         """Has SGLang take some weights; with the last of them the engine holds `version`."""
         self.wake()
+        self.version = None
         if last:  # SGLang flushes too and asserts that it worked: old keys under new weights would spoil every sample
             self.flush()
-        request.flush_cache = last
-        request.weight_version = str(version) if last else None
-        ok, message, *_ = self._call(update(request), f"loading weights {version}")
-        if not ok:
-            rank_is_lost(message)
-            raise RunError(f"{self.name}: did not load weights {version}: {message}")
-        self.version = version if last else None
+            self.version = version
+            weights["weight_version"] = str(version)
+        self.request(name, f"loading weights {version}", flush_cache=last, **weights)
 
     def receive_weights(self, bucket, dtype, version, last):
         """One bucket [(name, shape)], of which each trainer broadcasts its rows (receive_rows)."""
-        request = self.requests.UpdateWeightsFromDistributedReqInput(
-            names=[name for name, _ in bucket],
-            dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
-            shapes=[list(shape) for _, shape in bucket],
-        )
-        self._load(self.manager.update_weights_from_distributed, request, version, last)
+        names, shapes = zip(*bucket)
+        dtypes = [str(dtype).removeprefix("torch.")] * len(bucket)
+        content = dict(names=[*names], dtypes=dtypes, shapes=[*map(list, shapes)])
+        self._load("update_weights_from_distributed", version, last, **content)
 
     def take_weights(self, tensors, version, last):
         """One bucket [(name, tensor)] out of this process's own memory."""
@@ -677,10 +615,8 @@ class RolloutEngine:
 
         flat = FlattenedTensorBucket(named_tensors=tensors)
         content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        request = self.requests.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(content)], load_format="flattened_bucket"
-        )
-        self._load(self.manager.update_weights_from_tensor, request, version, last)
+        serialized = dict(serialized_named_tensors=[MultiprocessingSerializer.serialize(content)])
+        self._load("update_weights_from_tensor", version, last, load_format="flattened_bucket", **serialized)
 
     def check_weights(self, expected):
         """Raises RunError unless the parameters the engine computes with have these hashes, {name: hash}."""
@@ -749,7 +685,8 @@ class Sampler:
         one is done.
         """
         share = -(-len(job.rows) // self.engines)
-        self.job_began = time.time(), self.engine.worked()
+        self.job_began = time.time()
+        self.worked_before = self.engine.worked()
         try:
             self.engine.run([self._work(prompts, folder, job) for _ in range(share)], f"in step {job.step}")
         except RewardError as e:
@@ -763,7 +700,7 @@ class Sampler:
             row = job.rows[index]
             began = time.time()
             tensors, meta = await self._group(folder, index, job)
-            elapsed, worked = (now - then for now, then in zip((time.time(), self.engine.worked()), self.job_began))
+            elapsed = time.time() - self.job_began
             meta |= dict(
                 run=self.run,
                 stream=job.stream,
@@ -776,7 +713,7 @@ class Sampler:
                 time=time.strftime("%Y-%m-%dT%H:%M:%S"),
                 began=began,
                 elapsed=elapsed,
-                idle=elapsed - worked,
+                idle=elapsed - (self.engine.worked() - self.worked_before),
             )
             await asyncio.to_thread(write_group, group_path(folder, index), tensors, meta)  # it waits for the disk
 
@@ -786,7 +723,10 @@ class Sampler:
         began = time.time()
         born, group = job.begun.get(index, ((job.step, index), None))
         seeds = [sampling_seed(self.config["seed"], job.stream, *born, g, 0) for g in range(job.samples)]
-        samples = self._resumed(group) if group else [Drawn([], [], []) for _ in seeds]
+        samples = [Drawn([], [], []) for _ in seeds]
+        if group:  # as far as its file has them
+            rows = group.rows("tokens", "logprobs", "weight_version")
+            samples = [Drawn(*(part.tolist() for part in row)) for row in rows]
         retractions = await self._draw(samples, row["prompt_tokens"], seeds, job)
         seconds = time.time() - began
         texts = [self.decode(sample.tokens) for sample in samples]
@@ -806,25 +746,22 @@ class Sampler:
         return self._tensors(row, samples, seeds, rewards), meta
 
     def _is_finished(self, sample):
-        ended = not self.config["ignore_eos"] and sample.tokens[-1] in self.stop_tokens
+        ended = not self.config["ignore_eos"] and {*sample.tokens[-1:]} & {*self.stop_tokens}
         return ended or len(sample.tokens) == self.config["max_new_tokens"]
 
     async def _draw(self, samples, prompt, seeds, job):
         """Draws the job's tokens for the unfinished samples of a prompt; returns SGLang's number of retractions."""
-        left = [self.config["max_new_tokens"] - len(sample.tokens) for sample in samples]
-        goes_on = [g for g, sample in enumerate(samples) if not (sample.tokens and self._is_finished(sample))]
-        most = [min(n, job.tokens or n) for n in left]
-        params = [self.params(job, seeds[g], max_new_tokens=most[g]) for g in goes_on]
-        outputs = await self.engine.generate([prompt + samples[g].tokens for g in goes_on], params)
-        for g, output in zip(goes_on, outputs):
-            for mine, drawn in zip(samples[g], self.engine.drawn(output, job.version)):
+        unfinished = [(sample, seed) for sample, seed in zip(samples, seeds) if not self._is_finished(sample)]
+        params = []
+        for sample, seed in unfinished:
+            left = self.config["max_new_tokens"] - len(sample.tokens)
+            most = min(left, job.tokens or left)
+            params.append(self.params(job, seed, max_new_tokens=most))
+        outputs = await self.engine.generate([prompt + sample.tokens for sample, _ in unfinished], params)
+        for (sample, _), output in zip(unfinished, outputs):
+            for mine, drawn in zip(sample, self.engine.drawn(output, job.version)):
                 mine.extend(drawn)
         return sum(output["meta_info"]["num_retractions"] for output in outputs)
-
-    def _resumed(self, group):
-        """The samples of a group file."""
-        rows = group.rows("tokens", "logprobs", "weight_version")
-        return [Drawn(*(part.tolist() for part in row)) for row in rows]
 
     def _tensors(self, row, samples, seeds, rewards):
         """The tensors of a group file: the samples' tokens end to end, T in all, which `lengths` cuts apart again."""
@@ -834,15 +771,15 @@ class Sampler:
             lengths=torch.tensor([len(s.tokens) for s in samples]),  # (G,)
             tokens=tokens,  # (T,)
             logprobs=logprobs,  # (T,)
-            loss_mask=torch.ones(len(tokens), dtype=torch.bool),  # one turn: every token is the model's own, EOS too
+            loss_mask=torch.ones(len(tokens)).bool(),  # one turn: every token is the model's own, EOS too
             weight_version=versions,  # (T,)
             truncated=torch.tensor([s.tokens[-1] not in self.stop_tokens for s in samples]),  # (G,)
             seeds=torch.tensor(seeds),  # (G,)
-            rewards=torch.tensor(rewards, dtype=torch.float32),  # (G,)
+            rewards=torch.tensor(rewards),  # (G,)
             sample=torch.arange(len(samples)),  # (G,) as the next two: a row each, of one turn
-            turns=torch.ones(len(samples), dtype=torch.int64),
-            turn_rewards=torch.tensor(rewards, dtype=torch.float32),
-            turn=torch.zeros(len(tokens), dtype=torch.int64),  # (T,)
+            turns=torch.ones(len(samples)).long(),
+            turn_rewards=torch.tensor(rewards),
+            turn=torch.zeros_like(tokens),  # (T,)
         )
 
 
@@ -876,14 +813,12 @@ def sample_step(queue, step, rows, c, version, flight):
     dropped = []
     rounds = 1 + c.dynamic_sampling
     P = c.prompts_per_step
-    stream = "rl"
     for k in range(rounds):
-        chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, stream)
+        chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, "rl")
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
         prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
-        for group in queue.sample(Job(stream, step, version, prompts, c.group_size, sampling_of(c))):
-            scores = group.tensors["rewards"]
-            equal = c.dynamic_sampling and (scores == scores[0]).all()
+        for group in queue.sample(Job("rl", step, version, prompts, c.group_size, sampling_of(c))):
+            equal = c.dynamic_sampling and len(group.tensors["rewards"].unique()) == 1
             (dropped if equal else kept).append(group)
         if len(kept) >= P:
             break
@@ -900,30 +835,23 @@ def sample_segments(queue, step, rows, c, version, flight):
     """
     P = c.prompts_per_step
     places = c.groups_in_flight
-    stream = "rl"
     sampled = []
     begun = flight.begun + places - len(flight.groups)
     born = [tuple(group.meta["born"]) for group in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]
-    prompts = [rows[rows_of_step(len(rows), P, s, c.seed, stream)[i]] for s, i in born]
+    prompts = [rows[rows_of_step(len(rows), P, s, c.seed, "rl")[i]] for s, i in born]
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
-        todo = {first + i: i for i, group in enumerate(groups) if not (group and group.meta["finished"])}
-        job = Job(
-            stream,
-            step,
-            version,
-            {n: prompts[i] for n, i in todo.items()},
-            c.group_size,
-            sampling_of(c),
-            c.segment_tokens,
-            {n: (born[i], groups[i]) for n, i in todo.items()},
-        )
-        grown = queue.sample(job)
+        todo = [i for i, group in enumerate(groups) if not (group and group.meta["finished"])]
+        asked = {first + i: prompts[i] for i in todo}
+        before = {first + i: (born[i], groups[i]) for i in todo}
+        sampling = sampling_of(c)
+        grown = queue.sample(Job("rl", step, version, asked, c.group_size, sampling, c.segment_tokens, before))
         sampled += grown
-        for i, group in zip(todo.values(), grown):
+        for i, group in zip(todo, grown):
             groups[i] = group
         finished = [i for i, group in enumerate(groups) if group.meta["finished"]]
         if len(finished) >= P:
             break
-    rest = tuple(group for i, group in enumerate(groups) if i not in finished[:P])
-    return Batch([groups[i] for i in finished[:P]], sampled, Flight(begun, rest))
+    chosen = finished[:P]
+    rest = tuple(group for i, group in enumerate(groups) if i not in chosen)
+    return Batch([groups[i] for i in chosen], sampled, Flight(begun, rest))

@@ -17,7 +17,6 @@ tokens together. A row of leaves has one leaf per lane, and the trainer ranks sh
 """
 
 import heapq
-import itertools
 import math
 import os
 import shutil
@@ -26,7 +25,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -233,13 +232,10 @@ def gae(rewards, values, gamma, lam):
     A_t = sum_k (gamma lam)^k delta_t+k, delta_t = r_t + gamma V_t+1 - V_t: Schulman et al. 2015 (arXiv:1506.02438),
     equation 16.
     """
-    deltas = rewards + gamma * values[..., 1:] - values[..., :-1]
-    out = []
-    later = torch.zeros(())
-    for delta in reversed(deltas.unbind(-1)):
-        later = delta + gamma * lam * later
-        out.append(later)
-    return torch.stack(out[::-1], -1) if out else deltas
+    advantages = rewards + gamma * values[..., 1:] - values[..., :-1]  # the deltas, to which the later ones come
+    for t in reversed(range(rewards.shape[-1] - 1)):
+        advantages[..., t] += gamma * lam * advantages[..., t + 1]
+    return advantages
 
 
 def value_loss(values, old_values, returns, clip):
@@ -256,7 +252,7 @@ def value_loss(values, old_values, returns, clip):
 
 def overlong_penalty(lengths, longest, cache):
     """0 up to longest - cache tokens, then linear down to -1 at the longest: DAPO, equation 13."""
-    return ((longest - cache - lengths) / cache).clamp(-1, 0) if cache else torch.zeros(lengths.shape)
+    return ((longest - cache - lengths) / cache).clamp(-1, 0)
 
 
 def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
@@ -359,12 +355,8 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
 
 
 class Sample(NamedTuple):
-    name: str  # 'prompt 3, sample 5', for errors
     tokens: torch.Tensor  # (T,) prompt and response
     prompt_tokens: int  # how many of them are the prompt's
-    truncated: bool  # cut off at max_new_tokens
-    of: int  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
-    turn_rewards: torch.Tensor  # (turns,)
     loss_at: torch.Tensor  # (M,) indices of the loss tokens in `tokens`; the tensors below are of these tokens alone
     turn: torch.Tensor  # (M,) index of each token's turn
     staleness: torch.Tensor  # (M,) steps from the weights that sampled the token to those that are trained now
@@ -376,6 +368,10 @@ class Sample(NamedTuple):
     returns: torch.Tensor  # (M,) what the critic learns
     mark: torch.Tensor  # (M,) what the `before` of a loss in a file has noted for it
     bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
+    name: str = ""  # 'prompt 3, sample 5', for errors
+    truncated: bool = False  # cut off at max_new_tokens
+    of: int = 0  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
+    turn_rewards: torch.Tensor = torch.zeros(1)  # (turns,)
     kept: torch.Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
 
 
@@ -400,26 +396,21 @@ class Leaf(NamedTuple):
     kept: torch.Tensor  # (2, K)
 
 
-def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False, staleness=None, of=0, turns=None):
+def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **others):
     """
-    A Sample of a prompt and a response (R,), of whose tokens those in loss_mask (R,) have a loss. logprobs, staleness
-    (R,); None: 0. turns: (turn of each token (R,), rewards of the turns (turns,)); None: the response is one turn.
-    Columns that are not known yet are 0, and old_logprobs the engine's.
+    A Sample of a prompt and a response (R,), of whose tokens those in loss_mask (R,) have a loss. logprobs, turn,
+    staleness: (R,). others: the last fields of a Sample. Columns that are not known yet are 0, and old_logprobs the
+    engine's.
     """
     zeros = torch.zeros(len(response)).long()
-    turn, turn_rewards = turns or (zeros, torch.zeros(1))
     at = loss_mask.nonzero()[:, 0]
     unknown = torch.zeros(len(at))
     return Sample(
-        name=name,
         tokens=torch.cat([prompt, response]),
         prompt_tokens=len(prompt),
-        truncated=truncated,
-        of=of,
-        turn_rewards=turn_rewards,
         loss_at=len(prompt) + at,
-        turn=turn[at],
-        staleness=(zeros if staleness is None else staleness)[at],
+        turn=(zeros + turn)[at],
+        staleness=(zeros + staleness)[at],
         logprobs=logprobs[at],
         old_logprobs=logprobs[at],
         advantages=unknown,
@@ -427,6 +418,7 @@ def make_sample(prompt, response, loss_mask, logprobs, name="", truncated=False,
         values=unknown,
         returns=unknown,
         mark=unknown,
+        **others,
     )
 
 
@@ -436,13 +428,12 @@ def loss_tokens(samples):
 
 
 # One token without loss, which stands in an empty leaf: its rank must take part in the other ranks' collectives.
-FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0).bool(), torch.zeros(0))
+FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0), torch.zeros(0))
 
 
-def samples_of(groups, step=None, overlong_filter=False):
+def samples_of(groups, step, overlong_filter=False):
     """
-    The samples of rollout Groups in their order, for training at `step` (None: with the weights that
-    sampled them). overlong_filter: those cut off teach nothing.
+    The samples of rollout Groups in their order, for training at `step`. overlong_filter: those cut off teach nothing.
     """
     samples = []
     begun = 0  # samples of the groups before
@@ -451,13 +442,12 @@ def samples_of(groups, step=None, overlong_filter=False):
         rows = group.rows("tokens", "loss_mask", "logprobs", "weight_version", "turn")
         gained = t["turn_rewards"].split(t["turns"].tolist())
         # A partial rollout may be trained on at a later step than its file's; then the name says which.
-        where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step not in (None, meta["step"]))
+        where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step != meta["step"])
         for g, cut, gains, row in zip(t["sample"].tolist(), t["truncated"].tolist(), gained, rows):
             tokens, mask, logprobs, version, turn = row
             mask = mask & (not (cut and overlong_filter))
-            age = None if step is None else step - version
-            of = (f"{where}, sample {g}", cut, age, begun + g, (turn, gains))
-            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, *of))
+            known = dict(name=f"{where}, sample {g}", truncated=cut, of=begun + g, turn_rewards=gains)
+            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, turn, step - version, **known))
         begun += len(t["rewards"])
     return samples
 
@@ -485,10 +475,10 @@ def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
     samples = samples or [FILLER]
     ids = torch.cat([s.tokens for s in samples])
-    positions = torch.cat([torch.arange(len(s.tokens)) for s in samples])
     lengths = torch.tensor([len(s.tokens) for s in samples])
     counts = torch.tensor([len(s.loss_at) for s in samples])
     starts = lengths.cumsum(0) - lengths
+    positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
     at = torch.cat([s.loss_at for s in samples]) + starts.repeat_interleave(counts)
     columns = [torch.cat([getattr(s, name) for s in samples]) for name in COLUMNS]
     kept = torch.cat([s.kept for s in samples], 1)
@@ -501,7 +491,7 @@ def split_kept(kept, counts):
     ends = counts.cumsum(0)
     sample = torch.bucketize(kept[0], ends, right=True)
     rows = kept[0] - (ends - counts)[sample]
-    return torch.stack([rows, kept[1]]).split(torch.bincount(sample, minlength=len(counts)).tolist(), 1)
+    return torch.stack([rows, kept[1]]).cpu().split(torch.bincount(sample, minlength=len(counts)).tolist(), 1)
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -511,7 +501,7 @@ def plan_leaves(lengths, leaf_tokens, lanes):
     its longest leaf, so leaves are made as even as can be: the longest sample first, each into the lightest leaf
     (Graham 1969, LPT), in about as few rows as hold them. The plan never depends on the number of ranks.
     """
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rows = max(1, -(-sum(lengths) // (leaf_tokens * lanes)))
     while True:
         leaves = [(0, leaf, []) for leaf in range(rows * lanes)]  # a heap of (tokens, number, samples)
@@ -532,12 +522,11 @@ def token_rewards(sample, reward, credit):
     """Rewards of a sample's loss tokens (M,): all at the last one, or each turn's at the turn's last one."""
     turn = sample.turn
     gains = torch.zeros(len(turn))
-    if credit != "turn":
+    if credit == "turn":
+        last = turn.diff(append=turn[-1:] + 1) != 0
+        gains[last] = sample.turn_rewards[turn[last]]
+    else:
         gains[-1:] = reward
-        return gains
-    last = torch.ones(len(turn)).bool()
-    last[:-1] = turn[1:] != turn[:-1]
-    gains[last] = sample.turn_rewards[turn[last]]
     return gains
 
 
@@ -547,18 +536,19 @@ def turn_advantages(samples, kind, group_size, gamma):
     per turn; it is compared with the returns of the turns of the same number in the group's other dialogues. A turn
     that has none to compare with gets 0.
     """
-    returns = []
-    peers = {}  # {(group, number of a turn): [(sample, turn)]}
-    for i, s in enumerate(samples):
-        returns.append(gae(s.turn_rewards, torch.zeros(len(s.turn_rewards) + 1), gamma, 1.0))
-        for k in range(len(s.turn_rewards)):
-            peers.setdefault((s.of // group_size, k), []).append((i, k))
-    advantages = [torch.zeros(len(r)) for r in returns]
-    for places in peers.values():
-        if len(places) > 1:
-            among = advantages_of(torch.stack([returns[i][k] for i, k in places])[None], kind)[0]
-            for (i, k), a in zip(places, among):
-                advantages[i][k] = a
+    advantages = []
+    peers = {}  # {(group, number of a turn): [(a turn's return, where its advantage goes)]}
+    for s in samples:
+        turns = len(s.turn_rewards)
+        advantages.append(torch.zeros(turns))
+        returns = gae(s.turn_rewards, torch.zeros(turns + 1), gamma, 1.0)
+        for k, turn in enumerate(zip(returns, advantages[-1])):
+            peers.setdefault((s.of // group_size, k), []).append(turn)
+    for turns in peers.values():
+        if len(turns) > 1:
+            returns, places = zip(*turns)
+            for place, a in zip(places, advantages_of(torch.stack(returns)[None], kind)[0]):
+                place.copy_(a)
     return [s._replace(advantages=a[s.turn]) for s, a in zip(samples, advantages)]
 
 
@@ -575,8 +565,8 @@ def critic_advantages(samples, gains, gamma, lam):
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
     mean = torch.cat(advantages).mean()
     std = torch.cat(advantages).std()
-    each = zip(samples, advantages, states)
-    return [s._replace(advantages=(a - mean) / (std + 1e-6), returns=a + v[:-1]) for s, a, v in each]
+    each = zip(samples, advantages)
+    return [s._replace(advantages=(a - mean) / (std + 1e-6), returns=a + s.values) for s, a in each]
 
 
 def with_advantages(samples, rewards, c, groups=()):
@@ -586,20 +576,19 @@ def with_advantages(samples, rewards, c, groups=()):
     """
     if c.advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
-    costs = []
+    costs = [torch.zeros(len(s.loss_at)) for s in samples]
     if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
         costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator) for s in samples]
     if c.advantage == "gae":
-        gains = [token_rewards(s, float(rewards.flatten()[s.of]), c.credit) for s in samples]
-        gains = [g - cost for g, cost in zip(gains, costs)] if costs else gains
+        flat = rewards.flatten().tolist()
+        gains = [token_rewards(s, flat[s.of], c.credit) - cost for s, cost in zip(samples, costs)]
         return critic_advantages(samples, gains, c.gamma, c.gae_lambda)
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
-    if costs:
-        of = torch.tensor([s.of for s in samples])
-        costs = torch.stack([cost.sum() for cost in costs])
-        costs = torch.zeros_like(rewards.flatten()).index_add(0, of, costs.to(rewards))
-        rewards = rewards - costs.view(rewards.shape)
+    total = torch.zeros(rewards.numel())
+    for s, cost in zip(samples, costs):
+        total[s.of] += cost.sum()
+    rewards = rewards - total.view(rewards.shape)
     own = own_function("advantage", c.advantage)
     advantages = own(**vars(c) | dict(rewards=rewards, groups=groups)) if own else advantages_of(rewards, c.advantage)
     each = advantages.flatten().tolist()
@@ -673,35 +662,21 @@ ANSWERS = Objective("sft", answer_loss)
 PAIRS = Objective("rm", pair_loss, 2)
 
 
-def derived(metrics):
-    """The metrics (means over the loss tokens), with what follows from the moments of the probability ratio."""
-    if "ratio_mean" not in metrics:
-        return metrics
-    mean_square = metrics["ratio_mean"] ** 2
-    square = metrics["ratio_square"]
-    others = {name: x for name, x in metrics.items() if name != "ratio_square"}
-    return others | dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
-
-
-def check_logprobs(leaf, logprobs, age, chosen, samples):
+def check_logprobs(leaf, logprobs, age, samples):
     """
-    The promise of this project, checked at every loss token: the trainer's log-probs (M,) are the engine's, as bits,
-    where they were computed with the same weights: at tokens of staleness `age`.
-    Returns [], or [(index of the first sample with a token that differs, a line about that token, number of tokens
-    that differ, largest distance)]. `chosen` are the indices of the leaf's samples in `samples`.
+    The promise of this project, checked at every loss token of a leaf of these samples: the trainer's log-probs (M,)
+    are the engine's, as bits, where they were computed with the same weights: at tokens of staleness `age`.
+    Returns [], or [(index in the batch of the first sample with a token that differs, a line about that token, number
+    of tokens that differ, largest distance)].
     """
     differ = (logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)) & (leaf.staleness == age)
     if not differ.any():
         return []
     i = int(differ.nonzero()[0])
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
-    j, at = [(j, at) for j in chosen for at in samples[j].loss_at.tolist()][i]
-    line = f"{samples[j].name}, token {at - samples[j].prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
-    return [(j, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
-
-
-def pinned_like(x):
-    return torch.empty_like(x, device="cpu", pin_memory=True)
+    sample, at = [(s, at) for s in samples for at in s.loss_at.tolist()][i]
+    line = f"{sample.name}, token {at - sample.prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
+    return [(sample.of, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -713,11 +688,11 @@ class Trainer:
     samples are collective over the trainers: each rank passes all the samples of a step, and works on its own leaves.
 
     c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from.
-    checkpoint: the folder from which to go on, read if `optimizer_steps` is not 0. versions: the earlier versions of
-    the weights that it holds.
+    checkpoint: the folder from which to go on, None without. saved: what it says of itself.
     """
 
-    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, optimizer_steps=0, versions=()):
+    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved=None):
+        saved = saved or {}
         self.c = c
         self.sampling = sampling_of(c)
         self.mesh = ranks.mesh
@@ -727,9 +702,8 @@ class Trainer:
         self.control = ranks.control
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
-        critic = c.advantage == "gae"
         lora = adapters.lora_settings(c)
-        self.model = build_model(hf, self.mesh, device, c.batch_invariant, critic, lora, c.tp_split)
+        self.model = build_model(hf, self.mesh, device, c.batch_invariant, c.advantage == "gae", lora, c.tp_split)
         if c.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.model.train()
@@ -741,21 +715,23 @@ class Trainer:
         for s in self.shards:
             if s.name in folders.HEADS:
                 s.data.zero_()
-        self.parts.load(folder, checkpoint if optimizer_steps else None)
+        self.parts.load(folder, checkpoint)
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
-        decayed, others = ([w for w in self.weights if (w.dim() > 1) == kind] for kind in (True, False))
-        groups = [dict(params=decayed, weight_decay=c.weight_decay), dict(params=others, weight_decay=0.0)]
+        groups = []
+        for matrices in (True, False):
+            params = [w for w in self.weights if (w.dim() > 1) == matrices]
+            groups.append(dict(params=params, weight_decay=c.weight_decay * matrices))
         self.optimizer = kernels.AdamW(groups, betas=(c.beta1, c.beta2))
         # AdamW would make its state at its first step; made here, it can be filled from a checkpoint.
         for w in self.weights:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
-            self.optimizer.state[w] = dict(step=torch.tensor(float(optimizer_steps)), **zeros)
+            self.optimizer.state[w] = dict(step=torch.tensor(float(saved.get("optimizer_steps", 0))), **zeros)
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
-        self.versions = {version: self.snapshot() for version in versions}
-        self.mismatches = []
-        if optimizer_steps:
+        self.versions = {version: self.snapshot() for version in saved.get("earlier", ())}
+        self.mismatches = []  # what `check_logprobs` has found in this rank's leaves since the last update
+        if checkpoint:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
             trained, frozen = (sum(math.prod(s.shape) for s in part) for part in (self.shards, self.parts.frozen))
@@ -767,9 +743,9 @@ class Trainer:
                 line += f"; they, moments and gradients take {self.state_bytes() / 1e9:.1f} of {room / 1e9:.1f} GB"
             print(line, flush=True)
         # The reference: forward passes only, and so no optimizer. With LoRA it is the model itself with other adapters.
-        self.anchor = self.frozen = None
+        self.frozen = None
         if c.kl_coef or c.advantage == "distill":
-            self.anchor = self.parts.anchor()
+            self.anchor = self.parts.anchor() or ()
             self.frozen = self.model if self.anchor else self.reference_model(hf)
 
     def reference_model(self, hf):
@@ -785,9 +761,8 @@ class Trainer:
 
     def state_bytes(self):
         """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of the current row."""
-        gradients = 2 + int(math.log2(self.c.lanes // self.mesh.size()))
-        learned = sum(s.data.nbytes for s in self.shards)
-        return sum(s.data.nbytes for s in self.parts.frozen) + learned * (1 + len(MOMENTS) + gradients)
+        copies = 3 + len(MOMENTS) + math.log2(self.c.lanes // self.mesh.size())
+        return sum(s.data.nbytes for s in self.parts.frozen) + copies * sum(s.data.nbytes for s in self.shards)
 
     def optimizer_state(self, versions):
         """The shards that a checkpoint has beside the model: AdamW's moments, these versions, the critic's head."""
@@ -808,26 +783,19 @@ class Trainer:
     def keep(self, version):
         """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
         if most := max_staleness(self.c):
-            older = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
-            if self.device == "cuda":  # the newest is still to be sent; others wait in CPU memory, where there is room
-                dropped = [kept for v, kept in self.versions.items() if v < version - most]
-                spare = [kept for kept in dropped if kept[0].data.is_pinned()]
-                older = {v: self.to_host(kept, spare) for v, kept in older.items()}
+            self.versions = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
+            # The newest is still to be sent; older ones wait in CPU memory, where there is room. Copied like this it is
+            # pinned, and torch gives what the dropped ones had.
+            older = {
+                v: [s._replace(data=s.data.to("cpu", non_blocking=True)) for s in kept]
+                for v, kept in self.versions.items()
+            }
             self.versions = older | {version: self.snapshot()}
-
-    def to_host(self, shards, spare):
-        """The shards in pinned memory: in that of a spare version, if there is one."""
-        if shards[0].data.is_pinned():
-            return shards
-        pinned = spare.pop() if spare else [s._replace(data=pinned_like(s.data)) for s in shards]
-        for s, there in zip(shards, pinned):
-            there.data.copy_(s.data, non_blocking=True)
-        return pinned
 
     @contextmanager
     def holding(self, others):
-        """Inside, the policy has the weights `others` (shards)."""
-        now = [s.data.clone() for s in self.policy]
+        """Inside, the policy has the weights `others` (shards); () for its own."""
+        now = [s.data.clone() for s, _ in zip(self.policy, others)]
         for s, other in zip(self.policy, others):  # over the bus as they are: a CPU would be slow to convert them
             s.data.copy_(other.data.to(s.data.device, non_blocking=True))
         try:
@@ -835,19 +803,6 @@ class Trainer:
         finally:
             for s, data in zip(self.policy, now):
                 s.data.copy_(data)
-
-    def of_all(self, mine):
-        """What each trainer has, a list."""
-        everyone = [None] * self.mesh.size()
-        dist.all_gather_object(everyone, mine, group=self.control)
-        return everyone
-
-    def frozen_logprobs(self, leaf):
-        """The log-probs (M,) of the reference."""
-        with self.holding(self.anchor) if self.anchor else nullcontext():
-            logprobs = self.frozen.token_logprobs(leaf, self.sampling)[0]
-            self.frozen.reshard()
-        return logprobs
 
     def save(self, ckpt, tokenizer, stop_tokens, record, step, flight):
         """
@@ -870,27 +825,36 @@ class Trainer:
         if record:
             for i, group in enumerate(flight.groups):
                 sync.write_group(sync.group_path(unfinished / "flight", i), *group)
-            state = dict(step=step, optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]))
-            state |= dict(earlier=[*earlier], begun=flight.begun, in_flight=len(flight.groups)) | record.state()
-            sync.seal_checkpoint(unfinished, finished, **state)
+            sync.seal_checkpoint(
+                unfinished,
+                finished,
+                step=step,
+                optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]),
+                earlier=[*earlier],
+                begun=flight.begun,
+                in_flight=len(flight.groups),
+                **record.state(),
+            )
             sync.delete_checkpoints(ckpt, sync.checkpoints(ckpt)[: -self.c.keep_checkpoints])
 
-    def passes(self, samples, sampling, unit=1, weights=None):
+    def passes(self, samples, model, objective=POLICY, weights=()):
         """
         Forward passes over this rank's leaves of a step: yields (the indices of a leaf's samples, the Leaf, what the
         model's `token_logprobs` returns). Leaf i belongs to rank i % ranks: the ranks work on a row of leaves side by
-        side. FSDP2's gathers and scatters need all of them, so an empty leaf is computed like any other. unit: number
-        of neighbours among the samples that share a leaf. weights: shards that the policy has during these passes.
+        side. FSDP2's gathers and scatters need all of them, so an empty leaf is computed like any other. weights:
+        shards that the policy has during these passes; () for its own.
         """
+        unit = objective.unit
+        sampling = kernels.Sampling() if objective is ANSWERS else self.sampling
         lengths = [sum(len(s.tokens) for s in samples[i : i + unit]) for i in range(0, len(samples), unit)]
         planned = plan_leaves(lengths, self.c.leaf_tokens, self.c.lanes)
-        with self.holding(weights) if weights else nullcontext():
+        with self.holding(weights):
             for units in planned[self.rank :: self.mesh.size()]:
                 chosen = [i * unit + k for i in units for k in range(unit)]
                 leaf = pack([samples[i] for i in chosen], self.device)
-                output = self.model.token_logprobs(leaf, sampling)
+                output = model.token_logprobs(leaf, sampling)
                 if not torch.is_grad_enabled():
-                    self.model.reshard()  # FSDP2 does it after a backward pass; there is none
+                    model.reshard()  # FSDP2 does it after a backward pass; there is none
                 yield chosen, leaf, output
 
     @torch.no_grad()
@@ -900,62 +864,66 @@ class Trainer:
         those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept. Returns
         the samples, with what a sampling rule kept for these tokens: under other weights it would keep others.
         """
-        self.mismatches = []
-        held = []
+        checked = list(samples)
         ages = torch.cat([s.staleness for s in samples]).unique()
         for age in ages[ages > 0].tolist():
             cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
-            where = list(cut)
             parts = list(cut.values())
             token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
-            passes = self.passes(parts, self.sampling, weights=self.versions[step - age])
-            for chosen, leaf, (logprobs, _, kept, *_) in passes:
-                found = check_logprobs(leaf, logprobs, age, chosen, parts)
-                self.mismatches += [(where[j], *others) for j, *others in found]
-                for j, (rows, ids) in zip(chosen, () if kept is None else split_kept(kept, leaf.counts)):
-                    at = (samples[where[j]].staleness == age).nonzero()[:, 0]
-                    held.append((where[j], torch.stack([at[rows.cpu()], ids.cpu()])))
-        samples = list(samples)
-        for i, kept in itertools.chain(*self.of_all(held)) if self.sampling.cuts() else ():
-            samples[i] = samples[i]._replace(kept=torch.cat([samples[i].kept, kept], 1))
-        return samples
+            outputs = self.outputs(parts, self.model, self.versions[step - age], age)
+            for i, (_, (rows, ids), *_) in zip(cut, outputs):
+                kept = torch.stack([(samples[i].staleness == age).nonzero()[rows, 0], ids])
+                checked[i] = checked[i]._replace(kept=torch.cat([checked[i].kept, kept], 1))
+        return checked
 
     @torch.no_grad()
+    def outputs(self, samples, model, weights=(), age=None):
+        """
+        For each sample a model's log-probs (M,), what a sampling rule kept (2, K) and, with a critic, values (M,) and
+        that after the last token. age: compare log-probs with the engine's at tokens of that staleness.
+        """
+        mine = {}
+        for chosen, leaf, (logprobs, _, kept, values, last) in self.passes(samples, model, weights=weights):
+            if age:
+                self.mismatches += check_logprobs(leaf, logprobs, age, [samples[i] for i in chosen])
+            columns = [x.cpu().split(leaf.counts.tolist()) for x in (logprobs, values) if x is not None]
+            columns.insert(1, split_kept(leaf.kept if kept is None else kept, leaf.counts))
+            if last is not None:
+                columns.append(last.tolist())
+            mine |= zip(chosen, zip(*columns))
+        # Every rank needs every sample: advantages are normalised over the batch.
+        everyone = [None] * self.mesh.size()
+        dist.all_gather_object(everyone, mine, group=self.control)
+        outputs = {i: output for part in everyone for i, output in part.items()}
+        return [outputs[i] for i in range(len(samples))]
+
     def forward_only(self, samples):
         """
-        One pass over a batch before its first update: the samples with the trainer's own log-probs (where importance
-        weights need them), the frozen model's log-probs, the critic's values and what a sampling rule kept filled in.
+        Passes over a batch before its first update: the samples with the reference's log-probs, the trainer's own
+        (where importance weights need them), the critic's values and what a sampling rule kept filled in.
         """
-        later = self.sampling.cuts() and self.c.updates_per_batch > 1
-        if not (self.frozen or self.c.importance or self.c.advantage == "gae" or later):
-            return samples
-        mine = {}  # {sample: (own log-probs, frozen ones, values, kept, bootstrap)}
-        for chosen, leaf, (ours, _, kept, values, bootstraps) in self.passes(samples, self.sampling):
-            leaf = leaf._replace(kept=leaf.kept if kept is None else kept)
-            theirs = self.frozen_logprobs(leaf) if self.frozen else ours
-            per_token = (ours, theirs, leaf.values if values is None else values)
-            split = (x.cpu().split(leaf.counts.tolist()) for x in per_token)
-            kept = [x.cpu() for x in split_kept(leaf.kept, leaf.counts)]
-            mine |= zip(chosen, zip(*split, kept, [0.0] * len(chosen) if bootstraps is None else bootstraps.tolist()))
-        # Every rank needs every sample: advantages are normalised over the batch.
-        filled = list(samples)
-        for i, (ours, theirs, values, kept, bootstrap) in itertools.chain(*(x.items() for x in self.of_all(mine))):
-            if not self.c.importance:
-                ours = samples[i].logprobs
-            # After a sample that ended by itself nothing can be gained: the value of its last state is 0.
-            bootstrap = bootstrap if samples[i].truncated else 0.0
-            known = dict(old_logprobs=ours, reference=theirs, values=values, kept=kept, bootstrap=bootstrap)
-            filled[i] = samples[i]._replace(**known)
-        return filled
+        c = self.c
+        outlives = self.sampling.cuts() and (self.frozen or c.updates_per_batch > 1)
+        if c.importance or c.advantage == "gae" or outlives:
+            outputs = self.outputs(samples, self.model)
+            samples = [s._replace(kept=output[1]) for s, output in zip(samples, outputs)]
+        if self.frozen:
+            theirs = self.outputs(samples, self.frozen, self.anchor)
+            samples = [s._replace(reference=output[0]) for s, output in zip(samples, theirs)]
+        if c.importance:
+            samples = [s._replace(old_logprobs=output[0]) for s, output in zip(samples, outputs)]
+        if c.advantage == "gae":  # after a sample that ended by itself nothing can be gained: its last value is 0
+            valued = zip(samples, outputs)
+            samples = [s._replace(values=v, bootstrap=last if s.truncated else 0.0) for s, (*_, v, last) in valued]
+        return samples
 
     def gradients(self, samples, objective=POLICY, check=False):
         """
-        The gradients of a step's loss (this rank's rows of each parameter's), the metrics of its loss tokens, and what
-        `check_logprobs` found in this rank's leaves. Sums over leaves are made in an order that does not depend on the
-        number of ranks. Under torch.no_grad there are no gradients.
-        check: compare log-probs with the engine's at tokens that were sampled with these very weights.
+        The gradients of a step's loss (this rank's rows of each parameter's), and the metrics of its loss tokens. Sums
+        over leaves are made in an order that does not depend on the number of ranks. Under torch.no_grad there are no
+        gradients. check: compare log-probs with the engine's at tokens that were sampled with these very weights.
         """
         # The denominators are the whole step's, so that leaves of any size add up to one mean.
         tokens = max(1, loss_tokens(samples))
@@ -963,11 +931,9 @@ class Trainer:
             tokens = len(samples) // 2
             if not MODES[self.c.mode].scores:  # DPO needs the reference's log-probs
                 samples = self.forward_only(samples)
-        sampling = kernels.Sampling() if objective is ANSWERS else self.sampling
         total = sync.LeafSum(self.c.lanes // self.mesh.size())
         rows = []
-        mismatches = []
-        for chosen, leaf, output in self.passes(samples, sampling, objective.unit):
+        for chosen, leaf, output in self.passes(samples, self.model, objective):
             loss, figures = objective.loss(output, leaf, self.c, len(samples), tokens)
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
@@ -976,32 +942,31 @@ class Trainer:
                 grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
                 total.add([g.detach().to_local() for g in grads])
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
-            figures = {"loss": loss, **figures}
             if check:
-                mismatches += check_logprobs(leaf, output[0].detach(), 0, chosen, samples)
-            rows.append(torch.stack([x.detach().double().sum() for x in figures.values()]))
-        sums = dict(zip(figures, self.over_leaves(rows)))
-        metrics = {name: x / tokens for name, x in sums.items()} | {"loss": sums["loss"]}
-        return total.total, derived(metrics), mismatches
-
-    def over_leaves(self, rows):
-        """The sums (list of floats) over the leaves of all ranks, of which each rank has a row (figures,) a leaf."""
+                self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
+            rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
+        # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         table = torch.zeros(len(rows) * self.mesh.size(), len(rows[0]), dtype=torch.float64, device=self.device)
-        table[self.rank :: self.mesh.size()] = torch.stack(rows)  # put in their places by adding zeros
+        table[self.rank :: self.mesh.size()] = torch.stack(rows)
         dist.all_reduce(table, group=self.process_group)
-        return sync.tree_sum(table).tolist()
+        loss, *sums = sync.tree_sum(table).tolist()
+        metrics = {"loss": loss} | {name: x / tokens for name, x in zip(figures, sums)}
+        if square := metrics.pop("ratio_square", None):
+            mean_square = metrics["ratio_mean"] ** 2
+            metrics |= dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
+        return total.total, metrics
 
-    def apply(self, grads, lr, where):
+    def apply(self, grads, lr, where, loss=0.0):
         """
         Clips the gradients and takes AdamW's step with them: (their norm before the clip, {stage: {name: hash}}). Ends
-        the run, with the weights unchanged, if the norm is not finite; `where` says in which step.
+        the run, with the weights unchanged, if the norm or the loss is not finite; `where` says in which step.
         """
         # Clip and AdamW are elementwise, and the norm is one tree: it does not matter where the shards are cut.
         norm = sync.grad_norm(grads, self.shards, self.process_group)
-        require(math.isfinite(norm), f"{where}: the gradient norm is {norm}; the weights are as they were")
+        found = f"the loss is {loss}, the gradient norm {norm}"
+        require(math.isfinite(loss + norm), f"{where}: {found}; the weights are as they were")
         if self.c.grad_clip and norm > self.c.grad_clip:
-            for g in grads:
-                g.mul_((self.c.grad_clip / norm).float())
+            torch._foreach_mul_(grads, (self.c.grad_clip / norm).float())
         for w, g in zip(self.weights, grads):
             w.grad = g
         for group in self.optimizer.param_groups:
@@ -1020,21 +985,21 @@ class Trainer:
         line, and with the weights unchanged, if the loss or the gradient norm is not finite, or, with `check` and
         strict=True, if a log-prob differs.
         """
-        grads, metrics, mismatches = self.gradients(samples, objective, check)
+        grads, metrics = self.gradients(samples, objective, check)
         if check:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
             # are not in the order of the samples, but the first sample is what a reader looks for.
-            mismatches = sorted(sum(self.of_all(mismatches + self.mismatches), []))
+            everyone = [None] * self.mesh.size()
+            dist.all_gather_object(everyone, self.mismatches, group=self.control)
+            self.mismatches = []
+            mismatches = sorted(sum(everyone, []))
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
             if mismatches and self.c.strict:
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
-        where = f"{objective.phase} step {step}"
-        value = metrics["loss"]
-        require(math.isfinite(value), f"{where}: the loss is {value}; the weights are as they were")
-        norm, hashes = self.apply(grads, lr, where)
+        norm, hashes = self.apply(grads, lr, f"{objective.phase} step {step}", metrics["loss"])
         if objective is POLICY:
             hashes = {"advantages": sync.content_hash(*(s.advantages for s in samples))} | hashes
         return metrics | dict(grad_norm=norm, lr=lr), hashes
@@ -1055,10 +1020,11 @@ def learn(trainer, step, groups, c):
     samples = trainer.check_past_versions(samples, step)
     metrics = dict(check_seconds=time.monotonic() - began)
     samples = trainer.forward_only(samples)
-    scores = torch.stack([t["rewards"] for t, _ in groups])  # (P, G)
-    lengths = torch.stack([group.response_lengths() for group in groups])
-    penalty = overlong_penalty(lengths, c.max_new_tokens, c.overlong_cache)
-    samples = with_advantages(samples, scores + penalty, c, groups)
+    scores = torch.stack([group.tensors["rewards"] for group in groups])  # (P, G)
+    if c.overlong_cache:
+        lengths = torch.stack([group.response_lengths() for group in groups])
+        scores += overlong_penalty(lengths, c.max_new_tokens, c.overlong_cache)
+    samples = with_advantages(samples, scores, c, groups)
     own = own_function("loss", c.loss)
     if hasattr(own, "before"):
         samples = own.before(trainer=trainer, samples=samples)
@@ -1072,20 +1038,20 @@ def learn(trainer, step, groups, c):
 
 def evaluate(queue, step, rows, c, version, record):
     """Records pass@k and the mean reward on the held-out rows, under the weights that the engines hold."""
-    rows = dict(enumerate(rows))
     sampling = sampling_of(c)._replace(temperature=c.eval_temperature)
-    groups = queue.sample(Job("eval", step, version, rows, c.eval_samples, sampling))
+    groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, sampling))
     if record:
-        scores = rewards.pass_rates(torch.stack([t["rewards"] for t, _ in groups]), c.pass_reward)
+        scores = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in groups]), c.pass_reward)
         record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
 
 
 @torch.no_grad()
 def evaluate_pairs(trainer, step, pairs, record):
     """Records how often, and by how much, held-out pairs (samples) are in the right order. Collective over trainers."""
-    _, figures, _ = trainer.gradients(pairs, PAIRS)
+    _, figures = trainer.gradients(pairs, PAIRS)
     if record:
-        record.evaluation(step, rewards.pair_rates(figures, len(pairs) // 2), len(pairs) // 2)
+        n = len(pairs) // 2
+        record.evaluation(step, rewards.pair_rates(figures, n), n)
 
 
 def supervised_samples(rows, c, demonstrate=None):
@@ -1096,15 +1062,20 @@ def supervised_samples(rows, c, demonstrate=None):
     if demonstrate:
         known = demonstrate(rows)
     else:
-        known = [(row["prompt_tokens"], row[f"{side}_tokens"]) for row in rows for side in rewards.sides(c.mode)]
-        known = [(prompt, tokens, [True] * len(tokens)) for prompt, tokens in known]
-    known = (map(torch.tensor, parts) for parts in known)
-    return [make_sample(prompt, tokens, mask, torch.zeros(len(tokens))) for prompt, tokens, mask in known]
+        known = []
+        for row in rows:
+            for response in (row[f"{side}_tokens"] for side in rewards.sides(c.mode)):
+                known.append((row["prompt_tokens"], response, [True] * len(response)))
+    samples = []
+    for prompt, response, mask in known:
+        zeros = torch.zeros(len(response))
+        samples.append(make_sample(torch.tensor(prompt), torch.tensor(response), torch.tensor(mask), zeros))
+    return samples
 
 
-def due(step, every, last):
-    """Whether what happens every `every` steps (0: never) happens after `step`; after the last step it always does."""
-    return step == last or every > 0 and step % every == 0
+def due(steps, every, last):
+    """Whether what happens every `every` steps (0: never), at the start and at the end happens after this many."""
+    return steps in (0, last) or every > 0 and steps % every == 0
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -1120,9 +1091,8 @@ if __name__ == "__main__":
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
     does = MODES[mode]
     supervised = does.steps == "supervised"
-    only_eval = not does.steps
     publishes = does.trains and does.samples
-    rl_steps = 0 if supervised or only_eval else max_steps
+    rl_steps = max_steps if does.steps == "rl" else 0
     sft_steps = max_steps if supervised else warmup_sft_steps
     sft_schedule = sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
     if supervised:
@@ -1142,9 +1112,8 @@ if __name__ == "__main__":
     if not resumed:  # only now is it known whether torchrun has restarted us because a rank of another node died
         _, resumed, restarted = resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS)
     # Do trainers and engines work side by side, or in turn?
-    sampling = ranks.engines * rollout_tp  # ranks
-    overlaps = lag > 0 < ranks.engines and ranks.trainers + sampling == ranks.world > 1
-    concurrent = ranks.world if overlaps else ranks.trainers if ranks.mesh is not None else sampling
+    overlaps = publishes and lag > 0 and ranks.trainers < world
+    concurrent = world if overlaps else ranks.trainers if ranks.mesh is not None else ranks.engines * rollout_tp
     # More threads than cores wait for each other by spinning; no bit depends on their number.
     torch.set_num_threads(threads or max(1, os.cpu_count() // concurrent))
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
@@ -1169,49 +1138,47 @@ if __name__ == "__main__":
     train_rows, eval_rows = rewards.load_rows(config)
     if does.samples and not episodes:
         rewards.check_answers(reward_function, train_rows + eval_rows, answer_column)
-    encode = partial(rewards.encode_prompts, tokenizer=tokenizer, config=config)
-    train_rows = encode(train_rows, "training")
-    eval_rows = encode(eval_rows, "held-out")
+    train_rows = rewards.encode_prompts(train_rows, "training", tokenizer, config)
+    eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads())
 
     # ---- the state of the loop, and where an interrupted run goes on. All else that a step needs is a function of the
     # config and the step's number: that is why so little has to be saved.
-    start = 0  # steps done: RL steps, or supervised ones with mode='sft', 'rm' or 'dpo'
-    saved = {}  # what the latest checkpoint says of itself
-    flight = Flight()  # the groups that it has in flight
     run_id = sync.run_id(config)
     origin = dict(run=run_id, versions=library_versions(), device=sync.one_device(place))
-    latest = (sync.checkpoints(folder / "ckpt") or [None])[-1] if resumed else None
-    if latest:
-        saved = sync.read_checkpoint(latest, ranks.rank, ranks.world, **origin)
-        # An engine, too, starts from the checkpoint; with LoRA from the base, as adapters are no model.
-        model_path = model_path if lora_rank else latest
-        start = saved["step"]
-        files = (sync.group_path(latest / "flight", i) for i in range(saved["in_flight"]))
-        in_flight = (sync.read_group(file, hf.vocab_size) for file in files)
-        flight = Flight(saved["begun"], tuple(in_flight))
+    latest = max(sync.checkpoints(folder / "ckpt"), default=None) if resumed else None
+    saved = sync.read_checkpoint(latest, ranks.rank, world, **origin) if latest else {}  # what it says of itself
+    start = saved.get("step", 0)  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
+    files = (sync.group_path(latest / "flight", i) for i in range(saved.get("in_flight", 0)))
+    in_flight = (sync.read_group(file, hf.vocab_size) for file in files)
+    flight = Flight(saved.get("begun", 0), tuple(in_flight))
+    if latest and not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
+        model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back
     record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
-    torn = sync.clean_queue(queue_path, start) if record and mode != "replay" else 0
-    if record and resumed:
-        print(f"resuming at step {start}; {torn} torn rollout files deleted", flush=True)
+    if record:
+        torn = 0 if queue_dir else sync.clean_queue(queue_path, start)
+        if resumed:
+            print(f"resuming at step {start}; {torn} torn rollout files deleted", flush=True)
     sync.meet()
 
     # ---- what this rank has: a trainer, an engine, or both. `save` is collective over the trainers and
     # `transport.publish` over all ranks: so the config and the step alone decide when they are called.
-    if record and place == "cuda" and not saved:  # all CPUs have one digest, cards of one capability have one
-        record.ledger.append(phase="device", step=0, device=origin["device"])
     trainer = engine = sampler = transport = None
     if ranks.mesh is not None:
-        optimizer_steps = saved.get("optimizer_steps", 0)
-        versions = saved.get("earlier", ())
-        trainer = Trainer(c, ranks, hf, model_path, place, latest, optimizer_steps, versions)
-        if record and lora_rank and not saved:
+        trainer = Trainer(c, ranks, hf, model_path, place, latest, saved)
+    if record and not saved:
+        if place == "cuda":  # all CPUs have one digest, cards of one capability have one
+            record.ledger.append(phase="device", step=0, device=origin["device"])
+        if lora_rank:
             record.ledger.append(phase="base", step=0, weights=trainer.parts.base)
-        save = partial(trainer.save, folder / "ckpt", tokenizer, stop_tokens, record)
-    saves = bool(trainer and checkpoint_every)
+
+    def save(steps, flight):
+        """Makes the checkpoint after this many steps."""
+        if trainer and checkpoint_every:
+            trainer.save(folder / "ckpt", tokenizer, stop_tokens, record, steps, flight)
 
     # ---- supervised steps: the warm-up before RL, or all that mode='sft', 'rm' or 'dpo' does. Meanwhile ranks without
     # a trainer start their engines.
@@ -1220,20 +1187,18 @@ if __name__ == "__main__":
         answered = train_rows if episodes else encode(train_rows)
         objective = PAIRS._replace(phase=mode) if does.pairs else ANSWERS
         pairs = supervised_samples(encode(eval_rows), c) if does.pairs else []
-        if pairs and not saved:
-            evaluate_pairs(trainer, start, pairs, record)
-        if saves and supervised and not saved:
-            save(start, flight)
-        for i in range(start, sft_steps):
-            chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
-            samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
-            metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
-            if record:
-                record.supervised(objective.phase, i, samples, metrics, hashes)
-            if pairs and due(i + 1, eval_every, sft_steps):
-                evaluate_pairs(trainer, i + 1, pairs, record)
-            if saves and supervised and due(i + 1, checkpoint_every, sft_steps):
-                save(i + 1, flight)
+        for i in range(start, sft_steps + 1):  # i steps are done
+            if i > start or not saved:
+                if pairs and due(i, eval_every, sft_steps):
+                    evaluate_pairs(trainer, i, pairs, record)
+                if supervised and due(i, checkpoint_every, sft_steps):
+                    save(i, flight)
+            if i < sft_steps:
+                chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
+                samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
+                metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
+                if record:
+                    record.supervised(objective.phase, i, samples, metrics, hashes)
     if trainer:
         trainer.keep(start)
 
@@ -1253,17 +1218,15 @@ if __name__ == "__main__":
         """The version of the weights with which the samples of a step are made."""
         return max(0, step - lag) if ranks.trainers else 0
 
-    def publish(version, hashes={}):
-        transport.publish(version, hashes, trainer.published(version) if trainer else ())
-
+    version = version_for(start)
     if publishes:
         sent = trainer.parts.sent if trainer else ()
         transport = sync.WeightSync(weight_sync, ranks, sent, engine, place, compute_dtype, overlaps)
-        publish(version_for(start))
-    evaluates = bool(eval_rows) and (publishes or only_eval)
-    if evaluates and (only_eval or not saved):
-        evaluate(queue, start, eval_rows, c, version_for(start), record)
-    if saves and not supervised and not saved:
+        transport.publish(version, {}, trainer.published(version) if trainer else ())
+    evaluates = eval_rows and (publishes or not does.steps)
+    if evaluates and not (saved and does.steps):
+        evaluate(queue, start, eval_rows, c, version, record)
+    if not supervised and not saved:
         save(start, flight)
 
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
@@ -1273,19 +1236,18 @@ if __name__ == "__main__":
     ahead = lag if engine or (ranks.engines and not overlaps) else 0  # a rank that waits for files reads them when due
     batches = {}  # {step: what was sampled for it}
     alarm = ""
-    truths = rewards.truths_of(reward)
     alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
     bar = tqdm(total=rl_steps, initial=start, disable=not (record and rl_steps), unit="step", mininterval=0.5)
     for s in range(start - lag, rl_steps):
         times = [time.monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
         #    is sampled next may depend on what came (dynamic sampling, partial rollouts).
-        if start <= s + ahead < rl_steps:
-            version = version_for(s + ahead)
-            batches[s + ahead] = sample_step(queue, s + ahead, train_rows, c, version, flight)
-            flight = batches[s + ahead].flight
+        sampled = s + ahead
+        if start <= sampled < rl_steps:
+            batches[sampled] = sample_step(queue, sampled, train_rows, c, version_for(sampled), flight)
+            flight = batches[sampled].flight
         batch = batches.pop(s, None)  # none before `start`
-        if batch and engine and transport:
+        if batch and engine:
             engine.sleep()  # until the next weights come
         times.append(time.monotonic())
         # 2. Learn.
@@ -1297,7 +1259,7 @@ if __name__ == "__main__":
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
         if transport and s >= 0:
-            publish(s + 1, hashes.get("weights", {}))
+            transport.publish(s + 1, hashes.get("weights", {}), trainer.published(s + 1) if trainer else ())
         if not batch:
             continue
         times.append(time.monotonic())
@@ -1310,11 +1272,11 @@ if __name__ == "__main__":
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
         if watch:
-            alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, truths), alarm_group)[0]
+            alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, reward), alarm_group)[0]
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(s + 1, eval_every, rl_steps):
             evaluate(queue, s + 1, eval_rows, c, s + 1, record)
-        if saves and (alarm or due(s + 1, checkpoint_every, rl_steps)):
+        if alarm or due(s + 1, checkpoint_every, rl_steps):
             save(s + 1, batch.flight)
         if alarm:
             break
@@ -1322,7 +1284,7 @@ if __name__ == "__main__":
     if transport:
         transport.finish()
     if record and alarm:
-        print(record.alarm(alarm), file=sys.stderr, flush=True)
+        print(record.alarm(alarm), file=sys.stderr)
     sync.meet()
     if record:  # what came out does not depend on how the libraries take their leave
         print(f"digest {record.ledger.digest}", flush=True)

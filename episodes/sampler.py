@@ -142,12 +142,23 @@ class AgentSampler(Sampler):
         told = hashlib.sha256(json.dumps(of.ids).encode()).hexdigest()
         seed = sampling_seed(self.config["seed"], *of.episode.key, of.path, told)
         params = self.params(job, seed, max_new_tokens=most) | of.params | (dict(stop=stop) if stop else {})
-        output = await self.engine.generate(of.ids, params, of.hear, **of.options)
+        if of.hear:
+            output = await self.engine.ask(self._heard(of, params))
+        else:
+            output = await self.engine.generate(of.ids, params, **of.options)
         drawn, meta = self.engine.drawn(output, job.version), output["meta_info"]
         of.meta = meta if of.options else {}
         for name in used:
             used[name] += meta[name]
         return drawn.tokens, drawn.logprobs
+
+    async def _heard(self, of, params):
+        """The same output, with `of.hear` called after each token but the last with SGLang's meta_info so far."""
+        asked = dict(input_ids=of.ids, sampling_params=params, return_logprob=True, stream=True)
+        async for output in await self.engine.sglang.async_generate(**asked, **of.options):
+            if not output["meta_info"]["finish_reason"]:
+                of.hear(output["meta_info"])
+        return output
 
     def _calls(self, of, text):
         """

@@ -40,7 +40,6 @@ replaced by ours, with equal bits on every CPU; others, such as torch.sigmoid, h
 
 import torch
 
-import kernels
 from rewards import terms_of
 from train_grpo import advantages_of, policy_loss
 
@@ -201,22 +200,21 @@ def sdpo(**inputs):
 
 @torch.no_grad()
 def learn_from_siblings(trainer, samples):
-    c = trainer.c
+    if trainer.sampling.cuts():
+        raise ValueError("a teacher may rule out what the student wrote; use no top_p, top_k and min_p")
     right = {}  # {group: its samples with a positive advantage}
     for i, s in enumerate(samples):
-        right.setdefault(s.of // c.group_size, []).extend([i] * bool((s.advantages > 0).any()))
+        right.setdefault(s.of // trainer.c.group_size, []).extend([i] * bool((s.advantages > 0).any()))
     hinted = {}  # {sample: the same behind a sibling}
     for i, s in enumerate(samples):
-        shown = [samples[j].tokens for j in right[s.of // c.group_size] if samples[j].of != s.of][:1]
+        shown = [samples[j].tokens for j in right[s.of // trainer.c.group_size] if samples[j].of != s.of][:1]
         if shown and len(s.loss_at):
             hinted[i] = s._replace(tokens=torch.cat([*shown, s.tokens]), loss_at=s.loss_at + len(shown[0]))
-    mine = {}
-    where = list(hinted)
-    whole = kernels.Sampling(c.temperature)  # a rule such as top_p might leave out what the student wrote
-    for chosen, leaf, (logprobs, *_) in trainer.passes(list(hinted.values()), whole):
-        mine |= zip([where[k] for k in chosen], logprobs.cpu().split(leaf.counts.tolist()))
-    teacher = {i: logprobs for part in trainer.of_all(mine) for i, logprobs in part.items()}
-    return [s._replace(advantages=teacher.get(i, s.logprobs) - s.logprobs) for i, s in enumerate(samples)]
+    learned = [s._replace(advantages=torch.zeros_like(s.logprobs)) for s in samples]
+    taught = trainer.outputs(list(hinted.values()), trainer.model)
+    for i, (teacher, *_) in zip(hinted, taught):
+        learned[i] = samples[i]._replace(advantages=teacher - samples[i].logprobs)
+    return learned
 
 
 sdpo.before = learn_from_siblings

@@ -42,8 +42,8 @@ MUTANTS = dict(
     delivery_kept=("sync.py", "                    del delivery", "                    pass", HOLDS),
     older_versions_on_the_card=(
         "train_grpo.py",
-        "        if shards[0].data.is_pinned():\n            return shards",
-        "        if shards:\n            return shards",
+        's.data.to("cpu", non_blocking=True)',
+        "s.data",
         HOLDS,
     ),
     older_weights_sent=(

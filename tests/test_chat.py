@@ -686,7 +686,7 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
     made = dict(counts=counts | dict(cached_tokens=0, prompt_tokens=1))
     assert Agent.metrics(None, [(t, made), (t, made)])["turn_reward_mean"] == (0.25 + 1 + 1.5 + 1.5) / 4
     meta = dict(prompt=3, step=0)
-    samples = train.samples_of([sync.Group(t, meta)] * 2)
+    samples = train.samples_of([sync.Group(t, meta)] * 2, 0)
     assert [s.of for s in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert [s.name for s in samples[:4]] == ["prompt 3, sample 0"] * 3 + ["prompt 3, sample 1"]
     rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
@@ -700,8 +700,8 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
 def test_the_advantage_of_a_turn_is_its_discounted_return_among_turns_of_its_number():
     def sample(of, rewards):
         turn = torch.tensor([k for k in range(len(rewards)) for _ in range(2)] + [-1])
-        zeros, turns = torch.zeros(len(turn)), (turn, torch.tensor(rewards))
-        return train.make_sample(torch.zeros(1), zeros, turn >= 0, zeros, of=of, turns=turns)
+        zeros, known = torch.zeros(len(turn)), dict(of=of, turn_rewards=torch.tensor(rewards))
+        return train.make_sample(torch.zeros(1), zeros, turn >= 0, zeros, turn, **known)
 
     samples = [sample(0, [0.0, 1.0]), sample(1, [1.0, 0.0, 4.0]), sample(2, [3.0]), sample(3, [3.0])]
     done = train.turn_advantages(samples, "dr_grpo", 2, 0.5)

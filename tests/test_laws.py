@@ -123,7 +123,7 @@ def test_L2_the_logprobs_in_the_files_are_those_of_the_checkpoint_also_outside_o
     """
     from transformers import AutoModelForCausalLM
 
-    samples = train.samples_of(read_groups(two_ranks[0], "rl_000016"))
+    samples = train.samples_of(read_groups(two_ranks[0], "rl_000016"), 16)
     sampled = torch.cat([s.logprobs for s in samples])
     assert len(samples) == 64 and len(sampled) > 150
     assert all(len(s.loss_at) == len(s.tokens) - s.prompt_tokens for s in samples)
@@ -189,7 +189,7 @@ def test_L3_one_two_and_four_trainers_one_ledger(two_ranks, resumed, replayed, a
     assert "resuming at step 16" in resumed[1]
     small, leaves = runpy.run_path(str(ROOT / "config" / "small.py")), set()
     for step in range(24):
-        lengths = [len(s.tokens) for s in train.samples_of(read_groups(two_ranks[0], f"rl_{step:06d}"))]
+        lengths = [len(s.tokens) for s in train.samples_of(read_groups(two_ranks[0], f"rl_{step:06d}"), step)]
         leaves.add(len(train.plan_leaves(lengths, small["leaf_tokens"], small["lanes"])))
     assert leaves == {4, 8}  # one row of leaves in some steps, two in others
 

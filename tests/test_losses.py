@@ -259,7 +259,7 @@ def test_dpo_is_that_of_a_loop_over_plain_transformers(mesh, scratch, our_operat
     trainer, samples = make_trainer(mesh, scratch, mode="dpo", kl_coef=0.3, init_from=str(scratch)), make_pairs(9)
     assert trainer.gradients(samples, train.PAIRS)[1]["loss"] == pytest.approx(math.log(2))
     trainer.update(samples, 0, 1e-2, train.PAIRS)
-    grads, metrics, _ = trainer.gradients(samples, train.PAIRS)
+    grads, metrics = trainer.gradients(samples, train.PAIRS)
     plain, reference = (AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64) for _ in range(2))
     for shard in trainer.shards:
         plain.get_parameter(shard.name).data.copy_(shard.data)
@@ -311,7 +311,7 @@ def twice(rewards, **_):
 """
 MISTAKES = [
     ("loss", "none.py:f", "no file none.py in"),
-    ("loss", "mine.py:scaler", "mine.py has no function 'scaler'; did you mean 'scalar'?"),
+    ("loss", "mine.py:scaler", "mine.py has no function 'scaler'; did you mean scalar?"),
     ("loss", "mine.py:scalar", "stack expects each tensor to be equal size, but got [3] at entry 0 and [] at entry 1"),
     ("loss", "mine.py:alone", "stack expects each tensor to be equal size"),
     ("loss", "mine.py:raises", "NameError: name 'undefined' is not defined (mine.py:11)"),

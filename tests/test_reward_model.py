@@ -111,7 +111,7 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
         train.kernels.enable_batch_invariant()
     try:
         trainer, samples = read_head(make_trainer(mesh, scratch, batch_invariant=batch_invariant), judge), make_pairs(9)
-        grads, metrics, _ = trainer.gradients(samples, train.PAIRS)
+        grads, metrics = trainer.gradients(samples, train.PAIRS)
         with torch.no_grad():
             assert trainer.gradients(samples, train.PAIRS)[1] == metrics
     finally:
@@ -144,8 +144,8 @@ def test_training_begins_undecided_and_the_head_moves_first(mesh, scratch, our_o
 def test_a_pair_is_in_one_leaf_chosen_first_and_a_leaf_holds_no_more_than_it_may(mesh, scratch, our_operators):
     samples, trainer = make_pairs(40), make_trainer(mesh, scratch, leaf_tokens=70)
     with torch.no_grad():
-        leaves = [(chosen, len(leaf.ids)) for chosen, leaf, _ in trainer.passes(samples, 1.0, train.PAIRS.unit)]
-        apart = [chosen for chosen, _, _ in trainer.passes(samples, 1.0, train.ANSWERS.unit)]
+        leaves = [(chosen, len(leaf.ids)) for chosen, leaf, _ in trainer.passes(samples, trainer.model, train.PAIRS)]
+        apart = [chosen for chosen, _, _ in trainer.passes(samples, trainer.model, train.ANSWERS)]
     assert sorted(i for chosen, _ in leaves for i in chosen) == list(range(80)) and len(leaves) > 8
     for chosen, tokens in leaves:
         assert all(b == a + 1 and a % 2 == 0 for a, b in zip(chosen[::2], chosen[1::2], strict=True))

@@ -304,8 +304,8 @@ KNOWN = f"Built in: {', '.join(rewards.BUILT_IN | rewards.ELSEWHERE)}; or"
 @pytest.mark.parametrize(
     "spec, complaint",
     [
-        ("numerc", f"no such reward as 'numerc'; did you mean 'numeric'? {KNOWN} 'my_fi"),
-        ("exact+fromat", "no such reward as 'fromat'; did you mean 'format'?"),
+        ("numerc", f"no such reward as 'numerc'; did you mean numeric? {KNOWN} 'my_fi"),
+        ("exact+fromat", "no such reward as 'fromat'; did you mean format?"),
         ("zzz", "no such reward as 'zzz'. Built in: exact"),
         ("", "no such reward as ''. Built in"),
         ("numeric+", "no such reward as ''. Built in"),
@@ -327,9 +327,9 @@ def test_a_wrong_spec_is_refused_in_one_line(spec, complaint):
 
 def test_a_function_that_is_missing_or_none_is_refused(write):
     file = write("LIMIT = 3\ndef brevity(p, r, g): return 1\n")
-    assert refuse(f"{file}:brevty") == f"{file} has no function 'brevty'; did you mean 'brevity'?"
-    assert refuse(f"{file}:LIMIT") == f"{file} has no function 'LIMIT'."
-    assert refuse(f"{file}:") == f"{file} has no function ''."
+    assert refuse(f"{file}:brevty") == f"{file} has no function 'brevty'; did you mean brevity?"
+    assert refuse(f"{file}:LIMIT") == f"{file} has no function 'LIMIT'"
+    assert refuse(f"{file}:") == f"{file} has no function ''"
 
 
 def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write):

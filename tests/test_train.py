@@ -192,7 +192,6 @@ def test_value_loss_overlong_penalty_and_importance_weights_are_those_of_loops()
     lengths = torch.arange(1, 101).view(4, 25)
     penalty = [0.0 if n + 20 <= 90 else max((90 - 20 - n) / 20, -1.0) for n in range(1, 101)]
     assert train.overlong_penalty(lengths, 90, 20).flatten().tolist() == pytest.approx(penalty)
-    assert not train.overlong_penalty(lengths, 90, 0).any()
     ratios = [math.exp(a - b) for a, b in zip(new, old)]
     expected = dict(
         truncate=[min(max(w, 0.6), 1.5) for w in ratios],
@@ -249,7 +248,8 @@ def random_samples(n, seed=0):
     rng, out = random.Random(seed), []
     for i in range(n):
         R = rng.randrange(3, 9)
-        s = train.make_sample(torch.zeros(2).long(), torch.arange(R), torch.arange(R) % 3 != 1, torch.zeros(R), f"{i}")
+        response = torch.arange(R)
+        s = train.make_sample(torch.zeros(2).long(), response, response % 3 != 1, torch.zeros(R), name=f"{i}")
         M = len(s.loss_at)
         fields = {k: torch.tensor([rng.gauss(0, 0.4) for _ in range(M)], dtype=torch.float64) for k in FIELDS}
         out.append(s._replace(**fields))
@@ -317,7 +317,7 @@ def make_group(prompt, rewards, lengths=(2, 3), truncated=(False, True)):
 @pytest.mark.parametrize("overlong_filter", [False, True])
 def test_only_samples_that_were_cut_off_are_filtered(overlong_filter):
     groups = [make_group(3, [0.0, 1.0]), make_group(4, [0.0, 1.0])]
-    samples = train.samples_of(groups, overlong_filter=overlong_filter)
+    samples = train.samples_of(groups, 5, overlong_filter)
     assert [s.name for s in samples] == [f"prompt {p}, sample {g}" for p in (3, 4) for g in (0, 1)]
     assert [s.tokens.tolist() for s in samples[:2]] == [[3, 30, 31], [3, 32, 33, 34]]
     assert [s.truncated for s in samples] == [False, True] * 2 and [s.prompt_tokens for s in samples] == [1] * 4

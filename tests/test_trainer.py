@@ -47,7 +47,8 @@ def make_samples(n, seed=0):
         tokens = torch.tensor([rng.randrange(98) for _ in range(prompt + response)])
         mask, old = torch.ones(response, dtype=torch.bool), torch.tensor([rng.gauss(-4, 1) for _ in range(response)])
         mask[: response // 3] = False
-        s = train.make_sample(tokens[:prompt], tokens[prompt:], mask, old, f"prompt {i}, sample 0", i % 3 == 0)
+        known = dict(name=f"prompt {i}, sample 0", truncated=i % 3 == 0, of=i)
+        s = train.make_sample(tokens[:prompt], tokens[prompt:], mask, old, **known)
         out.append(s._replace(advantages=torch.full(s.logprobs.shape, rng.gauss(0, 1))))
     return out
 
@@ -169,7 +170,7 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(mesh, scratch, b
         samples = make_samples(9)
         ours = [s.old_logprobs for s in trainer.forward_only(samples)]
         trainer.c.importance = ""
-        grads, metrics, _ = trainer.gradients(samples)
+        grads, metrics = trainer.gradients(samples)
     finally:
         train.kernels.disable_batch_invariant()
     plain = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64)
@@ -205,8 +206,8 @@ def test_a_sample_does_not_see_what_it_is_packed_with_nor_the_gradient_the_cut_i
 
     def run(**change):
         trainer.c = types.SimpleNamespace(**DEFAULTS | change)
-        grads, metrics, mismatches = trainer.gradients(samples, check=True)
-        assert mismatches == []
+        grads, metrics = trainer.gradients(samples, check=True)
+        assert trainer.mismatches == []
         return [g.clone() for g in grads], metrics
 
     for kind in ("token", "sequence", "constant"):
@@ -292,14 +293,14 @@ def test_tokens_of_older_weights_are_checked_against_these_and_named_where_they_
 def test_a_loss_or_a_norm_that_is_not_finite_changes_no_weight(ranks, scratch, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     trainer = make_trainer(ranks, scratch)
-    before = [s.data.clone() for s in trainer.shards]
+    before, refused = [s.data.clone() for s in trainer.shards], "error: rl step 3: the loss is "
     samples = [s._replace(advantages=s.advantages * math.inf) for s in make_samples(4)]
     with pytest.raises(SystemExit):
         trainer.update(samples, step=3, lr=0.1)
-    assert capsys.readouterr().err == "error: rl step 3: the loss is inf; the weights are as they were\n"
+    assert capsys.readouterr().err == f"{refused}inf, the gradient norm nan; the weights are as they were\n"
     with pytest.raises(SystemExit):
         trainer.apply([torch.full_like(w, math.inf) for w in before], 0.1, "rl step 3")
-    assert capsys.readouterr().err == "error: rl step 3: the gradient norm is inf; the weights are as they were\n"
+    assert capsys.readouterr().err == f"{refused}0.0, the gradient norm inf; the weights are as they were\n"
     assert all(torch.equal(s.data, w) for s, w in zip(trainer.shards, before))
 
 
@@ -339,7 +340,7 @@ def test_the_reference_is_another_model_at_the_same_temperature(ranks, scratch, 
 def test_a_supervised_step_has_no_temperature_and_every_token_counts_alike(ranks, scratch):
     trainer = make_trainer(ranks, scratch, importance="mask", temperature=1.0)
     samples = trainer.forward_only(make_samples(8))
-    plain, metrics, _ = trainer.gradients(samples, train.ANSWERS)
+    plain, metrics = trainer.gradients(samples, train.ANSWERS)
     logprobs = torch.cat([s.old_logprobs for s in samples]).double()
     assert metrics["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-6)
     trainer.sampling = train.kernels.Sampling(0.7)

@@ -46,8 +46,9 @@ def steps_of(n, **metrics):
     ],
 )
 def test_each_signal_speaks_where_it_should_and_nowhere_else(metric, hacked, harmless):
-    assert hacking(steps_of(100), ["numeric"]) == "" == hacking(steps_of(100, **{metric: harmless}), ["numeric"])
-    signals = [hacking(steps_of(n, **{metric: hacked}), ["numeric"]) for n in range(100)]
+    reward = "format + 0*numeric"
+    assert hacking(steps_of(100), reward) == "" == hacking(steps_of(100, **{metric: harmless}), reward)
+    signals = [hacking(steps_of(n, **{metric: hacked}), reward) for n in range(100)]
     spoke = [n for n, signal in enumerate(signals) if signal]
     assert 50 < spoke[0] <= 60 and signals[spoke[0]].startswith("reward_mean - " * ("reward_" in metric) + metric)
 

@@ -30,7 +30,7 @@ def signal(folder):
     """What the watch says of a run as far as it is recorded, in words; '' if nothing."""
     if not (folder / "metrics.jsonl").exists():
         return ""
-    return rewards.hacking(lines(folder, phase="rl"), rewards.truths_of(saved_config(folder)["reward"]))
+    return rewards.hacking(lines(folder, phase="rl"), saved_config(folder)["reward"])
 
 
 def run(folder, args, nproc):
