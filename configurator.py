@@ -93,13 +93,12 @@ def fail(message, status=2):
 
 
 def require(condition, message):
-    """Ends the run with one line unless `condition`. Only for checks that come out the same on every rank."""
+    """Ends the run with one line unless `condition`, which is best the same on every rank."""
     if not condition:
         if os.environ.get("RANK", "0") != "0":
             # torchrun kills all ranks as soon as one has exited. Rank 0 prints the line, and may come here seconds
-            # later (it is still importing torch): so the others wait, and are usually killed while they do.
+            # later (it is still importing torch): so the others wait, and are killed meanwhile, unless rank 0 is well.
             time.sleep(5)
-            sys.exit(2)
         fail(message)
 
 
@@ -281,14 +280,16 @@ class Mode(NamedTuple):
     trains: bool = True
     samples: bool = True  # with engines; a mode that trains and samples sends them its weights
     steps: str = "rl"  # or 'supervised', or '' for none
-    pairs: bool = False  # learns which of two texts is preferred
+    pairs: bool = False  # learns which of two texts is preferred ..
+    scores: bool = False  # .. as a reward model, not as a policy
 
 
 MODES = {
     "grpo": Mode(),
     "replay": Mode(samples=False),
     "sft": Mode(samples=False, steps="supervised"),
-    "rm": Mode(samples=False, steps="supervised", pairs=True),
+    "rm": Mode(samples=False, steps="supervised", pairs=True, scores=True),
+    "dpo": Mode(samples=False, steps="supervised", pairs=True),
     "rollout": Mode(trains=False),
     "eval": Mode(trains=False, steps=""),
 }
@@ -305,18 +306,19 @@ CHOICES = {
     "importance": ("", "full", "truncate", "mask"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
+OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
     judge_tries sandbox_seconds sandbox_memory lora_alpha""".split()
 NOT_NEGATIVE = "lag segment_tokens lora_rank eval_temperature top_k min_p".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
-# {keys: what another key must be (without a value: not 0) for these to have an effect}
+# {keys: what another key must be, or one of two (without a value: not 0) for these to have an effect}
 ONLY_WITH = {
     "gae_lambda value_coef value_clip": "advantage=gae",
     "queue_dir": "mode=replay",
     "tp_split": "batch_invariant=True",
-    "chosen_column rejected_column": "mode=rm",
+    "chosen_column rejected_column": "mode=rm or dpo",
     "groups_in_flight": "segment_tokens",
     "kl_in_reward": "kl_coef",
     "lora lora_alpha lora_targets": "lora_rank",
@@ -366,7 +368,7 @@ def resolve(namespace, defaults):
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
     before = saved.get("mode", config["mode"])
     why = f"the run has {before!r}, and a reward model is no policy; start another run"
-    require(MODES[config["mode"]].pairs == MODES[before].pairs, f"mode={config['mode']!r}: {why}")
+    require(MODES[config["mode"]].scores == MODES[before].scores, f"mode={config['mode']!r}: {why}")
     check_versions()
     return config, saved, restarted
 
@@ -397,7 +399,8 @@ def key_rules(c, world, defaults):
     values = vars(c)
     for key, known in CHOICES.items():
         gone = REMOVED.get(f"{key}={values[key]}")
-        yield key, values[key] in known, gone or f"use {', '.join(filter(None, known))}"
+        fits = values[key] in known or key in OWN and ".py:" in values[key]
+        yield key, fits, gone or f"use {', '.join(filter(None, known))}" + ", or 'mine.py:f'" * (key in OWN)
     for key in POSITIVE:
         yield key, values[key] > 0, "must be more than 0"
     for key in NOT_NEGATIVE:
@@ -406,7 +409,7 @@ def key_rules(c, world, defaults):
         yield key, values[key].bit_count() == 1, "not a power of two; use 1, 2, 4, .."
     for keys, condition in ONLY_WITH.items():
         other, _, value = condition.partition("=")
-        holds = str(values[other]) == value if value else values[other]
+        holds = str(values[other]) in value if value else values[other]
         for key in keys.split():
             why = f"is for --{condition}, and {other} is {values[other]!r}"
             yield key, holds or values[key] == defaults[key], why
@@ -436,6 +439,7 @@ def algorithm_rules(c, world, defaults):
     """Keys of one algorithm that make no sense together."""
     grouped = c.advantage not in ("reinforce++", "gae", "distill")
     distills = c.advantage == "distill"
+    yield "kl_coef", c.kl_coef > 0 or MODES[c.mode][3:] != (True, False), "is DPO's beta; use more than 0, such as 0.1"
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
     yield "group_size", c.group_size > 1 or not grouped, why
     why = f"advantage={c.advantage!r} learns from groups of equal rewards, too; use 0"
@@ -478,7 +482,7 @@ def feature_rules(c, world, defaults):
     yield "dynamic_sampling", not (c.dynamic_sampling and c.segment_tokens), why
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
     yield "lora_rank", not c.lora_rank or mode.trains, f"mode={c.mode!r}: {why}"
-    yield "lora_rank", not (c.lora_rank and mode.pairs), "a reward model's score has no adapters; use 0"
+    yield "lora_rank", not (c.lora_rank and mode.scores), "a reward model's score has no adapters; use 0"
     renders = c.agent or c.chat_template or not c.chat_template_args
     yield "chat_template_args", renders, "is for an agent, or for --chat_template"
     for key, used in dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=mode.pairs).items():

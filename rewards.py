@@ -21,7 +21,7 @@ import sys
 import threading
 from contextlib import nullcontext
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -376,6 +376,35 @@ def find_function(name, built_in, what):
     return functions[attribute]
 
 
+@lru_cache
+def own_function(key, name):
+    """
+    The user's function that a key names as 'mine.py:f', to be called with named arguments; None for a built-in name.
+    Ends the run with one line if there is no such function, if it or its attribute `before` raises, or if it returns
+    other shapes than that of the log-probs (a loss, and what it clips) or of the rewards (an advantage).
+    """
+    if ".py:" not in name:
+        return None
+    try:
+        function = find_function(name, {}, key)
+    except ValueError as error:
+        require(False, f"{key}={name!r}: {error}")
+
+    def guarded(call=function, **inputs):
+        try:
+            returned = call(**inputs)
+            if call is function:
+                # raises unless all have one shape
+                torch.stack([inputs["logprobs"], *returned] if key == "loss" else [inputs["rewards"], returned])
+        except Exception as error:
+            require(False, f"{key}={name!r}: {describe(error)}")
+        return returned
+
+    if hasattr(function, "before"):
+        guarded.before = partial(guarded, function.before)
+    return guarded
+
+
 def describe(error):
     """One line for an exception, with the deepest line in the user's own file, not the one in a library it called."""
     text = printable(" ".join(f"{type(error).__name__}: {error}".split())[:200])
@@ -427,7 +456,7 @@ def arithmetic(size_max=100, size_min=0):
 
 
 def sides(mode):
-    """The names of a row's responses: ("chosen", "rejected") with mode='rm', else ("answer",)."""
+    """The names of a row's responses: ("chosen", "rejected") where a mode learns from pairs, else ("answer",)."""
     return ("chosen", "rejected") if MODES[mode].pairs else ("answer",)
 
 
@@ -502,7 +531,7 @@ def load_split(name, configuration, split):
 
 
 def load_rows(config):
-    """(training rows, held-out rows), dicts with prompt and answer (str), or with mode='rm' chosen and rejected."""
+    """(training rows, held-out rows), dicts with prompt and answer (str), or of pairs chosen and rejected."""
     name = config["dataset"]
     size = config["eval_size"]
     texts = sides(config["mode"])
@@ -588,7 +617,7 @@ def encode_answers(rows, tokenizer, stop_tokens, config):
     for row in rows:
         same = len(texts) == 2 and row["chosen_tokens"] == row["rejected_tokens"]
         where = f"a pair of prompt {row['prompt']!r:.60} has equal sides"
-        require(not same, f"mode='rm': {where}, {row[texts[-1]]!r:.60}; drop such pairs")
+        require(not same, f"mode={config['mode']!r}: {where}, {row[texts[-1]]!r:.60}; drop such pairs")
     for side in texts:
         rows = _short_enough(rows, f"{side}_tokens", "max_new_tokens", f"{side} texts", config)
     return rows

@@ -852,7 +852,7 @@ class Record:
             f.write(json.dumps(line) + "\n")
 
     def supervised(self, phase, step, samples, metrics, hashes):
-        """A step on known answers ('sft') or pairs ('rm')."""
+        """A step on known answers ('sft') or pairs ('rm', 'dpo')."""
         self.metrics(phase=phase, step=step, **metrics)
         self.ledger.append(phase=phase, step=step, tokens=content_hash(*(s.tokens for s in samples)), **hashes)
         if (step + 1) % 50 == 0:

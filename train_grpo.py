@@ -30,21 +30,32 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import MODES, block, end_with_parent, lean_imports, library_versions, require, resolve, roles, seed_of
+from configurator import (
+    MODES,
+    OWN,
+    block,
+    end_with_parent,
+    lean_imports,
+    library_versions,
+    require,
+    resolve,
+    roles,
+    seed_of,
+)
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
 out_dir = "out/run"  # everything the run writes
 # grpo: sample and train. Modes without an engine: replay trains again on the rollouts in queue_dir, sft trains on the
-# data's answers, rm trains a reward model on the data's pairs. Modes without a trainer: rollout generates and scores,
-# eval samples and scores the held-out prompts only
+# data's answers, rm a reward model on the data's pairs, dpo the model itself on such pairs (kl_coef is DPO's beta).
+# Modes without a trainer: rollout generates and scores, eval samples and scores the held-out prompts only
 mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
 # other seeds for some of them, such as 'data=2, noise=7, init=1, eval=3': the order of the data, the noise of samples,
 # the first weights of a scratch model or of adapters, the noise of held-out samples
 seeds = ""
-max_steps = 100  # RL steps; with mode='sft' or 'rm' supervised steps
+max_steps = 100  # RL steps; with mode='sft', 'rm' or 'dpo' supervised steps
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly. Changes no bit
 # who does what
@@ -60,8 +71,8 @@ split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
 sft_column = ""  # column of the responses that supervised steps train on; '': answer_column
-chosen_column = "chosen"  # with mode='rm': column of the preferred responses
-rejected_column = "rejected"  # with mode='rm': column of the other responses
+chosen_column = "chosen"  # with mode='rm' or 'dpo': column of the preferred responses
+rejected_column = "rejected"  # with mode='rm' or 'dpo': column of the other responses
 prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
 chat_template = False  # put the prompt through the tokenizer's chat template as a user's message
 max_prompt_tokens = 256  # longer prompts are dropped
@@ -121,12 +132,14 @@ beta1 = 0.9
 beta2 = 0.95
 weight_decay = 0.0  # of matrices only
 grad_clip = 1.0  # l2 norm; 0: off
-advantage = "grpo"  # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic), distill (a reference)
+# grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic), distill (a reference) or 'mine.py:f'
+advantage = "grpo"
 gamma = 1.0  # discount per token with advantage='gae', per turn with credit='turn'
 gae_lambda = 0.95
 value_coef = 0.5  # only with advantage='gae': weight of the critic's loss; its head is on the policy's trunk
 value_clip = 0.2  # only with advantage='gae': bound of a value's change in one batch; 0: none
-loss = "ppo"  # ppo, gspo (a ratio per sequence), cispo or pg (no ratio)
+# ppo, gspo (a ratio per sequence), cispo, pg (no ratio) or 'mine.py:f'; experiments/losses.py has more, and shows how
+loss = "ppo"
 # 'token': sum / loss tokens; 'sequence': mean of sample means; 'constant': sum / (samples * max_new_tokens)
 loss_aggregation = "token"
 updates_per_batch = 1  # optimizer steps on each batch of rollouts
@@ -151,7 +164,7 @@ lora = ""  # a folder of adapters to begin with, one of our checkpoints or PEFT'
 # supervised warm-up on the reference answers, before RL
 warmup_sft_steps = 0
 sft_learning_rate = 1e-3  # constant, after 20 steps of warm-up
-sft_batch = 64  # samples per step; with mode='rm' pairs
+sft_batch = 64  # samples per step; with mode='rm' or 'dpo' pairs
 # determinism
 strict = True  # stop at the first log-prob that differs between engine and trainer
 batch_invariant = True  # False: the libraries' own kernels, for comparison
@@ -194,6 +207,7 @@ with lean_imports():
     import sync
     from models import adapters, folders
     from models.dense import build_model, check_card, check_model
+    from rewards import own_function
     from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
@@ -269,7 +283,7 @@ def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
     return torch.where((w >= floor) & (w <= cap), w, 0.0) if kind == "mask" else w
 
 
-def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0):
+def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0, **_):
     """
     Per-token loss, and a mask of tokens where the clipped branch is active (of cispo: where the ratio was clipped),
     (M,) each; `counts` is a list of the loss tokens of each sample, M in all.
@@ -283,6 +297,9 @@ def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip
     cispo   -clip(r) A logprob, no gradient through the clip: MiniMax-M1 (arXiv:2506.13585)
 
     old_logprob is the trainer's before the first update with `importance`, else the engine's.
+
+    A loss in a file returns the same, of what it gets by name: these arguments, rollout_logprobs (the engine's),
+    entropy (M,), what else a Leaf has (reference, mark, ..), and every key of the config.
     """
     if kind == "pg":
         return -advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
@@ -363,6 +380,7 @@ class Sample(NamedTuple):
     reference: torch.Tensor  # (M,) log-probs of the reference
     values: torch.Tensor  # (M,) of the critic before the first update
     returns: torch.Tensor  # (M,) what the critic learns
+    mark: torch.Tensor  # (M,) what the `before` of a loss in a file has noted for it
     bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
     name: str = ""  # 'prompt 3, sample 5', for errors
     truncated: bool = False  # cut off at max_new_tokens
@@ -371,7 +389,7 @@ class Sample(NamedTuple):
     kept: torch.Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
 
 
-COLUMNS = "staleness logprobs old_logprobs advantages reference values returns".split()  # of a Sample and of a Leaf
+COLUMNS = "staleness logprobs old_logprobs advantages reference values returns mark".split()  # of Sample and Leaf
 
 
 class Leaf(NamedTuple):
@@ -388,6 +406,7 @@ class Leaf(NamedTuple):
     reference: torch.Tensor
     values: torch.Tensor
     returns: torch.Tensor
+    mark: torch.Tensor
     kept: torch.Tensor  # (2, K)
 
 
@@ -412,6 +431,7 @@ def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **ot
         reference=unknown,
         values=unknown,
         returns=unknown,
+        mark=unknown,
         **others,
     )
 
@@ -563,8 +583,11 @@ def critic_advantages(samples, gains, gamma, lam):
     return [s._replace(advantages=(a - mean) / (std + 1e-6), returns=a + s.values) for s, a in each]
 
 
-def with_advantages(samples, rewards, c):
-    """The samples with their advantages, from rewards (P, G), and with returns if there is a critic. c: the config."""
+def with_advantages(samples, rewards, c, groups=()):
+    """
+    The samples with their advantages, from rewards (P, G), and with returns if there is a critic. c: the config.
+    groups: the step's rollout Groups, for an advantage in a file.
+    """
     if c.advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
     costs = [torch.zeros(len(s.loss_at)) for s in samples]
@@ -579,8 +602,11 @@ def with_advantages(samples, rewards, c):
     total = torch.zeros(rewards.numel())
     for s, cost in zip(samples, costs):
         total[s.of] += cost.sum()
-    advantages = advantages_of(rewards - total.view(rewards.shape), c.advantage).flatten().tolist()
-    return [s._replace(advantages=torch.full(s.logprobs.shape, advantages[s.of])) for s in samples]
+    rewards = rewards - total.view(rewards.shape)
+    own = own_function("advantage", c.advantage)
+    advantages = own(**vars(c) | dict(rewards=rewards, groups=groups)) if own else advantages_of(rewards, c.advantage)
+    each = advantages.flatten().tolist()
+    return [s._replace(advantages=torch.full(s.logprobs.shape, each[s.of])) for s in samples]
 
 
 # ---- a leaf's loss, and the check -----------------------------------------------------------------------------------
@@ -596,9 +622,10 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     logprobs, entropy, _, values, _ = output
     counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
-    bounds = (c.clip_low, c.clip_high, c.dual_clip)
     old = leaf.old_logprobs
-    losses, figures["clip_fraction"] = policy_loss(c.loss, logprobs, old, leaf.advantages, counts, *bounds)
+    ours = dict(logprobs=logprobs, rollout_logprobs=leaf.logprobs, entropy=entropy, counts=counts)
+    own = own_function("loss", c.loss)
+    losses, figures["clip_fraction"] = (own or partial(policy_loss, c.loss))(**vars(c) | leaf._asdict() | ours)
     if c.importance:
         w = importance_weights(old, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
         losses = losses * w
@@ -626,8 +653,15 @@ def answer_loss(output, leaf, c, samples, tokens):
 
 
 def pair_loss(output, leaf, c, samples, tokens):
-    """The loss of a reward model. Here `tokens` is the number of the step's pairs."""
-    losses, margin = preference_loss(output[-1])
+    """
+    The loss of a reward model, or of a policy whose scores are kl_coef * log(pi / reference) of each response: DPO,
+    Rafailov et al. 2023 (arXiv:2305.18290), equation 7. Here `tokens` is the number of the step's pairs.
+    """
+    scores = output[-1]
+    if output[0] is not None:
+        gains = (output[0] - leaf.reference).split(leaf.counts.tolist())
+        scores = c.kl_coef * torch.stack([part.sum() for part in gains])
+    losses, margin = preference_loss(scores)
     return losses.sum() / tokens, dict(accuracy=margin > 0, margin=margin)
 
 
@@ -825,7 +859,7 @@ class Trainer:
         shards that the policy has during these passes; () for its own.
         """
         unit = objective.unit
-        sampling = self.sampling if objective is POLICY else kernels.Sampling()
+        sampling = kernels.Sampling() if objective is ANSWERS else self.sampling
         lengths = [sum(len(s.tokens) for s in samples[i : i + unit]) for i in range(0, len(samples), unit)]
         planned = plan_leaves(lengths, self.c.leaf_tokens, self.c.lanes)
         with self.holding(weights):
@@ -906,7 +940,11 @@ class Trainer:
         gradients. check: compare log-probs with the engine's at tokens that were sampled with these very weights.
         """
         # The denominators are the whole step's, so that leaves of any size add up to one mean.
-        tokens = len(samples) // 2 if objective is PAIRS else max(1, loss_tokens(samples))
+        tokens = max(1, loss_tokens(samples))
+        if objective.unit == 2:
+            tokens = len(samples) // 2
+            if not MODES[self.c.mode].scores:  # DPO needs the reference's log-probs
+                samples = self.forward_only(samples)
         total = sync.LeafSum(self.c.lanes // self.mesh.size())
         rows = []
         for chosen, leaf, output in self.passes(samples, self.model, objective):
@@ -999,7 +1037,10 @@ def learn(trainer, step, groups, c):
     if c.overlong_cache:
         lengths = torch.stack([group.response_lengths() for group in groups])
         scores += overlong_penalty(lengths, c.max_new_tokens, c.overlong_cache)
-    samples = with_advantages(samples, scores, c)
+    samples = with_advantages(samples, scores, c, groups)
+    own = own_function("loss", c.loss)
+    if hasattr(own, "before"):
+        samples = own.before(trainer=trainer, samples=samples)
     rate = learning_rate_at(step, c.learning_rate, c.warmup_steps, c.lr_decay_steps, c.min_lr)
     for i in range(c.updates_per_batch):
         figures, hashes = trainer.update(samples, step, rate, check=i == 0)
@@ -1069,6 +1110,8 @@ if __name__ == "__main__":
     sft_schedule = sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
     if supervised:
         sft_schedule = learning_rate, warmup_steps, lr_decay_steps, min_lr
+    for key in OWN:
+        own_function(key, config[key])
     if does.samples:  # else what a reward needs, a judge or a sandbox, may be missing
         reward_function = rewards.load_reward(reward, config)
 
@@ -1152,12 +1195,12 @@ if __name__ == "__main__":
         if trainer and checkpoint_every:
             trainer.save(folder / "ckpt", tokenizer, stop_tokens, record, steps, flight)
 
-    # ---- supervised steps: the warm-up before RL, or all that mode='sft' or 'rm' does. Meanwhile ranks without a
-    # trainer start their engines.
+    # ---- supervised steps: the warm-up before RL, or all that mode='sft', 'rm' or 'dpo' does. Meanwhile ranks without
+    # a trainer start their engines.
     if trainer and (supervised or sft_steps and not saved):
         encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
         answered = train_rows if episodes else encode(train_rows)
-        objective = PAIRS if does.pairs else ANSWERS
+        objective = PAIRS._replace(phase=mode) if does.pairs else ANSWERS
         pairs = supervised_samples(encode(eval_rows), c) if does.pairs else []
         for i in range(start, sft_steps + 1):  # i steps are done
             if i > start or not saved:

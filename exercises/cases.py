@@ -197,7 +197,7 @@ def as_wrapped(change):
 
 
 def ppo_only(answer):
-    def loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0):
+    def loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0, **_):
         return answer(logprobs, old_logprobs, advantages, clip_low, clip_high)
 
     return loss

@@ -58,7 +58,7 @@ def check_model(folder, config, key="init_from"):
         require(
             n % config[by] == 0, f"{by}={config[by]}: does not divide {what}, {n}, of {name}; use another power of two"
         )
-    if key == "init_from" and MODES[config["mode"]].pairs:
+    if key == "init_from" and MODES[config["mode"]].scores:
         hf.architectures = [hf.model_type.capitalize() + SCORES]
         hf.num_labels = 1
         if hf.pad_token_id == hf.eos_token_id:  # Hugging Face's class would read the score before the EOS

@@ -5,23 +5,17 @@ An engine takes 10 to 30 s to start, so the runs are few and many tests share ea
 that are shared and those under torchrun are launched as a user launches them; `launch_warm` saves the others' imports.
 """
 
-import atexit
 import fcntl
-import json
 import os
 import random
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,7 +31,6 @@ from prove import (  # noqa: E402
     AGENT,
     DIALOGUES,
     LAG,
-    ROOT,
     RULE,
     SEGMENTS,
     SPLIT,
@@ -52,6 +45,7 @@ from prove import (  # noqa: E402
     steps_that_taught_nothing,
     taught_by,
 )
+from runs import ROOT, run_warm  # noqa: E402, F401
 
 torch.set_num_threads(1)  # two workers share the machine
 
@@ -96,18 +90,6 @@ def pytest_xdist_make_scheduler(config, log):
 # ---- runs
 
 
-@cache
-def warm():
-    """
-    The process that tests/warm.py describes, one in each worker. Not for test_engine.py, which comes first and has
-    engines in the worker itself: the end of an engine ends all children of its process.
-    """
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1)
-    process = subprocess.Popen([sys.executable, Path(__file__).parent / "warm.py"], cwd=ROOT, **pipes)
-    atexit.register(process.communicate)  # closes its input, at the end of which it ends
-    return process
-
-
 def launch_warm(folder, *flags, ranks=0, broken=None, file_size=0, timeout=600, env=None):
     """
     `launch` of a run by forks of a process that has imported the libraries: (status, output). file_size: bytes that a
@@ -115,25 +97,6 @@ def launch_warm(folder, *flags, ranks=0, broken=None, file_size=0, timeout=600, 
     """
     output = folder.parent / f"{folder.name}.output"
     return run_warm(command_of(folder, *flags, broken=broken)[1:], output, ranks, file_size, timeout, env)
-
-
-def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None):
-    """(status, output) of a script and its arguments, whose output goes to a file."""
-    envs = [{}]
-    if ranks:  # as torchrun says it
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-        world = address | dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-        envs = [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
-    envs = [(env or {}) | rank for rank in envs]
-    job = dict(command=command, output=str(output), file_size=file_size, ranks=envs)
-    warm().stdin.write(json.dumps(job) + "\n")
-    process = int(warm().stdout.readline())
-    timer = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
-    timer.start()
-    status = int(warm().stdout.readline())
-    timer.cancel()
-    return status, output.read_text()
 
 
 def digest(output):

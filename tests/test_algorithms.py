@@ -82,6 +82,18 @@ def test_distillation_moves_the_student_towards_its_teacher(two_ranks, tmp_path)
     assert 0 < sum(distances[-3:]) < 0.7 * sum(distances[:3])
 
 
+def test_a_loss_and_an_advantage_of_a_file_are_the_same_on_two_trainers(two_ranks, tmp_path):
+    """With a lag, and a loss that looks at the whole batch, and asks the model, before the first of two updates."""
+    own = "experiments/losses.py"
+    flags = [f"--loss={own}:sdpo", f"--advantage={own}:opo", "--lag=1", "--updates_per_batch=2", "--warmup_sft_steps=0"]
+    flags += [f"--init_from={two_ranks[0] / 'ckpt' / 'step_000016'}", "--max_steps=4", "--eval_size=0"]
+    folder, _ = run(tmp_path / "run", *flags)
+    steps = lines(folder, "metrics.jsonl", "rl")
+    assert all(s["logprob_mismatch_tokens"] == 0 and s["grad_norm"] > 0 for s in steps)
+    ours = lines(folder, "ledger.jsonl", "rl")
+    assert ours == replay(folder, flags, tmp_path / "again", ranks=2) and len({s["advantages"] for s in ours}) == 4
+
+
 # ---- modes
 
 

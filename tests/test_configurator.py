@@ -383,17 +383,19 @@ def test_help_works_without_a_source_file(block, capsys):
 # ranks
 
 
-def test_only_rank_0_speaks_and_the_others_wait_for_it(block, capsys, monkeypatch):
-    """torchrun kills every rank as soon as one exits: without the wait, rank 1 could end the run before that line."""
+def test_rank_0_speaks_first_and_another_one_only_if_it_still_lives_after_a_wait(block, capsys, monkeypatch):
+    """
+    torchrun kills every rank as soon as one exits: without the wait, rank 1 could end the run before that line. If it
+    is not killed, rank 0 has nothing to say, as its samples are others; then the line is this rank's.
+    """
     slept = []
-    monkeypatch.setattr(configurator.time, "sleep", slept.append)
+    monkeypatch.setattr(configurator.time, "sleep", lambda s: slept.append((s, *capsys.readouterr())))
     monkeypatch.setenv("RANK", "1")
     for argv in (["--stps=1"], ["no.py"], ["--steps=x"]):
         with pytest.raises(SystemExit) as stop:
             configure(dict(block), argv)
         assert stop.value.code == 2
-    assert capsys.readouterr() == ("", "") and slept == [5, 5, 5]
-
+        assert slept[-1] == (5, "", "") and capsys.readouterr().err.count("error: ") == 1
     with pytest.raises(SystemExit) as stop:
         configure(dict(block), ["--help"])
     assert stop.value.code == 0 and capsys.readouterr() == ("", "") and len(slept) == 3
@@ -508,6 +510,7 @@ BAD = [
     (dict(mode="server"), 1, "mode='server': use grpo, replay, sft"),
     (dict(mode="serve"), 1, "mode='serve': a program of its own: python episodes/serve.py --init_from=.."),
     (dict(chosen_column="best"), 1, "chosen_column='best': is for --mode=rm"),
+    (dict(mode="dpo", init_from="x"), 1, "kl_coef=0.0: is DPO's beta; use more than 0"),
     (dict(mode="rm", agent="examples/guess.py:solve"), 1, "mode='rm': is for samples of one turn"),
     (dict(watch="rewind"), 1, "watch='rewind': use stop"),
     (dict(watch="rollback"), 1, "watch='rollback': tools/rollback.py starts a run and turns it back"),

@@ -131,7 +131,7 @@ def test_nothing_to_verify_is_status_2(tool, args, line, two_ranks, tmp_path):
 ASKS = {
     "agent": "touch {mark}", "reward": "numeric+0.1*{mark}.py:f",
     "judge": "http://127.0.0.1:9/v1", "init_from": "theirs/model", "reference": "theirs/model", "sandbox": "none",
-    "dataset": "theirs/rows",
+    "dataset": "theirs/rows", "loss": "{mark}.py:f", "advantage": "{mark}.py:f",
 }  # fmt: skip
 
 

@@ -32,7 +32,8 @@ KEYS = {*train_grpo.DEFAULTS, *FLAGS, "tool_choice"}  # the last is a field of O
 LINE = re.compile(r"\[`([\w.]+|[\w ]+)`\]\(([\w./]+\.py)#L(\d+)\)")  # [`Trainer.update`](train_grpo.py#L907)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 KEY = re.compile(r"`(?:--)?([a-z]\w*)=")  # `lag=1`, `--lag=1`
-FILE = re.compile(r"(?<![\w/])(?:config|docs|episodes|examples|exercises|graders|lessons|tests|tools)/[\w/]*\.\w+")
+FOLDERS = "config|docs|episodes|examples|exercises|experiments|graders|lessons|tests|tools"
+FILE = re.compile(rf"(?<![\w/])(?:{FOLDERS})/[\w/]*\.\w+")
 SIZE = re.compile(r"^(\| `([\w./]+)` \| )([\d,]+) \| ([\d,]+)(?= \|)", re.MULTILINE)  # | `sync.py` | lines | tokens |
 UNCOUNTED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

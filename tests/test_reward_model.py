@@ -379,6 +379,19 @@ def test_a_resume_as_another_kind_of_run_is_refused(trained, pairs):
     assert status == 2 and "mode='sft': the run has 'rm', and a reward model is no policy" in error_line(output)
 
 
+def test_dpo_learns_from_the_same_pairs_and_has_one_digest_on_one_trainer_and_two_and_resumed(trained, pairs, tmp_path):
+    flags = [*pairs, "--mode=dpo", "--kl_coef=0.1", f"--init_from={trained[0]}/model", "--max_steps=20"]
+    one = finish(tmp_path / "one", *flags, launch=launch_warm)
+    finish(tmp_path / "two", *flags, "--max_steps=10", ranks=2, launch=launch_warm)
+    resumed = finish(tmp_path / "two", *flags, "--init_from=resume", launch=launch_warm)
+    assert digest(one) == digest(resumed)
+    before, after = lines(tmp_path / "one", "metrics.jsonl", "eval")
+    assert before["eval_loss"] == pytest.approx(math.log(2)) and before["eval_margin"] == 0.0
+    assert after["eval_accuracy"] > 0.85 and after["eval_margin"] > 0.2, after
+    steps = lines(tmp_path / "one", "metrics.jsonl", "dpo")
+    assert len(steps) == 20 and steps[-1]["loss"] < 0.6 and "SGLang" not in one
+
+
 def test_a_checkpoint_is_a_folder_that_transformers_scores_with_alike(trained, our_operators):
     from transformers import AutoModelForSequenceClassification
 

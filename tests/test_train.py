@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_grpo as train
-from configurator import CHOICES, check_config, configure
+from configurator import CHOICES, MODES, check_config, configure
 from rewards import pass_at_k
 from sync import Group
 
@@ -542,10 +542,10 @@ def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, paramete
     assert all(size <= 1 << 30 or len(b) == 1 for size, b in zip(sizes, buckets))
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny_lora", "small", "one_gpu", "stage_sft", "stage_rm", "stage_ppo"])
+@pytest.mark.parametrize("name", "tiny tiny_lora small one_gpu stage_sft stage_rm stage_dpo stage_ppo".split())
 def test_a_small_preset_is_valid(name):
     config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / f"config/{name}.py")])
-    for world in (1, 2, 3)[: 2 if config["mode"] in ("sft", "rm") else 3]:  # three trainers cannot share four lanes
+    for world in (1, 2, 3)[: 2 + MODES[config["mode"]].samples]:  # three trainers cannot share four lanes
         check_config(config, world, DEFAULTS)
 
 

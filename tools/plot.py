@@ -44,7 +44,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # O
 PANELS = (
     ("reward", "Training reward, mean of the step", ("rl",), dict(reward_mean="")),
     ("accuracy", "Held-out accuracy, with 95 % interval", ("eval",), {"pass@1": "pass@1", "eval_accuracy": "pairs"}),
-    ("loss", "Loss of supervised steps", ("sft", "rm"), dict(loss="")),
+    ("loss", "Loss of supervised steps", ("sft", "rm", "dpo"), dict(loss="")),
     ("entropy", "Entropy of the policy, nats per token", ("rl",), dict(entropy="")),
     ("length", "Response length, tokens", ("rl",), dict(response_length_mean="mean", response_length_max="longest")),
     ("grad_norm", "Gradient norm, before the clip", ("rl",), dict(grad_norm="")),

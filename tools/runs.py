@@ -2,13 +2,18 @@
 How the tools start train_grpo.py, and how they read what a run has left in its folder. No tool by itself.
 """
 
+import atexit
 import json
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +33,37 @@ def launch(command, env=None, cwd=None, timeout=None):
     options = dict(cwd=cwd, env=os.environ | (env or {}), timeout=timeout)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
     return done.returncode, done.stdout
+
+
+@cache
+def warm():
+    """
+    The process that tests/warm.py describes, one for this process. Not beside an engine in this process itself, whose
+    end ends all children.
+    """
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1)
+    process = subprocess.Popen([sys.executable, ROOT / "tests" / "warm.py"], cwd=ROOT, **pipes)
+    atexit.register(process.communicate)  # closes its input, at the end of which it ends
+    return process
+
+
+def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None):
+    """(status, output) of a script and its arguments, whose output goes to a file."""
+    envs = [{}]
+    if ranks:  # as torchrun says it
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+        world = address | dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        envs = [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
+    envs = [(env or {}) | rank for rank in envs]
+    job = dict(command=command, output=str(output), file_size=file_size, ranks=envs)
+    warm().stdin.write(json.dumps(job) + "\n")
+    process = int(warm().stdout.readline())
+    timer = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
+    timer.start()
+    status = int(warm().stdout.readline())
+    timer.cancel()
+    return status, output.read_text()
 
 
 def launch_with_bar(command, folder, what):
@@ -92,6 +128,7 @@ def check_trusted(run, saved, said):
 
     asks = dict(agent=text("agent"), judge=text("judge"), sandbox=text("sandbox") == "none")
     asks |= {key: elsewhere(text(key)) for key in ("init_from", "reference", "lora", "dataset")}
+    asks |= {key: ".py:" in text(key) for key in configurator.OWN}
     asks["reward"] = ".py:" in text("reward") or any(map(elsewhere, re.findall("model:([^+*]*)", text("reward"))))
     flags = [f"--{key}={saved[key]}" for key, asked in asks.items() if asked and said.get(key) != saved[key]]
     why = "its config has programs run here, or other machines called; if you trust it, repeat"

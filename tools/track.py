@@ -54,7 +54,7 @@ class Wandb:
             self.run = wandb.init(config=saved_config(folder), settings=settings, **where)
         except wandb.Error as e:
             fail(f"--to=wandb: {str(e).rstrip('.')}; or set WANDB_MODE=offline")
-        for phase in ("sft", "rm", "rl", "eval"):
+        for phase in ("sft", "rm", "dpo", "rl", "eval"):
             self.run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
     def show(self, phase, step, numbers):
