@@ -7,7 +7,8 @@ The config block of a script is its schema; config files and the command line ov
 
 The idea is nanoGPT's. What differs: a name that is not in the block is an error, in a file too; a value has the type of
 its default; defaults < files in their order < flags, in whatever order they are typed; and what `config_source` writes
-is a config file itself. A mistake ends in one line and status 2, never in a traceback.
+is a config file itself. A mistake ends in one line and status 2, never in a traceback. `--help` shows the comments of a
+block that stands at the left margin.
 
 All of it serves any script; only the last section knows the keys of train_grpo.py.
 """
@@ -308,7 +309,7 @@ POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
     judge_tries sandbox_seconds sandbox_memory lora_alpha""".split()
-NOT_NEGATIVE = "lag segment_tokens lora_rank eval_temperature".split()
+NOT_NEGATIVE = "lag segment_tokens lora_rank eval_temperature top_k min_p".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # {keys: what another key must be (without a value: not 0) for these to have an effect}
 ONLY_WITH = {
@@ -323,7 +324,9 @@ ONLY_WITH = {
 ARGUMENTS = {  # keys whose value is the text of named arguments
     "chat_template_args": "arguments of the chat template, such as 'enable_thinking=False'",
     "engine_args": "arguments of SGLang's ServerArgs, such as 'max_running_requests=64'",
+    "seeds": "whole numbers for some of data, noise, init, eval, such as 'data=2, eval=3'",
 }
+SEEDS = {"data", "noise", "init", "eval"}
 
 
 def named_arguments(text):
@@ -335,6 +338,11 @@ def named_arguments(text):
         return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
     except SyntaxError as e:
         raise ValueError(e.msg)
+
+
+def seed_of(config, source):
+    """The seed of a source of chance: its own, if `seeds` has one, or the run's."""
+    return named_arguments(config["seeds"]).get(source, config["seed"])
 
 
 def resolve(namespace, defaults):
@@ -404,7 +412,9 @@ def key_rules(c, world, defaults):
             yield key, holds or values[key] == defaults[key], why
     for key, what in ARGUMENTS.items():
         try:
-            named_arguments(values[key])
+            given = named_arguments(values[key])
+            fits = key != "seeds" or given.keys() <= SEEDS and all(type(x) is int for x in given.values())
+            yield key, fits, f"use {what}"
         except ValueError as e:
             yield key, False, f"{e}; use {what}"
     trainers, engines = roles(values, world)
@@ -448,8 +458,8 @@ def algorithm_rules(c, world, defaults):
     yield "dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0"
     yield "temperature", c.temperature > 0, "samples of a group must differ; use more than 0"
     yield "top_p", 0 < c.top_p <= 1, "a probability; use more than 0, or 1: all tokens"
-    yield "top_k", c.top_k >= 0 and c.top_k != 1, "samples of a group must differ; use 2 or more, or 0: all tokens"
-    yield "min_p", 0 <= c.min_p < 1, "a part of the largest probability; use less than 1, or 0: all tokens"
+    yield "top_k", c.top_k != 1, "samples of a group must differ; use 2 or more, or 0: all tokens"
+    yield "min_p", c.min_p < 1, "a part of the largest probability; use less than 1, or 0: all tokens"
     yield "gamma", c.gamma == 1 or c.advantage == "gae" or c.credit == "turn", "is for --advantage=gae or --credit=turn"
 
 

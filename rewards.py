@@ -24,6 +24,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from traceback import walk_tb
 
 import torch
@@ -229,12 +230,16 @@ def reward_metrics(groups):
     how many verdicts were a limit of time or space, and how many so near to one that another run may differ there.
     """
     noted = [terms for _, meta in groups for terms in meta.get("noted", ()) if terms]
-    names = list(noted[0]) if noted else []
-    means = {f"reward_{name}": math.fsum(terms[name]["reward"] for terms in noted) / len(noted) for name in names}
+    names = [*noted[0]] if noted else []
+    metrics = {}
+    if len(names) > 1:
+        for name in names:
+            metrics[f"reward_{name}"] = fmean(terms[name]["reward"] for terms in noted)
     limited = [notes for terms in noted for notes in terms.values() if "verdict" in notes]
-    counts = dict(limits=sum(notes["verdict"] == "limit" for notes in limited))
-    counts["near_limit"] = sum(notes["near_limit"] for notes in limited)
-    return (means if len(means) > 1 else {}) | (counts if limited else {})
+    if limited:
+        metrics["limits"] = sum(notes["verdict"] == "limit" for notes in limited)
+        metrics["near_limit"] = sum(notes["near_limit"] for notes in limited)
+    return metrics
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -256,19 +261,41 @@ def text_metrics(groups):
     among all (distinct-2: Li et al. 2016, arXiv:1510.03055), the mean share that a sample repeats, and that of
     characters which are neither letters, digits nor white space.
     """
-    texts = [text for group in groups for text in group.meta["responses"]]
-    samples = [ids[mask].tolist() for group in groups for ids, mask in group.rows("tokens", "loss_mask")]
-    bigrams = [list(zip(ids, ids[1:])) for ids in samples]
-    everything = [pair for pairs in bigrams for pair in pairs]
+    texts = []
+    bigrams = []
+    repeated = []
+    for group in groups:
+        texts += group.meta["responses"]
+        for ids, mask in group.rows("tokens", "loss_mask"):
+            written = ids[mask].tolist()
+            pairs = [*zip(written, written[1:])]
+            bigrams += pairs
+            repeated.append(1 - len({*pairs}) / len(pairs) if pairs else 0)
     characters = "".join(texts)
-    repeated = math.fsum(1 - len({*pairs}) / len(pairs) for pairs in bigrams if pairs)
     symbols = sum(not (c.isalnum() or c.isspace()) for c in characters)
     return dict(
         unique_answers=len({*texts}) / len(groups),
-        distinct_2=len({*everything}) / max(1, len(everything)),
-        repetition=repeated / len(samples),
+        distinct_2=len({*bigrams}) / max(1, len(bigrams)),
+        repetition=fmean(repeated),
         symbols=symbols / max(1, len(characters)),
     )
+
+
+def nothing_to_learn(steps):
+    """
+    After each WATCHED RL steps, if no group of theirs had unequal rewards: so, with the likeliest cause; else ''.
+    steps: as in `hacking`.
+    """
+    last = steps[-WATCHED:]
+    if not last or len(steps) % WATCHED or any(x["zero_std_groups"] < x["groups"] for x in last):
+        return ""
+    cause = "the prompts are too easy or too hard for this model"
+    if not any(x["reward_std"] for x in last):
+        cause = f"all are {last[-1]['reward_mean']:g}; is the reward made for these answers, and the prompt's template"
+        cause += " for this model?"
+    if all(x["truncated_fraction"] == 1 for x in last):
+        cause = "all samples are cut off; use a larger max_new_tokens, or a model that ends its answers"
+    return f"nothing was learned in {WATCHED} steps, as the rewards of every group are equal: {cause}"
 
 
 def hacking(steps, reward=""):
@@ -288,7 +315,7 @@ def hacking(steps, reward=""):
     now = steps[-WATCHED:]
 
     def mean(part, name):
-        return math.fsum(x[name] for x in part) / len(part)
+        return fmean(x[name] for x in part)
 
     rises = mean(now, "reward_mean") > mean(before, "reward_mean")
     bounds = [(name, "<", SHARE * mean(start, name)) for name in ("unique_answers", "distinct_2")]
@@ -354,10 +381,14 @@ def describe(error):
     text = printable(" ".join(f"{type(error).__name__}: {error}".split())[:200])
     episodes = str(Path(__file__).parent / "episodes")
     others = ("<frozen importlib", os.path.dirname(os.__file__), __file__, episodes)
-    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    lines = [(file, line) for file, line in lines if not file.startswith(others)]
-    deepest = [f" ({Path(file).name}:{line})" for file, line in lines if file == lines[0][0]][-1:]
-    return text + "".join(deepest)
+    own = ""
+    place = ""
+    for frame, line in walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if file == own or not (own or file.startswith(others)):
+            own = file
+            place = f" ({Path(file).name}:{line})"
+    return text + place
 
 
 def pass_at_k(n, right, k):
@@ -409,7 +440,11 @@ def with_wrong_sum(row):
     for i, digit in enumerate(right):
         h, by = divmod(h, 9)
         wrong += str((int(digit) + (1 + by) * (changed == 0 or changed >> i & 1)) % 10)
-    return {"prompt": row["prompt"], "chosen": right, "rejected": wrong}
+    return {
+        "prompt": row["prompt"],
+        "chosen": right,
+        "rejected": wrong,
+    }
 
 
 def programs():
@@ -446,37 +481,46 @@ def rows_of_step(n, per_step, step, *key):
     return [permutation(n, *key, epoch)[place] for epoch, place in places]
 
 
+def load_split(name, configuration, split):
+    """The rows of a file, or of a split of a hub data set. Ends the run with one line if it cannot be read."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    kind = {
+        ".jsonl": "json",
+        ".json": "json",
+        ".parquet": "parquet",
+    }.get(Path(name).suffix)
+    there = not kind or Path(name).is_file() and Path(name).stat().st_size
+    require(there, f"dataset={name!r}: no such file, or an empty one")
+    try:
+        if kind:
+            return datasets.load_dataset(kind, data_files=name, split="train")
+        return datasets.load_dataset(name, configuration or None, split=split)
+    except Exception as e:
+        require(False, f"dataset={name!r}: cannot load split {split!r}: {reason(e)}")
+
+
 def load_rows(config):
     """(training rows, held-out rows), dicts with prompt and answer (str), or with mode='rm' chosen and rejected."""
     name = config["dataset"]
     size = config["eval_size"]
     texts = sides(config["mode"])
+    held_out = None
     if name == "arithmetic":
         data = arithmetic(config["arithmetic_size"], config["arithmetic_min"])
-        held_out = None
         data = [with_wrong_sum(row) for row in data] if len(texts) == 2 else data
     elif name == "programs":
         data = programs()
-        held_out = None
     else:
-        import datasets
-
-        datasets.disable_progress_bars()
-        kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
-        there = not kind or Path(name).is_file() and Path(name).stat().st_size
-        require(there, f"dataset={name!r}: no such file, or an empty one")
-
-        def load(split):
-            try:
-                hub = dict(path=name, name=config["dataset_config"] or None, split=split)
-                return datasets.load_dataset(**dict(path=kind, data_files=name, split="train") if kind else hub)
-            except Exception as e:
-                require(False, f"dataset={name!r}: cannot load split {split!r}: {reason(e)}")
-
-        data = load(config["split"])
-        held_out = load(config["eval_split"]) if config["eval_split"] else None
+        data = load_split(name, config["dataset_config"], config["split"])
+        if config["eval_split"]:
+            held_out = load_split(name, config["dataset_config"], config["eval_split"])
     columns = sorted(data[0]) if len(data) else []
-    for key in ("prompt_column", *(f"{side}_column" for side in texts), *["sft_column"] * bool(config["sft_column"])):
+    used = ["prompt_column", *(f"{side}_column" for side in texts)]
+    if config["sft_column"]:
+        used.append("sft_column")
+    for key in used:
         require(config[key] in columns, f"{key}={config[key]!r}: the data set has the columns {', '.join(columns)}")
 
     def row(example):
@@ -485,14 +529,17 @@ def load_rows(config):
         except (KeyError, IndexError, ValueError) as e:
             problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(columns)}"
             require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
-        others = example if config["agent"] else {}  # an agent gets all columns
-        known = {side: example[config[f"{side}_column"]] for side in texts}
-        for side in texts if len(texts) == 2 else ():
-            why = f"for prompt {prompt!r:.60} it is no text but {known[side]!r:.60}; use a column of responses"
-            require(isinstance(known[side], str), f"{side}_column={config[f'{side}_column']!r}: {why}")
+        known = dict(example) if config["agent"] else {}  # an agent gets all columns
+        known["prompt"] = prompt
+        for side in texts:
+            column = config[f"{side}_column"]
+            text = example[column]
+            why = f"for prompt {prompt!r:.60} it is no text but {text!r:.60}; use a column of responses"
+            require(len(texts) == 1 or isinstance(text, str), f"{side}_column={column!r}: {why}")
+            known[side] = str(text)
         if config["sft_column"]:
-            known["shown_answer"] = example[config["sft_column"]]
-        return {**others, "prompt": prompt, **{side: str(text) for side, text in known.items()}}
+            known["shown_answer"] = str(example[config["sft_column"]])
+        return known
 
     if held_out is None:
         require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all; use less")

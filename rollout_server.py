@@ -51,12 +51,13 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, lean_imports, named_arguments, printable
+from configurator import close_bars, lean_imports, named_arguments, printable, seed_of
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
 from sync import (
     RunError,
     content_hash,
+    from_all_ranks,
     group_path,
     hidden_torchrun,
     listening_store,
@@ -84,9 +85,8 @@ def check_weights(scheduler, expected):
     for cut, among in ((False, None), (True, group.device_group)):
         if shards := [shard for shard, is_cut in found if is_cut == cut]:
             hashes |= tensor_hashes([s.data for s in shards], shards, among)
-    everyone = [None] * group.world_size
-    dist.all_gather_object(everyone, [n for n in expected if hashes.get(n) != expected[n]], group=group.cpu_group)
-    wrong = [*dict.fromkeys(itertools.chain(*everyone))]
+    wrong = [name for name in expected if hashes.get(name) != expected[name]]
+    wrong = [*dict.fromkeys(itertools.chain(*from_all_ranks(wrong, group.cpu_group)))]
     if wrong:
         raise ValueError(", ".join(wrong[:3]) + ", .." * (len(wrong) > 3))
 
@@ -320,8 +320,7 @@ def unlink_shared_memory(pids):
     the memory goes when the processes go, however that happens.
     """
     for pid in pids:
-        mapped = re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text())
-        inodes = set(map(int, mapped))
+        inodes = {*map(int, re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text()))}
         for entry in os.scandir("/dev/shm"):  # its inode came with the name: the file itself may just have gone
             if entry.inode() in inodes and not entry.name.startswith(("cuda", "nccl")):
                 Path(entry).unlink(missing_ok=True)
@@ -722,7 +721,8 @@ class Sampler:
         row = job.rows[index]
         began = time.time()
         born, group = job.begun.get(index, ((job.step, index), None))
-        seeds = [sampling_seed(self.config["seed"], job.stream, *born, g, 0) for g in range(job.samples)]
+        seed = seed_of(self.config, "eval" if job.stream == "eval" else "noise")
+        seeds = [sampling_seed(seed, job.stream, *born, g, 0) for g in range(job.samples)]
         samples = [Drawn([], [], []) for _ in seeds]
         if group:  # as far as its file has them
             rows = group.rows("tokens", "logprobs", "weight_version")
@@ -755,8 +755,7 @@ class Sampler:
         params = []
         for sample, seed in unfinished:
             left = self.config["max_new_tokens"] - len(sample.tokens)
-            most = min(left, job.tokens or left)
-            params.append(self.params(job, seed, max_new_tokens=most))
+            params.append(self.params(job, seed, max_new_tokens=min(left, job.tokens or left)))
         outputs = await self.engine.generate([prompt + sample.tokens for sample, _ in unfinished], params)
         for (sample, _), output in zip(unfinished, outputs):
             for mine, drawn in zip(sample, self.engine.drawn(output, job.version)):
@@ -814,7 +813,7 @@ def sample_step(queue, step, rows, c, version, flight):
     rounds = 1 + c.dynamic_sampling
     P = c.prompts_per_step
     for k in range(rounds):
-        chosen = rows_of_step(len(rows), P, step * rounds + k, c.seed, "rl")
+        chosen = rows_of_step(len(rows), P, step * rounds + k, seed_of(vars(c), "data"), "rl")
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
         prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
         for group in queue.sample(Job("rl", step, version, prompts, c.group_size, sampling_of(c))):
@@ -837,15 +836,15 @@ def sample_segments(queue, step, rows, c, version, flight):
     places = c.groups_in_flight
     sampled = []
     begun = flight.begun + places - len(flight.groups)
-    born = [tuple(group.meta["born"]) for group in flight.groups] + [divmod(n, P) for n in range(flight.begun, begun)]
-    prompts = [rows[rows_of_step(len(rows), P, s, c.seed, "rl")[i]] for s, i in born]
+    born = [tuple(group.meta["born"]) for group in flight.groups]
+    born += [divmod(n, P) for n in range(flight.begun, begun)]
+    prompts = [rows[rows_of_step(len(rows), P, s, seed_of(vars(c), "data"), "rl")[i]] for s, i in born]
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
         todo = [i for i, group in enumerate(groups) if not (group and group.meta["finished"])]
         asked = {first + i: prompts[i] for i in todo}
         before = {first + i: (born[i], groups[i]) for i in todo}
-        sampling = sampling_of(c)
-        grown = queue.sample(Job("rl", step, version, asked, c.group_size, sampling, c.segment_tokens, before))
+        grown = queue.sample(Job("rl", step, version, asked, c.group_size, sampling_of(c), c.segment_tokens, before))
         sampled += grown
         for i, group in zip(todo, grown):
             groups[i] = group

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import MODES, block, end_with_parent, lean_imports, library_versions, require, resolve, roles
+from configurator import MODES, block, end_with_parent, lean_imports, library_versions, require, resolve, roles, seed_of
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -41,6 +41,9 @@ out_dir = "out/run"  # everything the run writes
 mode = "grpo"
 init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
 seed = 1  # of the data order, the samples and a scratch model
+# other seeds for some of them, such as 'data=2, noise=7, init=1, eval=3': the order of the data, the noise of samples,
+# the first weights of a scratch model or of adapters, the noise of held-out samples
+seeds = ""
 max_steps = 100  # RL steps; with mode='sft' or 'rm' supervised steps
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly. Changes no bit
@@ -871,9 +874,9 @@ class Trainer:
                 columns.append(last.tolist())
             mine |= zip(chosen, zip(*columns))
         # Every rank needs every sample: advantages are normalised over the batch.
-        everyone = [None] * self.mesh.size()
-        dist.all_gather_object(everyone, mine, group=self.control)
-        outputs = {i: output for part in everyone for i, output in part.items()}
+        outputs = {}
+        for part in sync.from_all_ranks(mine, self.control):
+            outputs |= part
         return [outputs[i] for i in range(len(samples))]
 
     def forward_only(self, samples):
@@ -919,8 +922,9 @@ class Trainer:
                 self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
             rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
-        table = torch.zeros(len(rows) * self.mesh.size(), len(rows[0]), dtype=torch.float64, device=self.device)
-        table[self.rank :: self.mesh.size()] = torch.stack(rows)
+        mine = torch.stack(rows)
+        table = mine.new_zeros(len(rows) * self.mesh.size(), len(mine[0]))
+        table[self.rank :: self.mesh.size()] = mine
         dist.all_reduce(table, group=self.process_group)
         loss, *sums = sync.tree_sum(table).tolist()
         metrics = {"loss": loss} | {name: x / tokens for name, x in zip(figures, sums)}
@@ -962,10 +966,8 @@ class Trainer:
         if check:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
             # are not in the order of the samples, but the first sample is what a reader looks for.
-            everyone = [None] * self.mesh.size()
-            dist.all_gather_object(everyone, self.mismatches, group=self.control)
+            mismatches = sorted(sum(sync.from_all_ranks(self.mismatches, self.control), []))
             self.mismatches = []
-            mismatches = sorted(sum(everyone, []))
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
@@ -1119,9 +1121,10 @@ if __name__ == "__main__":
     latest = max(sync.checkpoints(folder / "ckpt"), default=None) if resumed else None
     saved = sync.read_checkpoint(latest, ranks.rank, world, **origin) if latest else {}  # what it says of itself
     start = saved.get("step", 0)  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
-    files = (sync.group_path(latest / "flight", i) for i in range(saved.get("in_flight", 0)))
-    in_flight = (sync.read_group(file, hf.vocab_size) for file in files)
-    flight = Flight(saved.get("begun", 0), tuple(in_flight))
+    groups = []
+    for i in range(saved.get("in_flight", 0)):
+        groups.append(sync.read_group(sync.group_path(latest / "flight", i), hf.vocab_size))
+    flight = Flight(saved.get("begun", 0), tuple(groups))
     if latest and not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
         model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back
@@ -1163,7 +1166,7 @@ if __name__ == "__main__":
                 if supervised and due(i, checkpoint_every, sft_steps):
                     save(i, flight)
             if i < sft_steps:
-                chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed, "sft")
+                chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed_of(config, "data"), "sft")
                 samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
                 metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
                 if record:
@@ -1174,24 +1177,56 @@ if __name__ == "__main__":
     # ---- the engines, and the first weights for them. An engine starts from the same folder as the trainer, and still
     # gets the trainer's weights before its first sample: so it never samples with weights that were not checked.
     if ranks.engine is not None:
-        log = folder / f"engine_{ranks.engine}.log"
-        lends = bool(trainer) and place == "cuda"  # its memory, while this rank trains
-        engine = RolloutEngine(ranks.engine, model_path, hf, config, place, compute_dtype, log, gpu, lends)
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        engine = RolloutEngine(
+            ranks.engine,
+            model_path,
+            hf,
+            config,
+            place,
+            compute_dtype,
+            folder / f"engine_{ranks.engine}.log",
+            gpu,
+            lends=bool(trainer) and place == "cuda",  # its memory, while this rank trains
+        )
         kind = episodes.sampler if episodes else Sampler
-        sampler = kind(engine, config, run_id, ranks.engines, reward_function, decode, stop_tokens)
-    heartbeats = [folder / f"engine_{i}.alive" for i in range(ranks.engines)]
-    queue = sync.Queue(queue_path, sampler, run_id, engine_timeout + 15, heartbeats, ranks.store, hf.vocab_size)
+        sampler = kind(
+            engine,
+            config,
+            run_id,
+            ranks.engines,
+            reward_function,
+            partial(tokenizer.decode, skip_special_tokens=True),
+            stop_tokens,
+        )
+    queue = sync.Queue(
+        queue_path,
+        sampler,
+        run_id,
+        engine_timeout + 15,
+        [folder / f"engine_{i}.alive" for i in range(ranks.engines)],  # the heartbeats
+        ranks.store,
+        hf.vocab_size,
+    )
 
     def version_for(step):
         """The version of the weights with which the samples of a step are made."""
         return max(0, step - lag) if ranks.trainers else 0
 
+    def publish(version, hashes={}):
+        transport.publish(version, hashes, trainer.published(version) if trainer else ())
+
     version = version_for(start)
     if publishes:
-        sent = trainer.parts.sent if trainer else ()
-        transport = sync.WeightSync(weight_sync, ranks, sent, engine, place, compute_dtype, overlaps)
-        transport.publish(version, {}, trainer.published(version) if trainer else ())
+        transport = sync.WeightSync(
+            weight_sync,
+            ranks,
+            trainer.parts.sent if trainer else (),
+            engine,
+            place,
+            compute_dtype,
+            overlaps,
+        )
+        publish(version)
     evaluates = eval_rows and (publishes or not does.steps)
     if evaluates and not (saved and does.steps):
         evaluate(queue, start, eval_rows, c, version, record)
@@ -1206,7 +1241,13 @@ if __name__ == "__main__":
     batches = {}  # {step: what was sampled for it}
     alarm = ""
     alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
-    bar = tqdm(total=rl_steps, initial=start, disable=not (record and rl_steps), unit="step", mininterval=0.5)
+    bar = tqdm(
+        total=rl_steps,
+        initial=start,
+        disable=not (record and rl_steps),
+        unit="step",
+        mininterval=0.5,
+    )
     for s in range(start - lag, rl_steps):
         times = [time.monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
@@ -1228,7 +1269,7 @@ if __name__ == "__main__":
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
         if transport and s >= 0:
-            transport.publish(s + 1, hashes.get("weights", {}), trainer.published(s + 1) if trainer else ())
+            publish(s + 1, hashes.get("weights", {}))
         if not batch:
             continue
         times.append(time.monotonic())
@@ -1237,9 +1278,18 @@ if __name__ == "__main__":
             metrics |= rewards.reward_metrics(batch.sampled)
             if watch:
                 metrics |= rewards.text_metrics(batch.sampled)
-            line = record.step(s, batch, metrics, hashes, times, transport.bytes if transport else 0)
+            line = record.step(
+                s,
+                batch,
+                metrics,
+                hashes,
+                times,
+                transport.bytes if transport else 0,
+            )
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
+            if why := rewards.nothing_to_learn(record.steps):
+                tqdm.write(f"warning: {why}", file=sys.stderr)
         if watch:
             alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, reward), alarm_group)[0]
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 import kernels
-from configurator import require
+from configurator import require, seed_of
 from models.folders import FullWeights, load_weights
 from sync import Shard, content_hash, reason, tensor_hashes, whole, write_file
 
@@ -106,7 +106,7 @@ def load_adapters(adapters, folder, c, base):
         comparable = known.split()[0] == base.split()[0]
         require(known == base or not comparable, f"{name}: made for another base than init_from={c.init_from!r}")
         return
-    generator = torch.Generator().manual_seed(c.seed)
+    generator = torch.Generator().manual_seed(seed_of(vars(c), "init"))
     for s in adapters:
         s.data.zero_()
         if s.name.endswith("lora_A.weight"):  # of whole numbers, as a scratch model's: the same on every CPU

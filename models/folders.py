@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from configurator import lean_imports, require
+from configurator import lean_imports, require, seed_of
 from sync import reason, shards, write_tensors
 
 HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
@@ -52,7 +52,7 @@ def make_scratch_model(folder, config):
     model = AutoModelForCausalLM.from_config(hf)
     # torch's normal numbers depend on the width of the CPU's vectors. A sum of twelve uniform numbers in -1/2 .. 1/2
     # has their mean 0 and variance 1, and here it is a sum of whole numbers, which is exact.
-    generator = torch.Generator().manual_seed(config["seed"])
+    generator = torch.Generator().manual_seed(seed_of(config, "init"))
     for p in model.parameters():
         if p.dim() > 1:
             whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)

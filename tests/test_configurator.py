@@ -450,6 +450,16 @@ def test_a_resume_takes_the_saved_config_and_only_free_keys_from_the_command(tmp
     assert "has no rate, name; it was saved by another version" in capsys.readouterr().err
 
 
+def test_a_mistyped_mode_on_resume_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "config.py").write_text(config_source(DEFAULTS, {}))
+    flags = [f"--out_dir={tmp_path}", "--init_from=resume", "--mode=server"]
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", *flags])
+    with pytest.raises(SystemExit):
+        configurator.resolve(dict(DEFAULTS), DEFAULTS)
+    assert capsys.readouterr().err.startswith("error: mode='server': use grpo")
+
+
 def test_a_saved_config_with_a_flipped_bit_or_cut_off_is_one_line_or_still_a_config(tmp_path):
     saved = tmp_path / "config.py"
     block = dict(steps=1, rate=0.1, name="x")

@@ -169,19 +169,26 @@ def test_the_digest_chooses_the_steps():
 
 
 def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_ranks, tmp_path):
-    """The first from a step without a checkpoint. The second, with nothing changed, is the run itself: the control."""
+    """
+    From a step without a checkpoint; with nothing changed, which is the run itself: the control; and with one bit of
+    one weight changed.
+    """
     run, output = two_ranks
-    for change, same in ("--step=20 --learning_rate=1e-3", False), ("--step=16 --learning_rate=2e-4", True):
-        status, said = tool("branch", run, f"--out_dir={tmp_path}/{same}", "--threads=1", *change.split())
-        assert status == 0, said
-        a, b = (lines(folder, "ledger.jsonl") for folder in (run, tmp_path / str(same)))
-        if same:
+    cases = (
+        ("--step=20 --learning_rate=1e-3", "weights", "learning_rate=0.001 (the run has 0.0002)"),
+        ("--step=16 --learning_rate=2e-4", "", ""),
+        ("--step=20 --ulp=model.norm.weight[7]", "logprobs", "model.norm.weight[7] by one bit"),
+    )
+    for i, (change, differs, told) in enumerate(cases):
+        status, said = tool("branch", run, f"--out_dir={tmp_path}/{i}", "--threads=1", *change.split())
+        assert status == 0 and told in said, said
+        a, b = (lines(folder, "ledger.jsonl") for folder in (run, tmp_path / str(i)))
+        if not differs:
             assert f"digest {b[-1]['chain']}" == digest(output)
-        else:
-            line, stage, _ = first_difference(a, b)
-            assert (a[line]["phase"], a[line]["step"], stage) == ("rl", 20, "weights")
-            assert a[line]["tokens"] == b[line]["tokens"] and len(a) == len(b)
-            assert "learning_rate=0.001 (the run has 0.0002)" in said
+            continue
+        line, stage, _ = first_difference(a, b)
+        assert (a[line]["phase"], a[line]["step"], stage) == ("rl", 20, differs)
+        assert a[line]["tokens"] == b[line]["tokens"] and len(a) == len(b)
 
 
 def test_what_cannot_be_branched_is_one_line(tool, two_ranks, tmp_path):
@@ -190,6 +197,8 @@ def test_what_cannot_be_branched_is_one_line(tool, two_ranks, tmp_path):
         ((two_ranks[0], "--step=99", f"--out_dir={tmp_path}/x"), "--step=99: the run has steps 0 to 23"),
         ((two_ranks[0], "--step=9"), "choose a folder that is not there yet"),
         ((two_ranks[0], "--step=9", "--learning_rat=1"), "--learning_rat: no such key; did you mean learning_rate?"),
+        ((two_ranks[0], "--step=16", f"--out_dir={tmp_path}/x", "--ulp=lm.weight[0]"), "has no such weight"),
+        ((two_ranks[0], "--step=16", f"--out_dir={tmp_path}/y", "--ulp=model.norm.weight[64]"), "has the shape [64]"),
         ((), "wants a run, a step and flags"),
     ):
         status, said = tool("branch", *args)

@@ -372,6 +372,23 @@ def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
     assert seen == [(6, pytest.approx(1 / 6), 2)]
 
 
+def test_the_order_of_the_data_and_the_first_weights_have_seeds_of_their_own(tmp_path):
+    def prompts(**change):
+        queue = Rollouts({})
+        train.sample_step(queue, 1, list(range(24)), config_of(prompts_per_step=4, **change), 7, train.Flight(3))
+        return list(queue.jobs[0].rows.values())
+
+    def weights(name, **change):
+        train.folders.make_scratch_model(tmp_path / name, train.DEFAULTS | change)
+        (path,) = (tmp_path / name).glob("*.safetensors")
+        return path.read_bytes()
+
+    assert prompts() == prompts(seeds="noise=7, init=2, eval=3") == prompts(seed=9, seeds="data=1")
+    assert prompts() != prompts(seeds="data=2") == prompts(seed=2)
+    assert weights("a") == weights("b", seeds="data=2, noise=7, eval=3") == weights("c", seed=9, seeds="init=1")
+    assert weights("d", seeds="init=2") == weights("e", seed=2) != (tmp_path / "a" / "model.safetensors").read_bytes()
+
+
 class Segments:
     """In a queue's place: group n, in the order of the data, takes `draws(n)` segments until it is finished."""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import finish, launch_warm, shared_memory
 
-from rewards import hacking, text_metrics
+from rewards import hacking, nothing_to_learn, text_metrics
 from sync import Group
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
@@ -135,3 +135,13 @@ def test_a_run_that_turns_back_goes_on_from_where_it_was_healthy_and_does_so_aga
     (tmp_path / "b_1" / "ckpt").mkdir(parents=True)
     turned(tmp_path / "b")
     assert ledger(tmp_path / "b_1") == ledger(tmp_path / "a_1")
+
+
+def test_a_run_whose_groups_have_equal_rewards_is_told_the_likeliest_cause_once_in_a_while():
+    def told(n=10, **change):
+        step = dict(zero_std_groups=8, groups=8, reward_std=0.0, reward_mean=0.0, truncated_fraction=0.1)
+        return nothing_to_learn([step | change] * n)
+
+    assert "all are 0; is the reward made for these answers" in told()
+    assert "too easy or too hard" in told(reward_std=0.5) and "cut off" in told(truncated_fraction=1.0)
+    assert [n for n in range(31) if told(n)] == [10, 20, 30] and told(zero_std_groups=7) == ""

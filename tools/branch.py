@@ -8,7 +8,12 @@ the same prompts and the same noise under another config, so what differs comes 
 no checkpoint of that step, one is made first, from the checkpoint before it and the rollout files. The new run is like
 any other: it can be resumed, replayed, compared (tools/diff.py, tools/plot.py) and branched again.
 
-Exit status 2: no such run or step, flags that the run cannot have, or a run that asks for trust (tools/verify.py).
+    python tools/branch.py out/tiny --step=40 --out_dir=out/twin --ulp=model.norm.weight[7]
+
+The twin differs in the last bit of one weight, and by what that one bit grows to.
+
+Exit status 2: no such run, step or weight, flags that the run cannot have, or a run that asks for trust
+(tools/verify.py).
 """
 
 import json
@@ -17,7 +22,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from runs import check_trusted, lines, saved_config
+from safetensors.torch import load_file, save_file
 from verify import QUIET, copy_run, go_on, link, starts_of
 
 import configurator
@@ -42,27 +49,48 @@ def checkpoint_of(run, step, scratch, said):
     return made[step]
 
 
-def reseal_checkpoint(old, new, **changes):
-    """Makes `new` a copy of the checkpoint `old` with these fields of its record changed."""
+def reseal_checkpoint(old, new, ulp="", **changes):
+    """Makes `new` a copy of the checkpoint `old` with these fields of its record changed; ulp: as in `nudge`."""
     record = json.loads((old / "checkpoint.json").read_text())
     partial = new.with_name(f".{new.name}")
     shutil.copytree(old, partial, copy_function=link)
     (partial / "checkpoint.json").unlink()
+    if ulp:
+        nudge(partial, ulp)
     kept = {key: x for key, x in record.items() if key not in ("files", "sha256")}
     sync.seal_checkpoint(partial, new, **kept | changes)
 
 
-def branch(run, checkpoint, folder, config):
+def branch(run, checkpoint, folder, config, ulp=""):
     """Makes `folder` the run as it was at the checkpoint, with another config from there on."""
     sizes = json.loads((checkpoint / "checkpoint.json").read_text())["bytes"]
     past = checkpoint.parent.parent  # `run`, or the copy in which the checkpoint was made
     (folder / "ckpt").mkdir(parents=True)
     for name in sync.LOGS:
         (folder / name).write_bytes((past / name).read_bytes()[: sizes[name]])
-    reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, run=sync.run_id(config))
+    reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, ulp, run=sync.run_id(config))
     step = int(checkpoint.name[5:])
     origin = f"# branched from {run}, digest {lines(run, 'ledger.jsonl')[-1]['chain']}, at step {step}\n"
     (folder / "config.py").write_text(origin + configurator.config_source(config))
+
+
+def nudge(checkpoint, where):
+    """Makes one weight of the checkpoint, 'name[i,j]', the next larger float32."""
+    name, _, at = where.rstrip("]").partition("[")
+    for path in checkpoint.glob("*.safetensors"):
+        weights = load_file(path)
+        if name not in weights:
+            continue
+        try:
+            weight = weights[name][tuple(map(int, at.split(",")))]
+            require(weight.dim() == 0, f"--ulp={where}: one number is wanted, of shape {list(weights[name].shape)}")
+        except (ValueError, IndexError):
+            require(False, f"--ulp={where}: the weight has the shape {list(weights[name].shape)}")
+        weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
+        path.unlink()  # the other checkpoint has it, too
+        save_file(weights, path, {"format": "pt"})
+        return
+    require(False, f"--ulp={where}: the checkpoint has no such weight; its files name them")
 
 
 def main():
@@ -73,17 +101,18 @@ def main():
         )
     run = Path(argv[0])
     saved = {key: x for key, x in saved_config(run).items() if key not in configurator.REMOVED}
-    config = configurator.configure(saved | {"step": -1, "__file__": ""}, argv[1:])
-    step, folder = config.pop("step"), Path(config["out_dir"])
+    config = configurator.configure(saved | {"step": -1, "ulp": "", "__file__": ""}, argv[1:])
+    step, ulp, folder = config.pop("step"), config.pop("ulp"), Path(config["out_dir"])
     said = {key: config[key] for key in configurator.ORIGINS if key in config}
     check_trusted(run, saved, {key: saved[key] for key in said})  # another value will do: the branch has that one
     steps = len(lines(run, "ledger.jsonl", "rl"))
     require(0 <= step < steps, f"--step={step}: the run has steps 0 to {steps - 1}")
     require(folder != run and not folder.exists(), f"--out_dir={folder}: choose a folder that is not there yet")
     changed = [f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in saved if config[key] != saved[key]]
+    changed += [f"{ulp} by one bit"] * bool(ulp)
     print(f"from step {step} on: {', '.join(changed)}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        branch(run, checkpoint_of(run, step, Path(scratch), said), folder, config)
+        branch(run, checkpoint_of(run, step, Path(scratch), said), folder, config, ulp)
     problem = go_on(folder, [])
     require(not problem, f"{folder}: {problem}")
     for name in "reward_mean", "pass@1":
