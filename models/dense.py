@@ -103,7 +103,7 @@ def rope_frequencies(hf, device):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     # the rope_types left out change with the length, or scale cos and sin
-    rope = dict(partial_rotary_factor=1.0) | hf.rope_parameters | dict(hidden_act=hf.hidden_act)
+    rope = {"partial_rotary_factor": 1.0, **hf.rope_parameters, "hidden_act": hf.hidden_act}
     known = dict(rope_type=("default", "linear", "llama3"), partial_rotary_factor=(1.0,), hidden_act=("silu",))
     for key, values in known.items():
         why = f"{rope[key]!r} in config.json; known: {', '.join(map(str, values))}"
@@ -197,9 +197,6 @@ def install_in_trainer(model, inv_freq, tp_split):
         q, k = kernels.norm_rope(q, k, *position_embeddings, *head_norms(self))
         return self.o_proj(kernels.attention(q, k, v, plan, self.scaling).flatten(1))[None], None
 
-    def in_parts(self, x):
-        return kernels.SplitLinear.apply(x, self.weight, self.bias, tp_split)
-
     model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
     for name, module in model.named_modules():
         if name.endswith(".self_attn"):
@@ -209,9 +206,10 @@ def install_in_trainer(model, inv_freq, tp_split):
         elif name.endswith(".mlp"):
             module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x[0]), m.up_proj(x[0])))[None]
         elif tp_split > 1 and name.endswith(ROW_PARALLEL):
-            lora = hasattr(module, "lora_A")
-            own = functools.partial(module.forward, split=tp_split)
-            module.forward = own if lora else functools.partial(in_parts, module)
+            if hasattr(module, "lora_A"):
+                module.forward = functools.partial(module.forward, split=tp_split)
+            else:
+                module.forward = lambda x, m=module: kernels.SplitLinear.apply(x, m.weight, m.bias, tp_split)
 
 
 # ------------------------------------------------------------------------------------------------------------------
