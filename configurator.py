@@ -297,6 +297,7 @@ CHOICES = {
     "device": ("", "cpu", "cuda"),
     "mode": tuple(MODES),
     "weight_sync": ("", "broadcast", "ipc"),
+    "engine_bits": "fp32 bf16 fp16 fp8 int8 bf16:act fp16:act fp8:act int8:act".split(),
     "credit": ("sample", "turn"),
     "sandbox": ("bwrap", "none"),
     "watch": ("", "stop"),
@@ -320,6 +321,7 @@ ONLY_WITH = {
     "tp_split": "batch_invariant=True",
     "chosen_column rejected_column": "mode=rm or dpo",
     "groups_in_flight": "segment_tokens",
+    "engine_bits": "mode=grpo or replay",
     "kl_in_reward": "kl_coef",
     "lora lora_alpha lora_targets": "lora_rank",
 }

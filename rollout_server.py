@@ -57,6 +57,7 @@ from rewards import MODELS, RewardError, rows_of_step, score_all
 from sync import (
     RunError,
     content_hash,
+    dialled,
     from_all_ranks,
     group_path,
     hidden_torchrun,
@@ -160,10 +161,26 @@ def sample_tokens(self, output, info, _, likeliest, chosen, positions):
     return tokens[:, 0].int()
 
 
-def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwargs):
+def round_operators(bits):
+    """Makes what kernels.py's operators give in this process `dialled`."""
+
+    def rounded(operator):
+        def call(*args, **kwargs):
+            out = operator(*args, **kwargs)
+            if isinstance(out, tuple):
+                return tuple(dialled(x, bits) for x in out)
+            return dialled(out, bits)
+
+        return call
+
+    for name in ("linear", "rms_norm", "norm_rope", "swiglu", "attention"):
+        setattr(kernels, name, rounded(getattr(kernels, name)))
+
+
+def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
-    the folder of one, where turns end at strings.
+    the folder of one, where turns end at strings. bits: the config's engine_bits.
     """
     from sglang.srt import batch_invariant_ops, models
     from sglang.srt.distributed import parallel_state
@@ -196,6 +213,8 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, *args, **kwarg
         memory_pool.can_use_store_cache = lambda *_: False
     if inv_freq:
         install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split)
+        if bits.endswith(":act"):
+            round_operators(bits)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
         # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
         # graph's replay, PagedAttention reads it until the end
@@ -423,9 +442,9 @@ class RolloutEngine:
     def _start(self, model_path, device, dtype, gpu, sockets):
         threads = max(kernels.threads, torch.get_num_threads())
         tokenizer = str(model_path) if self.config["agent"] else ""
-        split = self.config["tp_split"]
+        asked = self.config["tp_split"], self.config["engine_bits"]
         tp = self.config["rollout_tp"]
-        run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer, split)
+        run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer, *asked)
         if device == "cpu":
             if tp > 1:  # SGLang would want a NUMA node for each
                 os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(tp * [f"0-{os.cpu_count() - 1}"])

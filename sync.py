@@ -422,6 +422,21 @@ def from_all_ranks(x, group=None):
     return everyone
 
 
+def dialled(x, bits):
+    """
+    x (.., C) float32 rounded as an engine of these bits would have it. bf16, fp16: to the nearest. fp8 (e4m3), int8:
+    each row by a scale of its own, its largest number over the type's; vectors, such as norms, then are bf16.
+    """
+    bits = bits.removesuffix(":act")
+    if bits == "fp32":
+        return x
+    if bits == "fp16" or bits == "bf16" or x.dim() < 2:
+        return x.to(torch.float16 if bits == "fp16" else torch.bfloat16).to(x.dtype)
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (448 if bits == "fp8" else 127)
+    y = x / scale
+    return scale * (y.to(torch.float8_e4m3fn).to(x.dtype) if bits == "fp8" else y.round())
+
+
 class WeightSync:
     """
     Sends the trainers' weights to every engine, and compares a hash of each parameter that the engine then holds with
@@ -432,19 +447,21 @@ class WeightSync:
     ipc         a rank that has both hands its engine the memory itself (CUDA's handles; shared memory on a CPU)
 
     how: one of these; '' is ipc where every rank has a GPU, a trainer and an engine, else broadcast. dtype: of what is
-    sent. overlap: on a rank without an engine a thread sends, as soon as the engines are ready, and the rank goes on.
+    sent; bits: see `dialled`. overlap: on a rank without an engine a thread sends, as soon as the engines are ready,
+    and the rank goes on.
     """
 
-    def __init__(self, how, ranks, shards, engine, device, dtype, overlap=False):
+    def __init__(self, how, ranks, shards, engine, device, dtype, overlap=False, bits="fp32"):
         self.ranks = ranks
         self.engine = engine
         self.device = device
         self.dtype = dtype
+        self.bits = bits
         both = ranks.trainers == ranks.engines == ranks.world
         how = how or ("ipc" if device == "cuda" and both else "broadcast")
         if ranks.rank == 0:
             print(f"weights travel by {how}", flush=True)
-        self.cast_rounds = shards and shards[0].data.dtype != dtype
+        self.cast_rounds = shards and (shards[0].data.dtype != dtype or bits != "fp32")
         self.send = self._ipc if how == "ipc" else self._broadcast
         shapes = from_all_ranks([(s.name, s.shape) for s in shards])[0]
         self.bytes = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
@@ -503,7 +520,8 @@ class WeightSync:
             self._deliver(version, shards, expected)
 
     def _as_sent(self, shard):
-        return Shard(shard.name, shard.shape, shard.first, shard.data.to(self.device, self.dtype))
+        data = dialled(shard.data.to(self.device), self.bits)
+        return Shard(shard.name, shard.shape, shard.first, data.to(self.dtype))
 
     def _deliver(self, version, shards, expected):
         meet()

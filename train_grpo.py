@@ -172,6 +172,9 @@ tp_split = 1  # parts into which the sums of o_proj and down_proj are cut, a pow
 # the engine
 engine_memory = 0.6  # share for weights and cache, of what is free of a GPU when the engine starts
 engine_args = ""  # any of SGLang's ServerArgs, such as 'max_running_requests=64, disable_radix_cache=True'
+# the dial: what the engine's weights are rounded to, and with ':act' what its operators give; the trainer stays as it
+# is. fp32, bf16, fp16, fp8 or int8 (a scale for each row). Log-probs that differ are then counted, and stop nothing
+engine_bits = "fp32"
 engine_timeout = 600.0  # seconds of silence after which an engine counts as dead
 # weights, checkpoints, the record
 # 'broadcast' or 'ipc' (to an engine of the same rank); '': ipc if colocated on CUDA, else broadcast
@@ -630,8 +633,9 @@ def policy_step_loss(output, leaf, c, samples, tokens):
         w = importance_weights(old, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
         losses = losses * w
         figures |= dict(importance_mean=w, importance_not_one=w != 1)
-    if max_staleness(c):
+    if max_staleness(c) or c.engine_bits != "fp32":
         ratio = torch.exp(logprobs.detach() - leaf.logprobs)
+        figures["logprob_distance"] = (logprobs.detach() - leaf.logprobs).abs()
         figures |= dict(staleness=leaf.staleness, ratio_mean=ratio, ratio_square=ratio.square())
         figures["kl_behaviour"] = kl(leaf.logprobs, logprobs.detach(), "k3")
     if c.entropy_coef:  # Schulman et al. 2017, equation 9
@@ -1009,7 +1013,7 @@ class Trainer:
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
-            if mismatches and self.c.strict:
+            if mismatches and self.c.strict and self.c.engine_bits == "fp32":
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
         norm, hashes = self.apply(grads, lr, f"{objective.phase} step {step}", metrics["loss"])
@@ -1268,6 +1272,7 @@ if __name__ == "__main__":
             place,
             compute_dtype,
             overlaps,
+            engine_bits,
         )
         publish(version)
     evaluates = eval_rows and (publishes or not does.steps)

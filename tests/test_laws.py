@@ -178,6 +178,21 @@ def test_L2_control_a_sampling_rule_on_one_side_only_stops_the_run(tmp_path):
     assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
 
 
+@pytest.mark.law("with a dial: the same difference in every run")
+def test_L2_a_dialled_run_has_its_mismatch_again_on_other_ranks(tmp_path):
+    """Rounded weights, and rounded results of operators too; a replay of the first on two trainers."""
+    short = ("--max_steps=3", "--eval_size=0", "--checkpoint_every=0")
+    for name, bits in dict(weights="bf16", results="bf16:act").items():
+        finish(tmp_path / name, f"--engine_bits={bits}", *short, launch=launch_warm)
+    steps = [lines(tmp_path / name, "metrics.jsonl", "rl") for name in ("weights", "results")]
+    assert all(a["logprob_mismatch_tokens"] > 100 for a in steps[0])
+    assert all(0 < a["logprob_distance"] < b["logprob_distance"] < 0.1 for a, b in zip(*steps))
+    assert all(0.99 < m["effective_sample_size"] < 1 and m["kl_behaviour"] > 0 for m in steps[0])
+    flags = ("--engine_bits=bf16", *replay_of(tmp_path / "weights"), *short)
+    finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
+    assert ledger(tmp_path / "run") == ledger(tmp_path / "weights") != ledger(tmp_path / "results")
+
+
 # ---- L3: trainer ranks
 
 

@@ -49,47 +49,46 @@ def checkpoint_of(run, step, scratch, said):
     return made[step]
 
 
-def reseal_checkpoint(old, new, ulp="", **changes):
-    """Makes `new` a copy of the checkpoint `old` with these fields of its record changed; ulp: as in `nudge`."""
+def reseal_checkpoint(old, new, nudged=None, **changes):
+    """Makes `new` a copy of the checkpoint `old` with these fields of its record changed, and one file: see `nudge`."""
     record = json.loads((old / "checkpoint.json").read_text())
     partial = new.with_name(f".{new.name}")
     shutil.copytree(old, partial, copy_function=link)
     (partial / "checkpoint.json").unlink()
-    if ulp:
-        nudge(partial, ulp)
+    if nudged:
+        file, weights = nudged
+        (partial / file).unlink()  # a link, of the other checkpoint's
+        save_file(weights, partial / file, {"format": "pt"})
     kept = {key: x for key, x in record.items() if key not in ("files", "sha256")}
     sync.seal_checkpoint(partial, new, **kept | changes)
 
 
-def branch(run, checkpoint, folder, config, ulp=""):
+def branch(run, checkpoint, folder, config, nudged=None):
     """Makes `folder` the run as it was at the checkpoint, with another config from there on."""
     sizes = json.loads((checkpoint / "checkpoint.json").read_text())["bytes"]
     past = checkpoint.parent.parent  # `run`, or the copy in which the checkpoint was made
     (folder / "ckpt").mkdir(parents=True)
     for name in sync.LOGS:
         (folder / name).write_bytes((past / name).read_bytes()[: sizes[name]])
-    reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, ulp, run=sync.run_id(config))
+    reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, nudged, run=sync.run_id(config))
     step = int(checkpoint.name[5:])
     origin = f"# branched from {run}, digest {lines(run, 'ledger.jsonl')[-1]['chain']}, at step {step}\n"
     (folder / "config.py").write_text(origin + configurator.config_source(config))
 
 
 def nudge(checkpoint, where):
-    """Makes one weight of the checkpoint, 'name[i,j]', the next larger float32."""
+    """(file, its tensors) of the checkpoint with one weight, 'name[i,j]', made the next larger float32."""
     name, _, at = where.rstrip("]").partition("[")
     for path in checkpoint.glob("*.safetensors"):
         weights = load_file(path)
-        if name not in weights:
-            continue
-        try:
-            weight = weights[name][tuple(map(int, at.split(",")))]
-            require(weight.dim() == 0, f"--ulp={where}: one number is wanted, of shape {list(weights[name].shape)}")
-        except (ValueError, IndexError):
-            require(False, f"--ulp={where}: the weight has the shape {list(weights[name].shape)}")
-        weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
-        path.unlink()  # the other checkpoint has it, too
-        save_file(weights, path, {"format": "pt"})
-        return
+        if name in weights:
+            shape = list(weights[name].shape)
+            at = [int(i) for i in at.split(",") if i.isdigit()]
+            inside = len(at) == len(shape) and all(i < n for i, n in zip(at, shape))
+            require(inside, f"--ulp={where}: the weight has the shape {shape}; name one number of it")
+            weight = weights[name][tuple(at)]
+            weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
+            return path.name, weights
     require(False, f"--ulp={where}: the checkpoint has no such weight; its files name them")
 
 
@@ -110,9 +109,11 @@ def main():
     require(folder != run and not folder.exists(), f"--out_dir={folder}: choose a folder that is not there yet")
     changed = [f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in saved if config[key] != saved[key]]
     changed += [f"{ulp} by one bit"] * bool(ulp)
-    print(f"from step {step} on: {', '.join(changed)}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        branch(run, checkpoint_of(run, step, Path(scratch), said), folder, config, ulp)
+        checkpoint = checkpoint_of(run, step, Path(scratch), said)
+        nudged = nudge(checkpoint, ulp) if ulp else None
+        print(f"from step {step} on: {', '.join(changed)}", flush=True)
+        branch(run, checkpoint, folder, config, nudged)
     problem = go_on(folder, [])
     require(not problem, f"{folder}: {problem}")
     for name in "reward_mean", "pass@1":

@@ -28,7 +28,6 @@ SRT = "sglang.srt."
 HOOKS = {
     "batch_invariant_ops:enable_batch_invariant_mode":
         "model_executor.model_runner:ModelRunner.maybe_enable_batch_invariant_mode",
-    "layers.sampler:multinomial_with_seed": "layers.sampler:Sampler._sample_from_logprobs",
     "model_executor.forward_batch_info:clamp_position": "model_executor.forward_batch_info:ForwardBatch.init_new",
     "model_executor.model_runner_components.attention_backend_setup:init_cublas":
         "model_executor.model_runner_components.attention_backend_setup:build_attention_backends",
@@ -37,6 +36,7 @@ HOOKS = {
     "distributed.parallel_state:GroupCoordinator.all_reduce":
         "distributed.communication_op:tensor_model_parallel_all_reduce",
     # called by torch
+    "layers.sampler:Sampler.forward": "",
     "layers.layernorm:RMSNorm.forward": "",
     "models.llama:LlamaDecoderLayer.forward": "",
     "models.qwen2:Qwen2DecoderLayer.forward": "",
