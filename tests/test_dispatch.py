@@ -37,7 +37,7 @@ ALLOWED = {  # why: operators. A leaf has the same rows on any number of ranks, 
     "over the rows of a leaf, a bias' gradient": "sum(0)",
     "backward of a choice of rows, none of them twice": "index_put",
     "adds zeros to one number": "c10d.allreduce_",
-    "brings together, as objects, what the ranks have found": "c10d.allgather_ resize_ set_",
+    "brings together, as objects, what the ranks have found": "c10d.barrier c10d.allgather_ resize_ set_",
 }
 
 
