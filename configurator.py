@@ -367,10 +367,10 @@ def resolve(namespace, defaults):
             del ORIGINS["init_from"]  # it is this command's; the run has its own
         saved, config = resume_config(config, path, FREE_KEYS)
         namespace.update(config)
+        before = MODES[saved["mode"]]
+        why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
+        require(MODES.get(config["mode"], before).scores == before.scores, f"mode={config['mode']!r}: {why}")
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
-    before = saved.get("mode", config["mode"])
-    why = f"the run has {before!r}, and a reward model is no policy; start another run"
-    require(MODES[config["mode"]].scores == MODES[before].scores, f"mode={config['mode']!r}: {why}")
     check_versions()
     return config, saved, restarted
 

@@ -406,7 +406,7 @@ class Chat:
         # For an endpoint: what else the engine is to do for a turn, who hears of its tokens as they come, and what the
         # engine said of the latest one (RolloutEngine.generate).
         self.params, self.options, self.hear, self.meta = {}, {}, None, {}
-        source = "eval" if episode.key[0] == "eval" else "noise"
+        source = "eval" if "eval" in episode.key[:1] else "noise"
         self.random = random.Random(repr((seed_of(episode.config, source), episode.key, path)))
         episode.chats.append(self)
 
