@@ -349,6 +349,11 @@ def seed_of(config, source):
     return named_arguments(config["seeds"]).get(source, config["seed"])
 
 
+def noise_seed(config, stream="rl"):
+    """The seed of the noise in the samples of a stream: held-out ones have their own."""
+    return seed_of(config, "eval" if stream == "eval" else "noise")
+
+
 def resolve(namespace, defaults):
     """
     Reads the command line of train_grpo.py, whose globals() are `namespace`, into its block and checks it; imports

@@ -1817,7 +1817,8 @@ def _kept_logits(first, h, weight, targets, t, rule):
     rows = torch.cat([known, torch.arange(len(h), device=h.device)])
     columns = torch.cat([columns, targets])  # a token that was drawn is kept in any case
     values = z[rows, columns]
-    cut(z, cuts.expand(len(h), 3), t)
+    if len(known.unique()) < len(h):  # else there is nothing left to find
+        cut(z, cuts.expand(len(h), 3), t)
     z[known] = -math.inf
     z[rows, columns] = values
     if found is not None:

@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, lean_imports, named_arguments, printable, seed_of
+from configurator import close_bars, lean_imports, named_arguments, noise_seed, printable, seed_of
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, rows_of_step, score_all
 from sync import (
@@ -146,13 +146,15 @@ def sample_tokens(self, output, info, _, likeliest, chosen, positions):
     draws from the log of a softmax, and returns what was before a rule.
     """
     logits = (output.next_token_logits / info.temperatures).contiguous()
-    greedy = info.top_ks[:, None] == 1
-    if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
+    by_rule = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
+    if by_rule:
+        greedy = info.top_ks[:, None] == 1
         rules = torch.stack([info.top_ps, info.top_ks.float(), info.min_ps], 1)
         kernels.cut(logits, rules.where(~greedy, rules.new_tensor([1.0, 0.0, 0.0])))
     logprobs = kernels.log_softmax(logits, -1, False)
     tokens = kernels.draw(logprobs, info.sampling_seed, positions)
-    tokens = logits.argmax(-1, keepdim=True).where(greedy, tokens)
+    if by_rule:
+        tokens = logits.argmax(-1, keepdim=True).where(greedy, tokens)
     if any(likeliest or ()):
         found = self.output_logprob_processor.compute_logprobs(logprobs, likeliest, chosen, tokens[:, 0])
         found.write_output_to(output)
@@ -740,7 +742,7 @@ class Sampler:
         row = job.rows[index]
         began = time.time()
         born, group = job.begun.get(index, ((job.step, index), None))
-        seed = seed_of(self.config, "eval" if job.stream == "eval" else "noise")
+        seed = noise_seed(self.config, job.stream)
         seeds = [sampling_seed(seed, job.stream, *born, g, 0) for g in range(job.samples)]
         samples = [Drawn([], [], []) for _ in seeds]
         if group:  # as far as its file has them

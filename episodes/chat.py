@@ -42,7 +42,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
-from configurator import require, seed_of
+from configurator import noise_seed, require
 from graders.sandbox import SandboxError
 from rewards import describe, finite
 
@@ -406,8 +406,8 @@ class Chat:
         # For an endpoint: what else the engine is to do for a turn, who hears of its tokens as they come, and what the
         # engine said of the latest one (RolloutEngine.generate).
         self.params, self.options, self.hear, self.meta = {}, {}, None, {}
-        source = "eval" if "eval" in episode.key[:1] else "noise"
-        self.random = random.Random(repr((seed_of(episode.config, source), episode.key, path)))
+        seed = noise_seed(episode.config, *episode.key[:1])
+        self.random = random.Random(repr((seed, episode.key, path)))
         episode.chats.append(self)
 
     def now(self):

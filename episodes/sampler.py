@@ -18,7 +18,7 @@ import types
 
 import torch
 
-from configurator import MODES, named_arguments, require, seed_of
+from configurator import MODES, named_arguments, noise_seed, require
 from episodes import again, chat
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
@@ -140,8 +140,7 @@ class AgentSampler(Sampler):
     async def _turn(self, job, used, of, stop, most):
         """A turn of the dialogue `of`. Its noise follows from what it is told, and from nothing that has a time."""
         told = hashlib.sha256(json.dumps(of.ids).encode()).hexdigest()
-        seed = seed_of(self.config, "eval" if job.stream == "eval" else "noise")
-        seed = sampling_seed(seed, *of.episode.key, of.path, told)
+        seed = sampling_seed(noise_seed(self.config, job.stream), *of.episode.key, of.path, told)
         params = self.params(job, seed, max_new_tokens=most) | of.params | (dict(stop=stop) if stop else {})
         if of.hear:
             output = await self.engine.ask(self._heard(of, params))
