@@ -40,7 +40,7 @@ from configurator import (
     require,
     resolve,
     roles,
-    seed_of,
+    sources_of,
 )
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,13 @@ rejected_column = "rejected"  # with mode='rm' or 'dpo': column of the other res
 prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
 chat_template = False  # put the prompt through the tokenizer's chat template as a user's message
 max_prompt_tokens = 256  # longer prompts are dropped
-eval_split = ""  # held-out split of a hub data set; '': eval_size rows of `split`, the first of a fixed shuffle
+eval_split = ""  # held-out split of a hub data set, or a file; '': eval_size rows of `split`, first of a fixed shuffle
+# several data sets, each with its own values of these keys and a weight, its share of each step; 0: held out only. Such
+# as "easy={'arithmetic_size': 10, 'weight': 3}, hard={'arithmetic_min': 50, 'reward': 'exact'}"
+sources = ""
+# prompts are drawn by what a model learns from: one with half of its samples right when last seen is this number of
+# times (and once more) as likely as one with all or none; 0: each once an epoch
+curriculum = 0
 eval_size = 256  # held-out prompts; 0: no evaluation
 eval_every = 0  # steps between evaluations; 0: only before the first step and after the last
 eval_samples = 1  # samples per held-out prompt
@@ -851,6 +857,7 @@ class Trainer:
                 earlier=[*earlier],
                 begun=flight.begun,
                 in_flight=len(flight.groups),
+                seen=[(*place, right) for place, right in flight.seen.items()],
                 **record.state(),
             )
             sync.delete_checkpoints(ckpt, sync.checkpoints(ckpt)[: -self.c.keep_checkpoints])
@@ -1058,8 +1065,11 @@ def evaluate(queue, step, rows, c, version, record):
     sampling = sampling_of(c)._replace(temperature=c.eval_temperature)
     groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, sampling))
     if record:
-        scores = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in groups]), c.pass_reward)
-        record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
+        scores = rewards.reward_metrics(groups)
+        for source, own in {"": groups, **rewards.by_source(groups)}.items():
+            rates = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
+            scores |= {f"{source}{'/' * bool(source)}{metric}": x for metric, x in rates.items()}
+        record.evaluation(step, scores, len(rows))
 
 
 @torch.no_grad()
@@ -1116,8 +1126,9 @@ if __name__ == "__main__":
         sft_schedule = learning_rate, warmup_steps, lr_decay_steps, min_lr
     for key in OWN:
         own_function(key, config[key])
+    scored_by = {}
     if does.samples:  # else what a reward needs, a judge or a sandbox, may be missing
-        reward_function = rewards.load_reward(reward, config)
+        scored_by = {name: rewards.load_reward(own["reward"], config) for name, own in sources_of(config).items()}
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
     # then the folder is nobody's, and a corrected command may have it.
@@ -1153,10 +1164,12 @@ if __name__ == "__main__":
         from episodes.sampler import Agent
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
-    train_rows, eval_rows = rewards.load_rows(config)
-    if does.samples and not episodes:
-        rewards.check_answers(reward_function, train_rows + eval_rows, answer_column)
-    train_rows = rewards.encode_prompts(train_rows, "training", tokenizer, config)
+    train_rows, eval_rows = rewards.load_sources(config)
+    for name, reward_function in {} if episodes else scored_by.items():
+        known = [*train_rows.get(name, ()), *(row for row in eval_rows if row.get("source", "") == name)]
+        rewards.check_answers(reward_function, known, sources_of(config)[name]["answer_column"])
+    for name, rows in train_rows.items():
+        train_rows[name] = rewards.encode_prompts(rows, f"training{' ' * bool(name)}{name}", tokenizer, config)
     eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads())
@@ -1171,7 +1184,8 @@ if __name__ == "__main__":
     groups = []
     for i in range(saved.get("in_flight", 0)):
         groups.append(sync.read_group(sync.group_path(latest / "flight", i), hf.vocab_size))
-    flight = Flight(saved.get("begun", 0), tuple(groups))
+    seen = {(source, row): right for source, row, right in saved.get("seen", ())}
+    flight = Flight(saved.get("begun", 0), tuple(groups), seen)
     if latest and not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
         model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back
@@ -1203,7 +1217,7 @@ if __name__ == "__main__":
     # a trainer start their engines.
     if trainer and (supervised or sft_steps and not saved):
         encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
-        answered = train_rows if episodes else encode(train_rows)
+        answered = train_rows if episodes else {name: encode(rows) for name, rows in train_rows.items()}
         objective = PAIRS._replace(phase=mode) if does.pairs else ANSWERS
         pairs = supervised_samples(encode(eval_rows), c) if does.pairs else []
         for i in range(start, sft_steps + 1):  # i steps are done
@@ -1213,8 +1227,8 @@ if __name__ == "__main__":
                 if supervised and due(i, checkpoint_every, sft_steps):
                     save(i, flight)
             if i < sft_steps:
-                chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed_of(config, "data"), "sft")
-                samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
+                chosen = [answered[name][k] for name, k in rewards.draw_rows(answered, sft_batch, i, c, "sft")]
+                samples = supervised_samples(chosen, c, episodes and episodes.demonstrate)
                 metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
                 if record:
                     record.supervised(objective.phase, i, samples, metrics, hashes)
@@ -1241,7 +1255,7 @@ if __name__ == "__main__":
             config,
             run_id,
             ranks.engines,
-            reward_function,
+            scored_by,
             partial(tokenizer.decode, skip_special_tokens=True),
             stop_tokens,
         )
