@@ -7,7 +7,7 @@ of its arguments alone: a clock, a random number or the order of a set of string
 end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
 gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
 What takes other processes or models is elsewhere: `code` in graders/sandbox.py, `judge`, `math` and 'model:folder' in
-graders/judges.py.
+graders/judges.py, `reasoning_gym` in graders/gym.py.
 
 Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), \\boxed{42} from MATH, Hendrycks et al.
 2021 (arXiv:2103.03874), the <think> format from DeepSeek-R1 (arXiv:2501.12948).
@@ -119,7 +119,12 @@ def format(prompt, response, answer):  # hides Python's format(), which nothing 
 # from a config's string to a function, and its call
 
 BUILT_IN = {"exact": exact, "format": format, "numeric": numeric}
-ELSEWHERE = {"code": "graders.sandbox", "judge": "graders.judges", "math": "graders.judges"}
+ELSEWHERE = {
+    "code": "graders.sandbox",
+    "judge": "graders.judges",
+    "math": "graders.judges",
+    "reasoning_gym": "graders.gym",
+}
 SETTINGS = {}  # the run's config, for what is built in
 MODELS = {}  # {term such as 'model:folder': RewardModel}
 ONE_AT_A_TIME = threading.Lock()
@@ -524,7 +529,7 @@ def rows_of_step(n, per_step, step, *key):
 def learnable_rows(right, curriculum, samples, per_step, *key):
     """
     Indices of a step's rows, each drawn once, by the weights 1 + curriculum * 4 p (1 - p): p is the share of samples
-    that were right when the row was last seen (Foster and Foerster 2025, arXiv:2502.12272: its learnability). right:
+    that were right when the row was last seen (Foster et al. 2025, arXiv:2502.12272: its learnability). right:
     for each row how many of its `samples` were; None before any: as if half were. Whole numbers only: no rounding.
     """
     spread = [4 * m * (samples - m) if m is not None else samples**2 for m in right]
@@ -606,6 +611,10 @@ def load_rows(config):
         data = [with_wrong_sum(row) for row in data] if len(texts) == 2 else data
     elif name == "programs":
         data = programs()
+    elif name.startswith("reasoning_gym:"):
+        from graders import gym
+
+        data = gym.rows(name, config["dataset_config"])
     else:
         data = load_split(name, config["dataset_config"], config["split"])
         if Path(config["eval_split"]).suffix in FILES:

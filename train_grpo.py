@@ -63,10 +63,11 @@ rollout_ranks = 1  # number of ranks, taken from the end, that sample; the other
 colocate = False  # every rank samples and trains, one after the other (a single process always does)
 rollout_tp = 1  # number of sampling ranks that share an engine, for models larger than a GPU (tensor parallel)
 # the data
-dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file; made here: 'arithmetic' (sums) or 'programs'
+# a hub name, a .jsonl or .parquet file, 'reasoning_gym:countdown'; made here: 'arithmetic' (sums) or 'programs'
+dataset = "arithmetic"
 arithmetic_min = 0  # smallest operand of 'arithmetic'
 arithmetic_size = 100  # operands of 'arithmetic' are below this
-dataset_config = ""  # configuration of a hub data set, such as 'main'
+dataset_config = ""  # configuration of a hub data set, such as 'main'; arguments of a gym's task: 'size=500, seed=7'
 split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
@@ -98,8 +99,8 @@ top_p = 1.0  # the likeliest that together have this probability; 1: all
 top_k = 0  # the likeliest, this number of them; 0: all
 min_p = 0.0  # those with at least this part of the likeliest token's probability; 0: all
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
-# numeric, exact, format, math, judge, code (programs and tests), 'my_file.py:my_function', 'model:my_folder' (a reward
-# model), or a weighted sum: 'numeric+0.2*format'; '0*' before a term that is only noted, such as the truth
+# numeric, exact, format, math, judge, code (programs and tests), reasoning_gym, 'my_file.py:my_function',
+# 'model:my_folder' (a reward model), or a weighted sum: 'numeric+0.2*format'; '0*' before a term that is only noted
 reward = "numeric"
 judge = ""  # an OpenAI-compatible endpoint such as 'http://127.0.0.1:8000/v1'; its key is in JUDGE_API_KEY
 judge_model = ""  # '': the first model that the endpoint lists

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import rewards
-from configurator import sources_of
+from configurator import check_config, configure, sources_of
+from graders import judges
 from rewards import (
     RewardError,
     arithmetic,
@@ -515,6 +516,27 @@ def test_sources_have_keys_rewards_and_held_out_rows_of_their_own(tmp_path):
     groups = [Group({"rewards": torch.tensor([x, 1.0])}, dict(source=name)) for name, x in (("a", 0.0), ("b", 1.0))]
     assert reward_metrics(groups) == {"a/reward_mean": 0.5, "b/reward_mean": 1.0}
     assert by_source([Group({}, {})]) == by_source([Group({}, dict(source=""))]) == {}
+
+
+def test_the_presets_for_math_read_their_sources_columns(monkeypatch):
+    columns = {
+        "openai/gsm8k": dict(question="1+1", answer="2 is it\n#### 2"),
+        "DigitalLearningGmbH/MATH-lighteval": dict(problem="1+1", solution="It is $\\boxed{2}$.", level="Level 1"),
+        "HuggingFaceH4/MATH-500": dict(problem="1+1", solution="It is $\\boxed{2}$.", answer="2", subject="Algebra"),
+        "open-r1/DAPO-Math-17k-Processed": dict(prompt="1+1", solution="2", data_source="math_dapo"),
+        "HuggingFaceH4/aime_2024": dict(id=60, problem="1+1", solution="It is..", answer="2", year="2024"),
+    }
+    monkeypatch.setattr(rewards, "load_split", lambda name, configuration, split: [columns[name]] * 600)
+    presets = dict(math=("math500", 500), dapo_17k=("aime24", 30))
+    for preset, (held_out, size) in presets.items():
+        config = configure(dict(DEFAULTS), [f"config/{x}.py" for x in ("qwen3_8b", preset)])
+        check_config(config, 8, DEFAULTS)
+        training, others = load_sources(config)
+        assert [(name, len(rows)) for name, rows in training.items()] == [("train", 600)]
+        assert [row["source"] for row in others] == [held_out] * size
+        for row in training["train"] + others:
+            assert row["prompt"].startswith("1+1\nPlease") and row["prompt"].endswith("within \\boxed{}.")
+            assert judges.expression(row["answer"]) in ("It is $\\boxed{2}$.", "\\boxed{2}")
 
 
 def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
