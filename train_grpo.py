@@ -704,6 +704,25 @@ def check_logprobs(leaf, logprobs, age, samples):
     return [(sample.of, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
+def token_columns(samples, parts):
+    """
+    {name: (M,)} of a batch's loss tokens, in the order of the samples: what engine and trainer say of each. parts: of
+    each rank {index of a sample: (log-probs, entropies)}; {} of all ranks gives {}.
+    """
+    ours = {i: columns for part in parts for i, columns in part.items()}
+    if not ours:
+        return {}
+    columns = dict(
+        rollout_logprobs=[s.logprobs for s in samples],
+        position=[s.loss_at - s.prompt_tokens for s in samples],
+        staleness=[s.staleness for s in samples],
+        sample=[torch.full_like(s.loss_at, s.of) for s in samples],
+        logprobs=[ours[i][0] for i in range(len(samples))],
+        entropy=[ours[i][1] for i in range(len(samples))],
+    )
+    return {name: torch.cat(parts) for name, parts in columns.items()}
+
+
 # ---- the trainer ---------------------------------------------------------------------------------------------------
 
 
@@ -756,6 +775,7 @@ class Trainer:
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
         self.versions = {version: self.snapshot() for version in saved.get("earlier", ())}
         self.mismatches = []  # what `check_logprobs` has found in this rank's leaves since the last update
+        self.dialled = {}  # {sample: its log-probs and entropies} of this rank's leaves; then `token_columns` of a step
         if checkpoint:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
@@ -970,6 +990,9 @@ class Trainer:
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
             if check:
                 self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
+            if check and self.c.engine_bits != "fp32":
+                columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in output[:2]]
+                self.dialled |= zip(chosen, zip(*columns))
             rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         mine = torch.stack(rows)
@@ -1021,6 +1044,7 @@ class Trainer:
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
+            self.dialled = token_columns(samples, sync.from_all_ranks(self.dialled, self.control))
             if mismatches and self.c.strict and self.c.engine_bits == "fp32":
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
@@ -1349,6 +1373,10 @@ if __name__ == "__main__":
                 times,
                 transport.bytes if transport else 0,
             )
+            if trainer and trainer.dialled:
+                own = folder / "queue" / f"rl_{s:06d}"
+                own.mkdir(parents=True, exist_ok=True)  # a replay's rollouts are elsewhere
+                sync.write_file(own / "trainer.safetensors", trainer.dialled)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
             if why := rewards.nothing_to_learn(record.steps):

@@ -193,6 +193,17 @@ def test_L2_a_dialled_run_has_its_mismatch_again_on_other_ranks(tmp_path):
     flags = ("--engine_bits=bf16", *replay_of(tmp_path / "weights"), *short)
     finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
     assert ledger(tmp_path / "run") == ledger(tmp_path / "weights") != ledger(tmp_path / "results")
+    for step in range(3):
+        ours, again = (
+            load_file(tmp_path / name / "queue" / f"rl_{step:06d}" / "trainer.safetensors")
+            for name in ("weights", "run")
+        )
+        assert ours.keys() == again.keys() and all(torch.equal(x, again[name]) for name, x in ours.items())
+        groups = read_groups(tmp_path / "weights", f"rl_{step:06d}")
+        assert torch.equal(ours["rollout_logprobs"], torch.cat([tensors["logprobs"] for tensors, _ in groups]))
+        distance = (ours["logprobs"] - ours["rollout_logprobs"]).abs()
+        assert float(distance.mean()) == pytest.approx(steps[0][step]["logprob_distance"], rel=1e-5)
+        assert int((distance > 0).sum()) == steps[0][step]["logprob_mismatch_tokens"]
 
 
 # ---- L3: trainer ranks
