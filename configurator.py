@@ -312,7 +312,7 @@ POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
     judge_tries sandbox_seconds sandbox_memory lora_alpha""".split()
-NOT_NEGATIVE = "lag segment_tokens lora_rank eval_temperature top_k min_p".split()
+NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # {keys: what another key must be, or one of two (without a value: not 0) for these to have an effect}
 ONLY_WITH = {
@@ -325,12 +325,16 @@ ONLY_WITH = {
     "kl_in_reward": "kl_coef",
     "lora lora_alpha lora_targets": "lora_rank",
 }
+SEEDS = {"data", "noise", "init", "eval"}
+SOURCE = """
+    weight dataset dataset_config split eval_split eval_size arithmetic_min arithmetic_size
+    prompt_column answer_column sft_column prompt_template reward""".split()
 ARGUMENTS = {  # keys whose value is the text of named arguments
     "chat_template_args": "arguments of the chat template, such as 'enable_thinking=False'",
     "engine_args": "arguments of SGLang's ServerArgs, such as 'max_running_requests=64'",
     "seeds": "whole numbers for some of data, noise, init, eval, such as 'data=2, eval=3'",
+    "sources": "names with a dictionary each, of " + ", ".join(SOURCE),
 }
-SEEDS = {"data", "noise", "init", "eval"}
 
 
 def named_arguments(text):
@@ -347,6 +351,12 @@ def named_arguments(text):
 def seed_of(config, source):
     """The seed of a source of chance: its own, if `seeds` has one, or the run's."""
     return named_arguments(config["seeds"]).get(source, config["seed"])
+
+
+def sources_of(config):
+    """{name: the config by which a source's rows are read and scored, and its weight}; an only one has the name ''."""
+    sources = named_arguments(config["sources"]) or {"": {}}
+    return {name: config | {"weight": 1} | own for name, own in sources.items()}
 
 
 def noise_seed(config, stream="rl"):
@@ -442,6 +452,27 @@ def key_rules(c, world, defaults):
     yield "weight_sync", c.weight_sync != "ipc" or trainers == engines == world, why
 
 
+def data_rules(c, world, defaults):
+    """Sources, and the quotas by which a step's prompts are shared out among them."""
+    given = named_arguments(c.sources)
+    for name, own in given.items():
+        yield "sources", isinstance(own, dict) and own.keys() <= {*SOURCE}, f"{name}: use {ARGUMENTS['sources']}"
+        for key, x in own.items():
+            kind = type(defaults.get(key, 0))
+            yield "sources", type(x) is kind, f"{name}: {key}={x!r}: wants {WANTED[kind]}"
+    weights = [own.get("weight", 1) for own in given.values()]
+    yield "sources", min(weights, default=0) >= 0, "a weight is 0, for held-out prompts only, or more"
+    trains = MODES[c.mode].steps != ""
+    yield "sources", not given or sum(weights) > 0 or not trains, "all weights are 0; use more for what is trained on"
+    shared = ["prompts_per_step"] * (MODES[c.mode].steps == "rl")
+    shared += ["sft_batch"] * (MODES[c.mode].steps == "supervised" or c.warmup_sft_steps > 0)
+    for key in shared:
+        why = f"the weights of sources add up to {sum(weights)}; use a multiple, so that each has its share of a step"
+        yield key, not given or vars(c)[key] % max(1, sum(weights)) == 0, why
+    why = "draws whole prompts anew in each step; --segment_tokens=0, or use 0"
+    yield "curriculum", not (c.curriculum and c.segment_tokens), why
+
+
 def algorithm_rules(c, world, defaults):
     """Keys of one algorithm that make no sense together."""
     grouped = c.advantage not in ("reinforce++", "gae", "distill")
@@ -511,6 +542,6 @@ def check_config(config, world, defaults):
     (key, whether its value fits, what is wrong with it and the cure), and the first that does not fit is told.
     """
     c = types.SimpleNamespace(**config)
-    for rules in (key_rules, algorithm_rules, feature_rules):
+    for rules in (key_rules, data_rules, algorithm_rules, feature_rules):
         for key, fits, why in rules(c, world, defaults):
             require(fits, f"{key}={config[key]!r}: {why}")

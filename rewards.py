@@ -7,7 +7,7 @@ of its arguments alone: a clock, a random number or the order of a set of string
 end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
 gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
 What takes other processes or models is elsewhere: `code` in graders/sandbox.py, `judge`, `math` and 'model:folder' in
-graders/judges.py.
+graders/judges.py, `reasoning_gym` in graders/gym.py.
 
 Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), \\boxed{42} from MATH, Hendrycks et al.
 2021 (arXiv:2103.03874), the <think> format from DeepSeek-R1 (arXiv:2501.12948).
@@ -29,7 +29,7 @@ from traceback import walk_tb
 
 import torch
 
-from configurator import HEALTHY, MODES, named_arguments, printable, require, suggestion
+from configurator import HEALTHY, MODES, named_arguments, printable, require, seed_of, sources_of, suggestion
 from sync import content_hash, reason
 
 
@@ -119,7 +119,12 @@ def format(prompt, response, answer):  # hides Python's format(), which nothing 
 # from a config's string to a function, and its call
 
 BUILT_IN = {"exact": exact, "format": format, "numeric": numeric}
-ELSEWHERE = {"code": "graders.sandbox", "judge": "graders.judges", "math": "graders.judges"}
+ELSEWHERE = {
+    "code": "graders.sandbox",
+    "judge": "graders.judges",
+    "math": "graders.judges",
+    "reasoning_gym": "graders.gym",
+}
 SETTINGS = {}  # the run's config, for what is built in
 MODELS = {}  # {term such as 'model:folder': RewardModel}
 ONE_AT_A_TIME = threading.Lock()
@@ -230,16 +235,27 @@ def reward_metrics(groups):
     how many verdicts were a limit of time or space, and how many so near to one that another run may differ there.
     """
     noted = [terms for _, meta in groups for terms in meta.get("noted", ()) if terms]
-    names = [*noted[0]] if noted else []
+    names = dict.fromkeys(name for terms in noted for name in terms)
     metrics = {}
     if len(names) > 1:
         for name in names:
-            metrics[f"reward_{name}"] = fmean(terms[name]["reward"] for terms in noted)
+            metrics[f"reward_{name}"] = fmean(terms[name]["reward"] for terms in noted if name in terms)
     limited = [notes for terms in noted for notes in terms.values() if "verdict" in notes]
     if limited:
         metrics["limits"] = sum(notes["verdict"] == "limit" for notes in limited)
         metrics["near_limit"] = sum(notes["near_limit"] for notes in limited)
+    for source, own in by_source(groups).items():
+        metrics[f"{source}/reward_mean"] = fmean(group.tensors["rewards"].mean().item() for group in own)
     return metrics
+
+
+def by_source(groups):
+    """{name of a source: its Groups}; {} where the data has no names."""
+    sources = {}
+    for group in groups:
+        if name := group[1].get("source"):
+            sources.setdefault(name, []).append(group)
+    return sources
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -327,7 +343,7 @@ def hacking(steps, reward=""):
         value = mean(now, name)
         if (value < bound) if sign == "<" else (value > bound):
             return f"{name} {value:.4g} {sign} {bound:.4g}"
-    for truth in (name for weight, name in terms_of(reward) if weight == 0):
+    for truth in (name for weight, name in terms_of(reward) if weight == 0 and f"reward_{name}" in start[0]):
         ends = range(len(steps), WATCHED - 1, -WATCHED)
         parts = (steps[end - WATCHED : end] for end in ends)
         gap, *earlier = [mean(part, "reward_mean") - mean(part, f"reward_{truth}") for part in parts]
@@ -510,16 +526,54 @@ def rows_of_step(n, per_step, step, *key):
     return [permutation(n, *key, epoch)[place] for epoch, place in places]
 
 
+def learnable_rows(right, curriculum, samples, per_step, *key):
+    """
+    Indices of a step's rows, each drawn once, by the weights 1 + curriculum * 4 p (1 - p): p is the share of samples
+    that were right when the row was last seen (Foster et al. 2025, arXiv:2502.12272: its learnability). right:
+    for each row how many of its `samples` were; None before any: as if half were. Whole numbers only: no rounding.
+    """
+    spread = [4 * m * (samples - m) if m is not None else samples**2 for m in right]
+    weights = torch.tensor([samples**2 + curriculum * x for x in spread])
+    source = torch.Generator().manual_seed(int(content_hash(list(key)), 16) % 2**63)
+    left = weights.clone()
+    rows = []
+    for _ in range(per_step):
+        if not left.any():  # more than there are: each once more
+            left = weights.clone()
+        ends = left.cumsum(0)
+        drawn = torch.randint(int(ends[-1]), (1,), generator=source)
+        rows.append(int(torch.searchsorted(ends, drawn, right=True)))
+        left[rows[-1]] = 0
+    return rows
+
+
+def draw_rows(sources, count, step, c, stream, seen={}):
+    """
+    The places [(source, index)] of a step's `count` rows in sources {name: rows}: of each source its share by weight.
+    seen: for a curriculum, {place: number of right samples when last seen}.
+    """
+    weights = {name: source["weight"] for name, source in sources_of(vars(c)).items()}
+    places = []
+    for name, rows in sources.items():
+        share = count * weights[name] // sum(weights.values())
+        key = [seed_of(vars(c), "data"), stream, *filter(None, [name])]
+        chosen = rows_of_step(len(rows), share, step, *key)
+        if c.curriculum and stream == "rl":
+            right = [seen.get((name, i)) for i in range(len(rows))]
+            chosen = learnable_rows(right, c.curriculum, c.group_size, share, *key, step)
+        places += [(name, i) for i in chosen]
+    return places
+
+
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datasets` calls their formats
+
+
 def load_split(name, configuration, split):
     """The rows of a file, or of a split of a hub data set. Ends the run with one line if it cannot be read."""
     import datasets
 
     datasets.disable_progress_bars()
-    kind = {
-        ".jsonl": "json",
-        ".json": "json",
-        ".parquet": "parquet",
-    }.get(Path(name).suffix)
+    kind = FILES.get(Path(name).suffix)
     there = not kind or Path(name).is_file() and Path(name).stat().st_size
     require(there, f"dataset={name!r}: no such file, or an empty one")
     try:
@@ -530,8 +584,24 @@ def load_split(name, configuration, split):
         require(False, f"dataset={name!r}: cannot load split {split!r}: {reason(e)}")
 
 
+def load_sources(config):
+    """({source: training rows}, held-out rows of all sources): `load_rows`, and with names a row says its source."""
+    training = {}
+    held_out = []
+    for name, source in sources_of(config).items():
+        rows, others = load_rows(source)
+        for row in [*rows, *others] if name else ():
+            row["source"] = name
+        if source["weight"]:
+            training[name] = rows
+        held_out += others
+    return training, held_out
+
+
 def load_rows(config):
-    """(training rows, held-out rows), dicts with prompt and answer (str), or of pairs chosen and rejected."""
+    """
+    (training rows, held-out rows) of a source, dicts with prompt and answer (str), or of pairs chosen and rejected.
+    """
     name = config["dataset"]
     size = config["eval_size"]
     texts = sides(config["mode"])
@@ -541,9 +611,15 @@ def load_rows(config):
         data = [with_wrong_sum(row) for row in data] if len(texts) == 2 else data
     elif name == "programs":
         data = programs()
+    elif name.startswith("reasoning_gym:"):
+        from graders import gym
+
+        data = gym.rows(name, config["dataset_config"])
     else:
         data = load_split(name, config["dataset_config"], config["split"])
-        if config["eval_split"]:
+        if Path(config["eval_split"]).suffix in FILES:
+            held_out = load_split(config["eval_split"], "", "")
+        elif config["eval_split"]:
             held_out = load_split(name, config["dataset_config"], config["eval_split"])
     columns = sorted(data[0]) if len(data) else []
     used = ["prompt_column", *(f"{side}_column" for side in texts)]
@@ -570,11 +646,14 @@ def load_rows(config):
             known["shown_answer"] = str(example[config["sft_column"]])
         return known
 
+    trained_on = config.get("weight", 1) > 0
     if held_out is None:
-        require(size < len(data), f"eval_size={size}: dataset={name!r} has {len(data)} rows in all; use less")
+        enough = size < len(data) or not trained_on
+        require(enough, f"eval_size={size}: dataset={name!r} has {len(data)} rows in all; use less")
         order = permutation(len(data), "held out")  # the same for every seed
         held_out = [data[i] for i in order[:size]]
         data = [data[i] for i in order[size:]]
+    data = data if trained_on else []
     return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
 
 

@@ -51,9 +51,9 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, lean_imports, named_arguments, noise_seed, printable, seed_of
+from configurator import close_bars, lean_imports, named_arguments, noise_seed, printable
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
-from rewards import MODELS, RewardError, rows_of_step, score_all
+from rewards import MODELS, RewardError, draw_rows, score_all
 from sync import (
     RunError,
     content_hash,
@@ -680,16 +680,16 @@ class Sampler:
     """
     Makes samples with one of a run's `engines` engines: prompts in, group files out.
 
-    config has the keys of train_grpo.py's block, run is the run's id; reward is load_reward's; decode(tokens) -> text;
-    a sample ends with the first of the stop_tokens.
+    config has the keys of train_grpo.py's block, run is the run's id; rewards has load_reward's function for each
+    source of the data; decode(tokens) -> text; a sample ends with the first of the stop_tokens.
     """
 
-    def __init__(self, engine, config, run, engines, reward, decode, stop_tokens):
+    def __init__(self, engine, config, run, engines, rewards, decode, stop_tokens):
         self.engine = engine
         self.config = config
         self.run = run
         self.engines = engines
-        self.reward = reward
+        self.rewards = rewards
         self.decode = decode
         self.stop_tokens = stop_tokens
 
@@ -729,6 +729,7 @@ class Sampler:
                 version=job.version,
                 prompt_text=row["prompt"],
                 answer=row["answer"],
+                source=row.get("source", ""),
                 engine=self.engine.index,
                 time=time.strftime("%Y-%m-%dT%H:%M:%S"),
                 began=began,
@@ -755,9 +756,10 @@ class Sampler:
         scored = [(0.0, {})] * len(samples)
         if finished:
             where = f"{job.stream} step {job.step}, prompt {index}, sample "
-            calls = [(self.reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
+            reward = self.rewards[row.get("source", "")]
+            calls = [(reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
             # Those that wait for a process or an answer do so side by side; others would only wake each other.
-            parts = [[call] for call in calls] if self.reward.waits else [calls]
+            parts = [[call] for call in calls] if reward.waits else [calls]
             run = functools.partial(asyncio.get_running_loop().run_in_executor, SCORERS, score_all)
             scored = [*itertools.chain(*await asyncio.gather(*map(run, parts)))]
         rewards, noted = zip(*scored)
@@ -812,6 +814,7 @@ class Flight(NamedTuple):
 
     begun: int = 0  # number of prompts begun so far, in the order of the data
     groups: tuple = ()  # in that order
+    seen: dict = {}  # for a curriculum: {(source, row): number of right samples when it was last seen}
 
 
 class Batch(NamedTuple):
@@ -833,17 +836,22 @@ def sample_step(queue, step, rows, c, version, flight):
     dropped = []
     rounds = 1 + c.dynamic_sampling
     P = c.prompts_per_step
+    seen = dict(flight.seen)
     for k in range(rounds):
-        chosen = rows_of_step(len(rows), P, step * rounds + k, seed_of(vars(c), "data"), "rl")
+        places = draw_rows(rows, P, step * rounds + k, c, "rl", flight.seen)
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
-        prompts = {k * P + i: rows[row] for i, row in enumerate(chosen)}
-        for group in queue.sample(Job("rl", step, version, prompts, c.group_size, sampling_of(c))):
-            equal = c.dynamic_sampling and len(group.tensors["rewards"].unique()) == 1
+        prompts = {k * P + i: rows[source][row] for i, (source, row) in enumerate(places)}
+        groups = queue.sample(Job("rl", step, version, prompts, c.group_size, sampling_of(c)))
+        for place, group in zip(places, groups):
+            rewards = group.tensors["rewards"]
+            equal = c.dynamic_sampling and len(rewards.unique()) == 1
             (dropped if equal else kept).append(group)
+            if c.curriculum:
+                seen[place] = int((rewards >= c.pass_reward).sum())
         if len(kept) >= P:
             break
     sampled = kept + dropped
-    return Batch(sampled[:P], sampled, flight)
+    return Batch(sampled[:P], sampled, flight._replace(seen=seen))
 
 
 def sample_segments(queue, step, rows, c, version, flight):
@@ -859,7 +867,8 @@ def sample_segments(queue, step, rows, c, version, flight):
     begun = flight.begun + places - len(flight.groups)
     born = [tuple(group.meta["born"]) for group in flight.groups]
     born += [divmod(n, P) for n in range(flight.begun, begun)]
-    prompts = [rows[rows_of_step(len(rows), P, s, seed_of(vars(c), "data"), "rl")[i]] for s, i in born]
+    drawn = {s: draw_rows(rows, P, s, c, "rl") for s, _ in born}
+    prompts = [rows[source][row] for source, row in (drawn[s][i] for s, i in born)]
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
         todo = [i for i, group in enumerate(groups) if not (group and group.meta["finished"])]

@@ -40,7 +40,7 @@ from configurator import (
     require,
     resolve,
     roles,
-    seed_of,
+    sources_of,
 )
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -63,10 +63,11 @@ rollout_ranks = 1  # number of ranks, taken from the end, that sample; the other
 colocate = False  # every rank samples and trains, one after the other (a single process always does)
 rollout_tp = 1  # number of sampling ranks that share an engine, for models larger than a GPU (tensor parallel)
 # the data
-dataset = "arithmetic"  # a hub name, a .jsonl or .parquet file; made here: 'arithmetic' (sums) or 'programs'
+# a hub name, a .jsonl or .parquet file, 'reasoning_gym:countdown'; made here: 'arithmetic' (sums) or 'programs'
+dataset = "arithmetic"
 arithmetic_min = 0  # smallest operand of 'arithmetic'
 arithmetic_size = 100  # operands of 'arithmetic' are below this
-dataset_config = ""  # configuration of a hub data set, such as 'main'
+dataset_config = ""  # configuration of a hub data set, such as 'main'; arguments of a gym's task: 'size=500, seed=7'
 split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
@@ -76,7 +77,13 @@ rejected_column = "rejected"  # with mode='rm' or 'dpo': column of the other res
 prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
 chat_template = False  # put the prompt through the tokenizer's chat template as a user's message
 max_prompt_tokens = 256  # longer prompts are dropped
-eval_split = ""  # held-out split of a hub data set; '': eval_size rows of `split`, the first of a fixed shuffle
+eval_split = ""  # held-out split of a hub data set, or a file; '': eval_size rows of `split`, first of a fixed shuffle
+# several data sets, each with its own values of these keys and a weight, its share of each step; 0: held out only. Such
+# as "easy={'arithmetic_size': 10, 'weight': 3}, hard={'arithmetic_min': 50, 'reward': 'exact'}"
+sources = ""
+# prompts are drawn by what a model learns from: one with half of its samples right when last seen is this number of
+# times (and once more) as likely as one with all or none; 0: each once an epoch
+curriculum = 0
 eval_size = 256  # held-out prompts; 0: no evaluation
 eval_every = 0  # steps between evaluations; 0: only before the first step and after the last
 eval_samples = 1  # samples per held-out prompt
@@ -92,8 +99,8 @@ top_p = 1.0  # the likeliest that together have this probability; 1: all
 top_k = 0  # the likeliest, this number of them; 0: all
 min_p = 0.0  # those with at least this part of the likeliest token's probability; 0: all
 ignore_eos = False  # sample on to max_new_tokens: for benchmarks
-# numeric, exact, format, math, judge, code (programs and tests), 'my_file.py:my_function', 'model:my_folder' (a reward
-# model), or a weighted sum: 'numeric+0.2*format'; '0*' before a term that is only noted, such as the truth
+# numeric, exact, format, math, judge, code (programs and tests), reasoning_gym, 'my_file.py:my_function',
+# 'model:my_folder' (a reward model), or a weighted sum: 'numeric+0.2*format'; '0*' before a term that is only noted
 reward = "numeric"
 judge = ""  # an OpenAI-compatible endpoint such as 'http://127.0.0.1:8000/v1'; its key is in JUDGE_API_KEY
 judge_model = ""  # '': the first model that the endpoint lists
@@ -697,6 +704,25 @@ def check_logprobs(leaf, logprobs, age, samples):
     return [(sample.of, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
+def token_columns(samples, parts):
+    """
+    {name: (M,)} of a batch's loss tokens, in the order of the samples: what engine and trainer say of each. parts: of
+    each rank {index of a sample: (log-probs, entropies)}; {} of all ranks gives {}.
+    """
+    ours = {i: columns for part in parts for i, columns in part.items()}
+    if not ours:
+        return {}
+    columns = dict(
+        rollout_logprobs=[s.logprobs for s in samples],
+        position=[s.loss_at - s.prompt_tokens for s in samples],
+        staleness=[s.staleness for s in samples],
+        sample=[torch.full_like(s.loss_at, s.of) for s in samples],
+        logprobs=[ours[i][0] for i in range(len(samples))],
+        entropy=[ours[i][1] for i in range(len(samples))],
+    )
+    return {name: torch.cat(parts) for name, parts in columns.items()}
+
+
 # ---- the trainer ---------------------------------------------------------------------------------------------------
 
 
@@ -749,6 +775,7 @@ class Trainer:
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
         self.versions = {version: self.snapshot() for version in saved.get("earlier", ())}
         self.mismatches = []  # what `check_logprobs` has found in this rank's leaves since the last update
+        self.dialled = {}  # {sample: its log-probs and entropies} of this rank's leaves; then `token_columns` of a step
         if checkpoint:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
@@ -851,6 +878,7 @@ class Trainer:
                 earlier=[*earlier],
                 begun=flight.begun,
                 in_flight=len(flight.groups),
+                seen=[(*place, right) for place, right in flight.seen.items()],
                 **record.state(),
             )
             sync.delete_checkpoints(ckpt, sync.checkpoints(ckpt)[: -self.c.keep_checkpoints])
@@ -962,6 +990,9 @@ class Trainer:
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
             if check:
                 self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
+            if check and self.c.engine_bits != "fp32":
+                columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in output[:2]]
+                self.dialled |= zip(chosen, zip(*columns))
             rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         mine = torch.stack(rows)
@@ -1013,6 +1044,7 @@ class Trainer:
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
+            self.dialled = token_columns(samples, sync.from_all_ranks(self.dialled, self.control))
             if mismatches and self.c.strict and self.c.engine_bits == "fp32":
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
@@ -1058,8 +1090,11 @@ def evaluate(queue, step, rows, c, version, record):
     sampling = sampling_of(c)._replace(temperature=c.eval_temperature)
     groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, sampling))
     if record:
-        scores = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in groups]), c.pass_reward)
-        record.evaluation(step, scores | rewards.reward_metrics(groups), len(rows))
+        scores = rewards.reward_metrics(groups)
+        for source, own in {"": groups, **rewards.by_source(groups)}.items():
+            rates = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
+            scores |= {f"{source}{'/' * bool(source)}{metric}": x for metric, x in rates.items()}
+        record.evaluation(step, scores, len(rows))
 
 
 @torch.no_grad()
@@ -1116,8 +1151,9 @@ if __name__ == "__main__":
         sft_schedule = learning_rate, warmup_steps, lr_decay_steps, min_lr
     for key in OWN:
         own_function(key, config[key])
+    scored_by = {}
     if does.samples:  # else what a reward needs, a judge or a sandbox, may be missing
-        reward_function = rewards.load_reward(reward, config)
+        scored_by = {name: rewards.load_reward(own["reward"], config) for name, own in sources_of(config).items()}
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
     # then the folder is nobody's, and a corrected command may have it.
@@ -1153,10 +1189,12 @@ if __name__ == "__main__":
         from episodes.sampler import Agent
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
-    train_rows, eval_rows = rewards.load_rows(config)
-    if does.samples and not episodes:
-        rewards.check_answers(reward_function, train_rows + eval_rows, answer_column)
-    train_rows = rewards.encode_prompts(train_rows, "training", tokenizer, config)
+    train_rows, eval_rows = rewards.load_sources(config)
+    for name, reward_function in {} if episodes else scored_by.items():
+        known = [*train_rows.get(name, ()), *(row for row in eval_rows if row.get("source", "") == name)]
+        rewards.check_answers(reward_function, known, sources_of(config)[name]["answer_column"])
+    for name, rows in train_rows.items():
+        train_rows[name] = rewards.encode_prompts(rows, f"training{' ' * bool(name)}{name}", tokenizer, config)
     eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads())
@@ -1171,7 +1209,8 @@ if __name__ == "__main__":
     groups = []
     for i in range(saved.get("in_flight", 0)):
         groups.append(sync.read_group(sync.group_path(latest / "flight", i), hf.vocab_size))
-    flight = Flight(saved.get("begun", 0), tuple(groups))
+    seen = {(source, row): right for source, row, right in saved.get("seen", ())}
+    flight = Flight(saved.get("begun", 0), tuple(groups), seen)
     if latest and not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
         model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back
@@ -1203,7 +1242,7 @@ if __name__ == "__main__":
     # a trainer start their engines.
     if trainer and (supervised or sft_steps and not saved):
         encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
-        answered = train_rows if episodes else encode(train_rows)
+        answered = train_rows if episodes else {name: encode(rows) for name, rows in train_rows.items()}
         objective = PAIRS._replace(phase=mode) if does.pairs else ANSWERS
         pairs = supervised_samples(encode(eval_rows), c) if does.pairs else []
         for i in range(start, sft_steps + 1):  # i steps are done
@@ -1213,8 +1252,8 @@ if __name__ == "__main__":
                 if supervised and due(i, checkpoint_every, sft_steps):
                     save(i, flight)
             if i < sft_steps:
-                chosen = rewards.rows_of_step(len(answered), sft_batch, i, seed_of(config, "data"), "sft")
-                samples = supervised_samples([answered[k] for k in chosen], c, episodes and episodes.demonstrate)
+                chosen = [answered[name][k] for name, k in rewards.draw_rows(answered, sft_batch, i, c, "sft")]
+                samples = supervised_samples(chosen, c, episodes and episodes.demonstrate)
                 metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
                 if record:
                     record.supervised(objective.phase, i, samples, metrics, hashes)
@@ -1241,7 +1280,7 @@ if __name__ == "__main__":
             config,
             run_id,
             ranks.engines,
-            reward_function,
+            scored_by,
             partial(tokenizer.decode, skip_special_tokens=True),
             stop_tokens,
         )
@@ -1334,6 +1373,10 @@ if __name__ == "__main__":
                 times,
                 transport.bytes if transport else 0,
             )
+            if trainer and trainer.dialled:
+                own = folder / "queue" / f"rl_{s:06d}"
+                own.mkdir(parents=True, exist_ok=True)  # a replay's rollouts are elsewhere
+                sync.write_file(own / "trainer.safetensors", trainer.dialled)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
             if why := rewards.nothing_to_learn(record.steps):

@@ -4,19 +4,16 @@ OpenAI-compatible endpoint (`judge`), a reward model in this process (`model:fol
 """
 
 import asyncio
-import inspect
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from importlib.metadata import distributions
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,6 +21,7 @@ import httpx
 import torch
 
 from configurator import ORIGINS, require
+from graders.workers import Workers, needs
 from models import folders
 from models.dense import build_model, check_model
 from rewards import NUMBER, SETTINGS, answer_ids, exact_value, prompt_ids
@@ -35,17 +33,13 @@ from sync import Shard, reason
 MATH_VERIFY = "0.9.0"  # pyproject.toml's; another version may judge otherwise
 MATH_SECONDS = 5.0  # CPU time that a comparison may take
 MATH_VERDICTS = {10: "pass", 11: "fail", -signal.SIGPROF: "limit"}  # by the exit status of the process that compares
-MATH_WORKERS = SimpleQueue()  # idle workers; None: a place for one that has not been started
-for _ in range(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))):
-    MATH_WORKERS.put(None)
 
 
 def math_worker(seconds):
     """
-    What a worker runs, in a process that has nothing else of ours: lines [response, answer] in; for each a fork that
-    compares them, and a line [its exit status, its CPU seconds] out. So each comparison begins in the same state,
-    whatever came before it (SymPy keeps results and draws random numbers). The kernel ends a fork that takes too much
-    CPU time; math-verify's own limits are of wall time, so that a busy machine decides, and need a main thread.
+    What a worker runs (Workers): lines [response, answer] in; for each a fork that compares them, as SymPy keeps
+    results and draws random numbers, and a line [its exit status, its CPU seconds] out. math-verify's own limits are of
+    wall time, so that a busy machine decides, and need a main thread.
     """
     import sympy
     from math_verify import parse, verify
@@ -67,12 +61,7 @@ def math_worker(seconds):
         print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]), flush=True)
 
 
-def start_math_worker():
-    """A process that ends with its standard input, and so with this one, however that ends."""
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    env = os.environ | dict(PYTHONHASHSEED="0")  # sets of strings have an order by their hashes
-    code = f"import json, os, signal, sys\n{inspect.getsource(math_worker)}\nmath_worker({MATH_SECONDS})"
-    return subprocess.Popen([sys.executable, "-P", "-c", code], **pipes, env=env)
+MATH = Workers(math_worker, MATH_SECONDS, "math-verify")
 
 
 def math(prompt, response, answer):
@@ -83,14 +72,7 @@ def math(prompt, response, answer):
     comparison of more than MATH_SECONDS of CPU time gives no reward, and the verdict 'limit'.
     """
     text = expression(answer)
-    worker = MATH_WORKERS.get() or start_math_worker()
-    try:
-        print(json.dumps([response, text]), file=worker.stdin, flush=True)
-        status, seconds = json.loads(worker.stdout.readline())
-    except (OSError, ValueError) as error:
-        MATH_WORKERS.put(None)
-        raise RuntimeError(f"a process of math-verify ended with status {worker.wait()}; resume the run") from error
-    MATH_WORKERS.put(worker)
+    status, seconds = MATH.ask(response, text)
     if status not in MATH_VERDICTS:
         why = "is no expression that math-verify can read" if status == 12 else f"was not compared: status {status}"
         raise ValueError(f"answer {text[-40:]!r} {why}")
@@ -107,9 +89,7 @@ def expression(answer):
 
 
 def needs_math():
-    found = next((x.version for x in distributions(name="math-verify")), "none")
-    if found != MATH_VERIFY:
-        raise ValueError(f"needs math-verify {MATH_VERIFY}, and there is {found}; install it by `uv sync --group math`")
+    needs("math-verify", MATH_VERIFY, "math")
 
 
 math.check, math.reads = needs_math, expression

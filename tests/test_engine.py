@@ -187,7 +187,8 @@ def roll_out(engine, folder, rows, sampling=Sampling()):
     """The group files' tensors of 4 samples of each row of tokens."""
     rows = {i: dict(prompt="", answer="", prompt_tokens=tokens) for i, tokens in enumerate(rows)}
     folder.mkdir(exist_ok=True)
-    sampler = Sampler(engine, CONFIG, "test", engines=1, reward=load_reward("exact"), decode=str, stop_tokens=[1])
+    rewards = {"": load_reward("exact")}
+    sampler = Sampler(engine, CONFIG, "test", engines=1, rewards=rewards, decode=str, stop_tokens=[1])
     sampler.sample(folder, Job("rl", 0, engine.version, rows, 4, sampling), iter(rows))
     return [sync.read_group(sync.group_path(folder, i))[0] for i in range(len(rows))]
 

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 from conftest import error_line, finish, launch_warm, read_groups, wait_for
@@ -32,7 +31,9 @@ from transformers import AutoTokenizer
 import rewards
 from episodes import again, chat
 from graders import judges
+from graders import workers as workers_of
 from graders.judges import judge, score_of
+from graders.workers import Workers
 from models import folders
 from rewards import RewardError, load_reward, score
 from train_grpo import DEFAULTS
@@ -96,9 +97,7 @@ def workers(monkeypatch):
 
     def fresh(seconds):
         monkeypatch.setattr(judges, "MATH_SECONDS", seconds)
-        monkeypatch.setattr(judges, "MATH_WORKERS", SimpleQueue())
-        for _ in range(2):
-            judges.MATH_WORKERS.put(None)
+        monkeypatch.setattr(judges, "MATH", Workers(judges.math_worker, seconds, "math-verify"))
 
     return fresh
 
@@ -127,10 +126,10 @@ def test_what_took_more_than_half_of_the_limit_is_near_it(workers, monkeypatch):
 
 def test_a_killed_worker_is_an_error_and_not_a_zero(workers):
     workers(5)
-    judges.MATH_WORKERS.get()  # one will do
+    judges.MATH.idle.get()  # one will do
     judges.math("", "3", "3")
-    worker = judges.MATH_WORKERS.get()
-    judges.MATH_WORKERS.put(worker)
+    worker = judges.MATH.idle.get()
+    judges.MATH.idle.put(worker)
     worker.kill()
     with pytest.raises(RewardError, match="here: RuntimeError: a process of math-verify ended with status -9; res"):
         score(load_reward("math"), "", "3", "3", "here")
@@ -139,8 +138,8 @@ def test_a_killed_worker_is_an_error_and_not_a_zero(workers):
 
 def test_a_worker_ends_with_its_run_whatever_ends_that():
     parent = "import os, time; from graders import judges\n"
-    parent += "while judges.MATH_WORKERS.qsize() > 1: judges.MATH_WORKERS.get()\n"
-    parent += "judges.math('', '3', '3')\nprint(judges.MATH_WORKERS.get().pid, flush=True)\ntime.sleep(600)"
+    parent += "while judges.MATH.idle.qsize() > 1: judges.MATH.idle.get()\n"
+    parent += "judges.math('', '3', '3')\nprint(judges.MATH.idle.get().pid, flush=True)\ntime.sleep(600)"
     run = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     worker = Path("/proc", run.stdout.readline().strip())
     assert b"PYTHONHASHSEED=0" in (worker / "environ").read_bytes().split(b"\0")
@@ -150,7 +149,7 @@ def test_a_worker_ends_with_its_run_whatever_ends_that():
 
 
 def test_without_math_verify_the_run_ends_in_a_line_that_says_how_to_install_it(monkeypatch, capsys):
-    monkeypatch.setattr(judges, "distributions", lambda name: [])
+    monkeypatch.setattr(workers_of, "distributions", lambda name: [])
     with pytest.raises(SystemExit):
         load_reward("math")
     assert capsys.readouterr().err == (

@@ -17,6 +17,7 @@ run with one thing wrong that the same comparison catches.
     L11 with samples drawn in segments, each with the weights of its step
     L12 on whatever CPU, with whatever vectors and threads
     L13 with engines over any number of ranks, each with some of a model's heads, columns and vocabulary
+    L16 with a curriculum, which draws prompts by what came of them before
 
 A ledger has a hash of the prompts, tokens, log-probs, rewards, advantages, and of each parameter's gradient, value and
 optimizer state of every step. conftest.py makes the runs; tools/prove.py adds kills, and prints the laws as a table.
@@ -44,6 +45,7 @@ from prove import (
     a_flipped_bit,
     flip_token,
     forget_optimizer,
+    forget_seen,
     interrupt,
     kept_by_other_weights,
     lines,
@@ -191,6 +193,17 @@ def test_L2_a_dialled_run_has_its_mismatch_again_on_other_ranks(tmp_path):
     flags = ("--engine_bits=bf16", *replay_of(tmp_path / "weights"), *short)
     finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
     assert ledger(tmp_path / "run") == ledger(tmp_path / "weights") != ledger(tmp_path / "results")
+    for step in range(3):
+        ours, again = (
+            load_file(tmp_path / name / "queue" / f"rl_{step:06d}" / "trainer.safetensors")
+            for name in ("weights", "run")
+        )
+        assert ours.keys() == again.keys() and all(torch.equal(x, again[name]) for name, x in ours.items())
+        groups = read_groups(tmp_path / "weights", f"rl_{step:06d}")
+        assert torch.equal(ours["rollout_logprobs"], torch.cat([tensors["logprobs"] for tensors, _ in groups]))
+        distance = (ours["logprobs"] - ours["rollout_logprobs"]).abs()
+        assert float(distance.mean()) == pytest.approx(steps[0][step]["logprob_distance"], rel=1e-5)
+        assert int((distance > 0).sum()) == steps[0][step]["logprob_mismatch_tokens"]
 
 
 # ---- L3: trainer ranks
@@ -626,3 +639,29 @@ def test_L13_control_a_plain_all_reduce_is_caught(tmp_path):
     flags = ("--tp_split=4", "--rollout_tp=2", "--rollout_ranks=2", "--max_steps=1", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, ranks=3, broken=plain_all_reduce)
     assert status and "log-probs differ" in error_line(output), output[-4000:]
+
+
+# ---- L16: a curriculum
+
+
+@pytest.mark.law("a curriculum over two sources, with a lag and kills")
+def test_L16_a_curriculum_draws_the_same_on_any_ranks_after_any_kill(lagged, lagged_apart, assert_it_learned):
+    assert_it_learned(lagged[0], steps=24)
+    assert ledger(lagged[0]) == ledger(lagged_apart[0])
+    rewards = {}  # {prompt: the rewards of its groups, in the order of the steps}
+    for step in range(24):
+        groups = read_groups(lagged[0], f"rl_{step:06d}")
+        assert [meta["source"] for _, meta in groups] == ["low"] * 2 + ["high"] * 6
+        assert len({meta["prompt_text"] for _, meta in groups}) == 8
+        for tensors, meta in groups:
+            rewards.setdefault(meta["prompt_text"], []).append(tensors["rewards"].unique().numel() > 1)
+    assert max(map(len, rewards.values())) > 24 * 6 // 20 + 4  # in order it would be 24 * 6 / 20 for each of `high`
+    evaluations = lines(lagged[0], "metrics.jsonl", "eval")
+    assert all(0 <= x[f"{name}/pass@1"] <= 1 for x in evaluations for name in ("low", "high"))
+
+
+@pytest.mark.control("a resume that forgot what was seen")
+def test_L16_control_a_resume_that_forgot_what_was_seen_draws_other_prompts(lagged, tmp_path):
+    forget_seen(interrupt(lagged[0], tmp_path / "run"))
+    status, output = launch_warm(tmp_path / "run", "--init_from=resume", "--weight_sync=ipc")
+    assert status == 1 and "rl step 16 came out otherwise than before the interruption" in error_line(output)

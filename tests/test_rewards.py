@@ -20,21 +20,26 @@ import pytest
 import torch
 
 import rewards
+from configurator import check_config, configure, sources_of
+from graders import judges
 from rewards import (
     RewardError,
     arithmetic,
+    by_source,
     check_answers,
     encode_prompts,
     exact,
     final_number,
     load_reward,
     load_rows,
+    load_sources,
     numeric,
     pass_rates,
     reward_metrics,
     rows_of_step,
     score,
 )
+from sync import Group
 from train_grpo import DEFAULTS
 
 GSM8K = "He sells 48/2=<<48/2=24>>24 clips.\nAltogether 48+24=<<48+24=72>>72.\n#### 72"  # a solution in GSM8K's form
@@ -490,6 +495,48 @@ def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path):
     data, held_out = load_rows(DEFAULTS | dict(dataset=str(tmp_path), eval_split="test", eval_size=3))
     assert [r["prompt"] for r in data] == [f"train {i}" for i in range(5)]
     assert [r["prompt"] for r in held_out] == [f"test {i}" for i in range(3)]
+    files = dict(dataset=str(tmp_path / "train.jsonl"), eval_split=str(tmp_path / "test.jsonl"), eval_size=3)
+    assert load_rows(DEFAULTS | files) == (data, held_out)
+
+
+def test_sources_have_keys_rewards_and_held_out_rows_of_their_own(tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(dict(q=str(i), a="yes")) + "\n" for i in range(9)))
+    words = dict(dataset=str(tmp_path / "x.jsonl"), prompt_column="q", answer_column="a", eval_size=2, reward="exact")
+    only_seen = dict(arithmetic_size=3, eval_size=9, weight=0)
+    config = DEFAULTS | dict(sources=f"words={words}, sums={dict(weight=3)}, small={only_seen}")
+    training, held_out = load_sources(config)
+    assert {name: len(rows) for name, rows in training.items()} == dict(words=7, sums=10_000 - 256)
+    assert [row["source"] for row in held_out] == ["words"] * 2 + ["sums"] * 256 + ["small"] * 9
+    assert all(row["source"] == name for name, rows in training.items() for row in rows)
+    assert {name: own["reward"] for name, own in sources_of(config).items()} == dict(
+        words="exact", sums="numeric", small="numeric"
+    )
+    (plain, others), alone = load_rows(DEFAULTS), load_sources(DEFAULTS)
+    assert alone == ({"": plain}, others)
+    groups = [Group({"rewards": torch.tensor([x, 1.0])}, dict(source=name)) for name, x in (("a", 0.0), ("b", 1.0))]
+    assert reward_metrics(groups) == {"a/reward_mean": 0.5, "b/reward_mean": 1.0}
+    assert by_source([Group({}, {})]) == by_source([Group({}, dict(source=""))]) == {}
+
+
+def test_the_presets_for_math_read_their_sources_columns(monkeypatch):
+    columns = {
+        "openai/gsm8k": dict(question="1+1", answer="2 is it\n#### 2"),
+        "DigitalLearningGmbH/MATH-lighteval": dict(problem="1+1", solution="It is $\\boxed{2}$.", level="Level 1"),
+        "HuggingFaceH4/MATH-500": dict(problem="1+1", solution="It is $\\boxed{2}$.", answer="2", subject="Algebra"),
+        "open-r1/DAPO-Math-17k-Processed": dict(prompt="1+1", solution="2", data_source="math_dapo"),
+        "HuggingFaceH4/aime_2024": dict(id=60, problem="1+1", solution="It is..", answer="2", year="2024"),
+    }
+    monkeypatch.setattr(rewards, "load_split", lambda name, configuration, split: [columns[name]] * 600)
+    presets = dict(math=("math500", 500), dapo_17k=("aime24", 30))
+    for preset, (held_out, size) in presets.items():
+        config = configure(dict(DEFAULTS), [f"config/{x}.py" for x in ("qwen3_8b", preset)])
+        check_config(config, 8, DEFAULTS)
+        training, others = load_sources(config)
+        assert [(name, len(rows)) for name, rows in training.items()] == [("train", 600)]
+        assert [row["source"] for row in others] == [held_out] * size
+        for row in training["train"] + others:
+            assert row["prompt"].startswith("1+1\nPlease") and row["prompt"].endswith("within \\boxed{}.")
+            assert judges.expression(row["answer"]) in ("It is $\\boxed{2}$.", "\\boxed{2}")
 
 
 def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):

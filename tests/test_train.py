@@ -4,6 +4,7 @@ The formulas against loops in float64, packing, the model, and the presets up to
     pytest tests/test_train.py
 """
 
+import collections
 import math
 import random
 import types
@@ -339,14 +340,14 @@ class Rollouts:
 
 
 def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_prompts():
-    c, rows = config_of(dynamic_sampling=2, prompts_per_step=4, group_size=2, temperature=0.7), list(range(24))
+    c, rows = config_of(dynamic_sampling=2, prompts_per_step=4, group_size=2, temperature=0.7), {"": list(range(24))}
     # an epoch: three rounds for each step
     order = [train.rewards.rows_of_step(24, 4, k, c.seed, "rl") for k in range(6)]
     equal = {order[3][0], order[3][2], order[4][1], order[4][2], *order[5]}
     queue = Rollouts(equal)
     flight = train.Flight(3)
     groups, made, after = train.sample_step(queue, 1, rows, c, 7, flight)
-    assert after is flight
+    assert after == flight
     numbers = [meta["prompt"] for _, meta in made]
     assert [[*job.rows.values()] for job in queue.jobs] == order[3:5]  # the second round was enough
     assert [[*job.rows] for job in queue.jobs] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -363,6 +364,38 @@ def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_pro
     assert [[*job.rows.values()] for job in queue.jobs] == [order[3]]  # with one round a step
 
 
+def test_a_curriculum_draws_most_often_what_was_last_seen_half_right():
+    """Rows 0 to 7 are never right, 8 to 15 always, 16 to 23 half of the time; what a step draws tells the next ones."""
+    c = config_of(curriculum=15, prompts_per_step=4, group_size=4)
+    queue, flight, steps = Rollouts({}), train.Flight(), 300
+    queue.sample = lambda job: [
+        make_group(i, [[0.0] * 4, [1.0] * 4, [0.0, 1.0] * 2][row // 8]) for i, row in job.rows.items()
+    ]
+    drawn = []
+    for step in range(steps):
+        flight = train.sample_step(queue, step, {"": (rows := list(range(24)))}, c, 7, flight).flight
+        drawn.append([place for _, place in train.rewards.draw_rows({"": rows}, 4, step, c, "rl", flight.seen)])
+    assert {row: right for (_, row), right in flight.seen.items()} == {row: [0, 4, 2][row // 8] for row in rows}
+    assert all(len({*step}) == 4 for step in drawn)
+    counts = collections.Counter(row // 8 for step in drawn[30:] for row in step)
+    assert counts[2] > 8 * counts[0] > 0 and counts[2] > 8 * counts[1] > 0  # 16 to 1, but no row twice in a step
+    even = config_of(curriculum=0, prompts_per_step=4, group_size=4)
+    assert train.sample_step(queue, 0, {"": rows}, even, 7, train.Flight()).flight.seen == {}
+
+
+def test_sources_have_their_quota_of_every_step_each_in_its_own_order():
+    c = config_of(sources="a={'weight': 3}, b={}, c={'weight': 0}")
+    rows = {"a": list(range(10)), "b": list(range(5))}
+    steps = [train.rewards.draw_rows(rows, 8, step, c, "rl") for step in range(10)]
+    assert all([name for name, _ in step] == ["a"] * 6 + ["b"] * 2 for step in steps)
+    for name, n in (("a", 10), ("b", 5)):
+        order = [row for step in steps for source, row in step if source == name]
+        assert all(sorted(order[i : i + n]) == list(range(n)) for i in range(0, len(order), n))
+    one = config_of()
+    alone = [row for _, row in train.rewards.draw_rows({"": list(range(10))}, 8, 0, one, "rl")]
+    assert alone == train.rewards.rows_of_step(10, 8, 0, one.seed, "rl")
+
+
 def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
     c = config_of(eval_samples=2, eval_temperature=0.3, group_size=5, temperature=0.9, pass_reward=1.0)
     queue, seen = Rollouts({8}), []
@@ -375,7 +408,7 @@ def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
 def test_the_order_of_the_data_and_the_first_weights_have_seeds_of_their_own(tmp_path):
     def prompts(**change):
         queue = Rollouts({})
-        train.sample_step(queue, 1, list(range(24)), config_of(prompts_per_step=4, **change), 7, train.Flight(3))
+        train.sample_step(queue, 1, {"": list(range(24))}, config_of(prompts_per_step=4, **change), 7, train.Flight(3))
         return list(queue.jobs[0].rows.values())
 
     def weights(name, **change):
@@ -413,7 +446,7 @@ def test_partial_rollouts_carry_groups_on_in_their_order_and_train_on_the_first_
     queue, flight, trained = Segments(lambda n: [1, 4, 1, 2, 3, 1, 1][n % 7], 3), train.Flight(), []
     for step in range(6):
         first = len(queue.jobs)
-        groups, made, flight = train.sample_step(queue, step, rows, c, 10 + step, flight)
+        groups, made, flight = train.sample_step(queue, step, {"": rows}, c, 10 + step, flight)
         jobs = queue.jobs[first:]
         assert len(groups) == 3 and flight.begun == 5 + 3 * step and len(flight.groups) == 2
         assert made == [group for group in queue.made if group[0]["versions"][-1] == 10 + step]
@@ -438,7 +471,7 @@ def test_no_token_is_older_than_the_versions_that_are_kept_and_the_oldest_is_nee
     def oldest(draws):
         queue, flight, ages = Segments(lambda n: draws[n], P), train.Flight(), []
         for step in range(20):
-            groups, _, flight = train.sample_step(queue, step, ["row"] * 7, c, step - 2, flight)
+            groups, _, flight = train.sample_step(queue, step, {"": ["row"] * 7}, c, step - 2, flight)
             ages += [step - t["versions"][0] for t, _ in groups]
         return max(ages)
 

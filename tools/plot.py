@@ -23,7 +23,9 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from runs import lines, saved_config
+from safetensors.torch import load_file
 
 from configurator import FREE_KEYS, fail, require
 
@@ -52,6 +54,10 @@ PANELS = (
     ("staleness", "Staleness: age of the weights that sampled, steps", ("rl",), dict(staleness="")),
     ("mismatch", "Log-probs that differ, engine and trainer, tokens", ("rl",), dict(logprob_mismatch_tokens="")),
 )
+DISTANCES = {
+    "entropy": "Mismatch of a token, nats, by entropy",
+    "position": "Mismatch of a token, nats, by position",
+}
 PHASES = {"wait": ("sample, or wait", "#77AADD"), "train": ("train", "#EEDD88"), "sync": ("send weights", "#EE8866")}
 BY_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that follow from a group's rewards alone
 SHADES = 8  # of a token's log-prob, from 0 to -SHADES / 2
@@ -158,8 +164,11 @@ def draw_panel(runs, marks, title, phases, metrics):
             axis.fill_between(steps, *band, color=style["color"], alpha=0.15, linewidth=0)
     if not ends:
         return None
-    for label, end in ends.items():
-        axis.annotate(label, (1.02, end), xycoords=axis.get_yaxis_transform(), va="center", annotation_clip=False)
+    apart = 0.06 * (axis.get_ylim()[1] - axis.get_ylim()[0])
+    at = -math.inf
+    for label, end in sorted(ends.items(), key=lambda x: x[1]):
+        at = max(end, at + apart)  # not over each other
+        axis.annotate(label, (1.02, at), xycoords=axis.get_yaxis_transform(), va="center", annotation_clip=False)
     if largest == 0:
         axis.set_ylim(-0.05, 1)
         axis.text(0.5, 0.5, "0 in every step", transform=axis.transAxes, ha="center", color="#444444")
@@ -197,9 +206,40 @@ def draw_seconds(run, most):
     return figure
 
 
+def token_table(run):
+    """{column: tensor} of the tokens of all steps as the trainer of a dialled run saw them; {} for another run."""
+    tables = [load_file(path) for path in sorted(run.folder.glob("queue/rl_*/trainer.safetensors"))]
+    return {name: torch.cat([table[name] for table in tables]) for name in tables[0]} if tables else {}
+
+
+def draw_distances(runs, tables, column, unit):
+    """
+    How far the log-probs of engine and trainer are from each other, the mean by a column of the tokens: of each value,
+    or of ten equal parts if it has more.
+    """
+    figure, axis = new_panel(DISTANCES[column], runs)
+    for i, table in enumerate(tables):
+        if table:
+            by, order = table[column].double().sort(stable=True)
+            distance = (table["logprobs"].double() - table["rollout_logprobs"].double()).abs()[order]
+            sizes = by.unique(return_counts=True)[1]
+            cuts = sizes.cumsum(0)[:-1] if len(sizes) <= 10 else 10
+            parts = zip(by.tensor_split(cuts), distance.tensor_split(cuts))
+            axis.plot(*zip(*[(x.mean(), y.mean()) for x, y in parts if len(x)]), **line_style(runs, i), marker="o")
+    axis.set(xlabel=unit, ylim=(0, None))
+    return figure
+
+
 def draw(runs, marks):
     """{file: figure} of all panels for which there is something to show."""
     figures = {file: draw_panel(runs, marks, *panel) for file, *panel in PANELS}
+    sources = dict.fromkeys(key for run in runs for x in run.lines for key in x if key.endswith("/pass@1"))
+    names = {"pass@1": "all"} | {key: key.partition("/")[0] for key in sources}
+    if sources:
+        figures["accuracy"] = draw_panel(runs, marks, *PANELS[1][1:3], names)
+    if any(tables := [token_table(run) for run in runs]):
+        figures["distance_entropy"] = draw_distances(runs, tables, "entropy", "entropy of the policy there, nats")
+        figures["distance_position"] = draw_distances(runs, tables, "position", "tokens of the response before it")
     seconds = sorted(x["step_seconds"] for run in runs for x in run.lines if x["phase"] == "rl")
     for i, run in enumerate(runs):
         if any(x["phase"] == "rl" for x in run.lines):  # cut: the slowest steps, as the first, would make others flat

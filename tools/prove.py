@@ -204,7 +204,8 @@ def launch(folder, *flags, timeout=600, env=None, **options):
 
 
 # Samples made ahead of the updates: whole ones, and token by token, with the weights of each step
-LAG = ("--lag=2",)
+TWO = "low={'arithmetic_size': 5, 'eval_size': 5}, high={'arithmetic_min': 5, 'eval_size': 5, 'weight': 3}"
+LAG = ("--lag=2", "--curriculum=15", f"--sources={TWO}")
 SPLIT = ("--tp_split=4", "--lag=1")
 RULE = ("--top_p=0.9", "--top_k=20", "--min_p=0.02")
 SEGMENTS = "--lag=1 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2".split()
@@ -248,7 +249,8 @@ def processes_of(folder):
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+            # resolve raises nothing where it closes one meanwhile: it may still hold the others
+            files = [str(fd.resolve()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
         except OSError:
             continue
         if any(str(folder) in x for x in (command, *files)):
@@ -322,11 +324,25 @@ def forget_optimizer(folder):
     checkpoint = sync.checkpoints(folder / "ckpt")[-1]
     for path in (checkpoint / "optimizer").glob("*.safetensors"):
         save_file({name: torch.zeros_like(t) for name, t in load_file(path).items()}, path)
+    reseal(checkpoint)
+
+
+def reseal(checkpoint, **changes):
+    """Gives a changed checkpoint valid checksums, and its record these changes."""
     record = json.loads((checkpoint / "checkpoint.json").read_text())
     (checkpoint / "checkpoint.json").unlink()
     kept = {key: value for key, value in record.items() if key not in ("files", "sha256")}
     checkpoint.rename(partial := checkpoint.with_name(".partial"))
-    sync.seal_checkpoint(partial, checkpoint, **kept)
+    sync.seal_checkpoint(partial, checkpoint, **kept | changes)
+
+
+def forget_seen(folder):
+    """Takes what a curriculum has seen out of the last checkpoint, and the samples after it."""
+    checkpoint = sync.checkpoints(folder / "ckpt")[-1]
+    reseal(checkpoint, seen=[])
+    for step in folder.glob("queue/rl_*"):
+        if int(step.name[3:]) >= int(checkpoint.name[5:]):
+            shutil.rmtree(step)
 
 
 def flip_token(queue):
@@ -374,7 +390,7 @@ def main():
     tests = ROOT / "tests" / "test_laws.py"
     known = sorted(set(re.findall(r"def test_(L\d+)_", tests.read_text())), key=lambda law: int(law[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("laws", nargs="*", choices=[[], *known], default=[], metavar="L1 .. L13")
+    parser.add_argument("laws", nargs="*", choices=[[], *known], default=[], metavar="L1 .. L16")
     parser.add_argument("--kills", type=int, default=6, help="SIGKILLs of L6; of L9 and L11 a third of them each")
     args, more = parser.parse_known_args()
     table, started = Table(), time.monotonic()
