@@ -157,6 +157,15 @@ def change_one_bit(model, weight, folder):
     return folder
 
 
+def in_float64(checkpoint):
+    """(model, tokenizer) of a checkpoint, in float64: other CPUs change its figures in the last digits only."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    return model.requires_grad_(False), AutoTokenizer.from_pretrained(checkpoint)
+
+
 def score(folder):
     """pass@1 of a run's last evaluation, or None."""
     return next((x["pass@1"] for x in reversed(lines(folder, phase="eval"))), None)

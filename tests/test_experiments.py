@@ -17,6 +17,8 @@ from test_readme import size_of
 
 from configurator import commit
 
+pytest.importorskip("matplotlib", reason="no matplotlib: uv sync --group plot")
+
 EXPERIMENTS = ROOT / "experiments"
 STUDIES = sorted(path.parent for path in EXPERIMENTS.glob("*/run.py"))
 sys.path.insert(0, str(EXPERIMENTS))
