@@ -69,8 +69,9 @@ class Study:
             try:
                 for run in tqdm(as_completed(running), self.home.name, len(wanted), initial=done, unit="run"):
                     run.result()
-            except BaseException:
+            except BaseException as e:
                 pool.shutdown(wait=False, cancel_futures=True)
+                require(not isinstance(e, KeyboardInterrupt), "interrupted; the same command goes on from here")
                 raise
         return folders
 
