@@ -4,9 +4,11 @@ The studies: a part of two of them, whose digests are those of their pages, and 
     pytest tests/test_experiments.py
 """
 
+import io
 import re
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -105,6 +107,27 @@ def test_a_run_that_fails_ends_the_study_with_its_line(study, capsys):
     with pytest.raises(SystemExit) as ended:
         failing.make({"a": [], "b": []})
     assert ended.value.code == 2 and "lanes=3: not a power of two" in error_line(capsys.readouterr().err)
+
+
+def test_an_interrupted_study_ends_with_one_line(study, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    stopped = study("--jobs=1")
+    monkeypatch.setattr(frame.runs, "run_warm", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        stopped.make({"a": [], "b": []})
+    assert ended.value.code == 2 and "interrupted" in error_line(capsys.readouterr().err)
+
+
+def test_a_process_that_ends_without_a_status_leaves_no_timer(tmp_path, monkeypatch):
+    """It kept an interrupted study alive, and in the end would have killed whoever had the process's number then."""
+    gone = types.SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO(f"{2**22 + 1}\n"))
+    monkeypatch.setattr(frame.runs, "warm", lambda worker: gone)
+    with pytest.raises(ValueError):
+        frame.runs.run_warm([], tmp_path / "output", timeout=5)
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
 
 
 def test_digests_and_figures_are_compared_with_the_page(study, capsys):
