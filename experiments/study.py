@@ -102,7 +102,7 @@ class Study:
         command = [str(ROOT / "train_grpo.py"), *flags, f"--out_dir={folder}"]
         worker = workers.get()
         try:
-            status, output = runs.run_warm(command, folder.with_suffix(".output"), timeout=3600, worker=worker)
+            status, output = runs.run_warm(command, Path(f"{folder}.output"), timeout=3600, worker=worker)
         finally:
             workers.put(worker)
         require(not status, f"{folder}: {runs.problem(output)}")

@@ -62,10 +62,11 @@ def study(tmp_path, monkeypatch):
     """study(): a Study of a folder, whose runs note their commands in study.commands and have the digest study.ends."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "README.md").write_text("| a |\n| --- |\n| 1 |\n")
-    said = types.SimpleNamespace(commands=[], ends=f"digest {'a' * 64}", status=0)
+    said = types.SimpleNamespace(commands=[], outputs=set(), ends=f"digest {'a' * 64}", status=0)
 
     def run(command, output, timeout, worker):
         said.commands.append(command[1:-1])
+        said.outputs.add(output)
         folder = Path(command[-1].removeprefix("--out_dir="))
         folder.mkdir(exist_ok=True)
         (folder / "config.py").touch()
@@ -98,6 +99,12 @@ def test_finished_runs_are_not_made_again_and_stopped_ones_are_resumed(study):
     assert again.make({"a 1": ["--seed=1"], "b": []}) == folders
     assert again.said.commands[2:] == [["--init_from=resume"]]
     assert study().make({"a 1": ["--seed=2"]})["a 1"] != folders["a 1"]
+
+
+def test_each_run_has_an_output_of_its_own(study):
+    made = study()
+    made.make({"share 0.1": ["--seed=1"], "share 0.2": ["--seed=2"]})
+    assert len(made.said.outputs) == 2
 
 
 def test_a_run_that_fails_ends_the_study_with_its_line(study, capsys):
