@@ -127,7 +127,7 @@ class Study:
             drawn = self.out / picture.name
             figure.savefig(drawn, dpi=120)
             print(drawn)
-            if self.args.write:
+            if self.args.write and not self.quick:
                 shutil.copy(drawn, picture)
         file = self.home / "digests.txt"
         known = dict(line.split(" ", 1) for line in file.read_text().splitlines()) if file.exists() else {}
@@ -163,6 +163,7 @@ def in_float64(checkpoint):
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     return model.requires_grad_(False), AutoTokenizer.from_pretrained(checkpoint)
 
