@@ -100,12 +100,15 @@ def receive_rows(self, names, dtypes, shapes, *_):
     """
     groups = self._model_update_group.values()  # in the order of the trainers
     weights = []
+    arriving = []  # all at once: to wait for each takes longer than a small tensor
     try:
         for name, dtype, shape in zip(names, dtypes, shapes):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             for group, rows in zip(groups, tensor.chunk(len(groups))):  # as FSDP2 cuts it
-                dist.broadcast(rows.view(torch.uint8), src=0, group=group)
+                arriving.append(dist.broadcast(rows.view(torch.uint8), src=0, group=group, async_op=True))
             weights.append((name, tensor))
+        for work in arriving:
+            work.wait()
         self.get_model().load_weights(weights)
     except Exception as e:
         return False, str(e)
@@ -214,8 +217,10 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
         memory_pool.can_use_store_cache = lambda *_: False
     if inv_freq:
-        install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split)
-        if bits.endswith(":act"):
+        each = bits.endswith(":act")
+        in_one_call = device == "cpu" and tp_split == 1 and not each and not kernels.INTERPRET
+        install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split, in_one_call)
+        if each:
             round_operators(bits)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
         # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
@@ -705,6 +710,7 @@ class Sampler:
         one is done.
         """
         share = -(-len(job.rows) // self.engines)
+        self.seed = noise_seed(self.config, job.stream)
         self.job_began = time.time()
         self.worked_before = self.engine.worked()
         try:
@@ -743,8 +749,7 @@ class Sampler:
         row = job.rows[index]
         began = time.time()
         born, group = job.begun.get(index, ((job.step, index), None))
-        seed = noise_seed(self.config, job.stream)
-        seeds = [sampling_seed(seed, job.stream, *born, g, 0) for g in range(job.samples)]
+        seeds = [sampling_seed(self.seed, job.stream, *born, g, 0) for g in range(job.samples)]
         samples = [Drawn([], [], []) for _ in seeds]
         if group:  # as far as its file has them
             rows = group.rows("tokens", "logprobs", "weight_version")

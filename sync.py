@@ -416,9 +416,10 @@ def meet(group=None):
 
 def from_all_ranks(x, group=None):
     """[each rank's x], on every rank. group: one that no other thread uses meanwhile; None: the default, of all."""
-    meet(group)
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, x, group=group)
+    everyone = [x] * dist.get_world_size(group)
+    if len(everyone) > 1:  # to ask nobody takes a millisecond
+        meet(group)
+        dist.all_gather_object(everyone, x, group=group)
     return everyone
 
 

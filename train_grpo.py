@@ -610,7 +610,7 @@ def with_advantages(samples, rewards, c, groups=()):
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
     total = torch.zeros(rewards.numel())
-    for s, cost in zip(samples, costs):
+    for s, cost in zip(samples, costs) if c.kl_in_reward else ():
         total[s.of] += cost.sum()
     rewards = rewards - total.view(rewards.shape)
     own = own_function("advantage", c.advantage)
@@ -986,7 +986,8 @@ class Trainer:
                 # A parameter that took no part has no gradient, such as the critic's in supervised steps.
                 learned = (p for p in self.model.parameters() if p.requires_grad)
                 grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
-                total.add([g.detach().to_local() for g in grads])
+                with torch.no_grad():  # else `to_local` is a node of a graph: as slow as the sum
+                    total.add([g.to_local() for g in grads])
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
             if check:
                 self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
