@@ -68,7 +68,7 @@ class Study:
             done = len(wanted) - len(left)
             try:
                 for run in tqdm(as_completed(running), self.home.name, len(wanted), initial=done, unit="run"):
-                    run.result()
+                    require(not run.result(), run.result())
             except BaseException as e:
                 pool.shutdown(wait=False, cancel_futures=True)
                 require(not isinstance(e, KeyboardInterrupt), "interrupted; the same command goes on from here")
@@ -96,7 +96,7 @@ class Study:
         return {name: flags}
 
     def _run(self, folder, flags, workers):
-        """Makes or resumes a run in one of the processes that have the libraries."""
+        """Makes or resumes a run in one of the processes that have the libraries. Returns its problem, or None."""
         stopped = (folder / "config.py").exists()
         flags = ["--init_from=resume"] if stopped else [*flags, *self.flags]
         command = [str(ROOT / "train_grpo.py"), *flags, f"--out_dir={folder}"]
@@ -105,7 +105,8 @@ class Study:
             status, output = runs.run_warm(command, Path(f"{folder}.output"), timeout=3600, worker=worker)
         finally:
             workers.put(worker)
-        require(not status, f"{folder}: {runs.problem(output)}")
+        if status:
+            return f"{folder}: {runs.problem(output)}"
         (folder / "finished").write_text(output.split()[-1])  # the digest
 
     def table(self, head, rows):
