@@ -61,8 +61,10 @@ def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None, worke
     process = int(warm(worker).stdout.readline())
     timer = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
     timer.start()
-    status = int(warm(worker).stdout.readline())
-    timer.cancel()
+    try:
+        status = int(warm(worker).stdout.readline())
+    finally:
+        timer.cancel()  # this process would wait for it, even where the worker is gone
     return status, output.read_text()
 
 
