@@ -1652,6 +1652,83 @@ def attention(q, k, v, plan, scale):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# a decoder layer of an engine on a CPU: the loops above, one after the other, in one call. With the few rows of a
+# decode step it takes as long to start each of them from Python as to run it.
+
+
+@loop
+def _linear(x, M, K, weight, bias, N):
+    y = floats(M * N)
+    cpu_matmul_blocks(0, -(-M // BLOCK_ROWS) * panels(N), x, K, 1, weight, y, M, N, K, False)
+    for m in range(M if len(bias) else 0):
+        y[m * N : (m + 1) * N] += bias
+    return y
+
+
+@loop
+def _scatter_rows(x, x_n, width, where, out):
+    for i in range(len(where)):
+        for j in range(width):
+            out[where[i] * width + j] = x[i * x_n + j]
+
+
+@loop
+def cpu_layer(first, last, x, residual, cos, sin, keys, values, where, indices, weights, eps, H, HK, D, F, scale):
+    """Units are sequences. `where` (N,): the rows of keys and values that the tokens' get."""
+    tokens, rows, starts, q_lens, kv_starts, kv_lens = indices
+    norm, second, q_norm, k_norm, qkv, qkv_bias, o, o_bias, gate_up, gate_up_bias, down, down_bias = weights
+    C = len(norm)
+    width = (H + 2 * HK) * D
+    begin = starts[first]
+    M = starts[last - 1] + q_lens[last - 1] - begin
+    mine = tokens, rows, starts[first:last] - begin, q_lens[first:last], kv_starts[first:last], kv_lens[first:last]
+    x = x[begin * C :]
+    residual = residual[begin * C : (begin + M) * C]
+    cos = cos[begin * D // 2 :]
+    sin = sin[begin * D // 2 :]
+    normed = floats(M * C)
+    q = floats(M * H * D)
+    k = floats(M * HK * D)
+    out = floats(M * H * D)
+    hidden = floats(M * F)
+    residual += x[: M * C]
+    cpu_norm_rope(0, M, residual, norm, cos[:0], sin[:0], normed, eps, C, M, 1, C)
+    y = _linear(normed, M, C, qkv, qkv_bias, width)
+    cpu_norm_rope(0, M, y, q_norm, cos, sin, q, eps, width, M * H, H, D)
+    cpu_norm_rope(0, M, y[H * D :], k_norm, cos, sin, k, eps, width, M * HK, HK, D)
+    _scatter_rows(k, HK * D, HK * D, where[begin : begin + M], keys)
+    _scatter_rows(y[(H + HK) * D :], width, HK * D, where[begin : begin + M], values)
+    cpu_attention(0, (last - first) * HK, q, keys, values, out, floats(M * H * 2), mine, H, HK, D, scale)
+    residual += _linear(out, M, H * D, o, o_bias, C)
+    cpu_norm_rope(0, M, residual, second, cos[:0], sin[:0], normed, eps, C, M, 1, C)
+    y = _linear(normed, M, C, gate_up, gate_up_bias, 2 * F)
+    cpu_swiglu(0, M, y, y[F:], hidden, 2 * F, 2 * F, F)
+    x[: M * C] = _linear(hidden, M, F, down, down_bias, C)
+
+
+def layer_weights(norms, linear):
+    """
+    `layer_on_cpu`'s weights. norms: tensors, the layer's two, then q's and k's or None. linear: modules, to q, k and v,
+    to o, to gate and up, to what the layer adds.
+    """
+    pairs = [(_panels_of(m.weight.t()), _for_loop(m.bias)) for m in linear]
+    return sum(pairs, tuple(map(_for_loop, norms)))
+
+
+def layer_on_cpu(x, residual, rope, caches, where, plan, weights, *sizes):
+    """
+    A layer's (x, residual) of those of the layer before, (N, C) each, which are overwritten; at first residual is None.
+
+    rope: cos and sin (N, D/2). caches: keys and values (any, HK, D), whose rows `where` (N,) get the tokens'. sizes:
+    eps, H, HK, D, the width of the MLP, attention's scale.
+    """
+    residual = torch.full_like(x, -0.0) if residual is None else residual  # x + -0.0 is x, also where x is -0.0
+    work = 2 * len(x) * sum(w.size for w in weights)
+    _share(cpu_layer, plan.B, work, x, residual, *rope, *caches, where, plan.cpu_indices, weights, *sizes)
+    return x, residual
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # the head: log p_v = (z_v - m) - log sum_u exp(z_u - m), z = hidden weight^T / t, m = max z, t the temperature, and the
 # entropy = -sum_v p_v log p_v, row by row what a sampler computes from the engine's logits, without keeping (N, V)
 # numbers. d log p_y / dz = onehot(y) - p, d entropy / dz = -p (log p + entropy): backward makes the logits again.

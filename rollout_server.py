@@ -57,12 +57,12 @@ from rewards import MODELS, RewardError, draw_rows, score_all
 from sync import (
     RunError,
     content_hash,
-    dialled,
     from_all_ranks,
     group_path,
     hidden_torchrun,
     listening_store,
     rank_is_lost,
+    rounded_to,
     tensor_hashes,
     write_group,
 )
@@ -100,12 +100,15 @@ def receive_rows(self, names, dtypes, shapes, *_):
     """
     groups = self._model_update_group.values()  # in the order of the trainers
     weights = []
+    arriving = []  # all at once: to wait for each takes longer than a small tensor
     try:
         for name, dtype, shape in zip(names, dtypes, shapes):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             for group, rows in zip(groups, tensor.chunk(len(groups))):  # as FSDP2 cuts it
-                dist.broadcast(rows.view(torch.uint8), src=0, group=group)
+                arriving.append(dist.broadcast(rows.view(torch.uint8), src=0, group=group, async_op=True))
             weights.append((name, tensor))
+        for work in arriving:
+            work.wait()
         self.get_model().load_weights(weights)
     except Exception as e:
         return False, str(e)
@@ -164,14 +167,14 @@ def sample_tokens(self, output, info, _, likeliest, chosen, positions):
 
 
 def round_operators(bits):
-    """Makes what kernels.py's operators give in this process `dialled`."""
+    """Makes what kernels.py's operators give in this process `rounded_to` these bits."""
 
     def rounded(operator):
         def call(*args, **kwargs):
             out = operator(*args, **kwargs)
             if isinstance(out, tuple):
-                return tuple(dialled(x, bits) for x in out)
-            return dialled(out, bits)
+                return tuple(rounded_to(x, bits) for x in out)
+            return rounded_to(out, bits)
 
         return call
 
@@ -214,8 +217,10 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
         memory_pool.can_use_store_cache = lambda *_: False
     if inv_freq:
-        install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split)
-        if bits.endswith(":act"):
+        each = bits.endswith(":act")
+        in_one_call = device == "cpu" and tp_split == 1 and not each and not kernels.INTERPRET
+        install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split, in_one_call)
+        if each:
             round_operators(bits)
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
         # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
@@ -705,6 +710,7 @@ class Sampler:
         one is done.
         """
         share = -(-len(job.rows) // self.engines)
+        self.seed = noise_seed(self.config, job.stream)
         self.job_began = time.time()
         self.worked_before = self.engine.worked()
         try:
@@ -742,9 +748,8 @@ class Sampler:
         """A prompt's samples of one turn: (tensors, meta) of the group file."""
         row = job.rows[index]
         began = time.time()
-        born, group = job.begun.get(index, ((job.step, index), None))
-        seed = noise_seed(self.config, job.stream)
-        seeds = [sampling_seed(seed, job.stream, *born, g, 0) for g in range(job.samples)]
+        born, group = job.begun.get(index, ((job.step, index), None))  # begun at an earlier step: a partial rollout
+        seeds = [sampling_seed(self.seed, job.stream, *born, g, 0) for g in range(job.samples)]
         samples = [Drawn([], [], []) for _ in seeds]
         if group:  # as far as its file has them
             rows = group.rows("tokens", "logprobs", "weight_version")

@@ -610,7 +610,7 @@ def with_advantages(samples, rewards, c, groups=()):
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
     total = torch.zeros(rewards.numel())
-    for s, cost in zip(samples, costs):
+    for s, cost in zip(samples, costs) if c.kl_in_reward else ():
         total[s.of] += cost.sum()
     rewards = rewards - total.view(rewards.shape)
     own = own_function("advantage", c.advantage)
@@ -704,7 +704,7 @@ def check_logprobs(leaf, logprobs, age, samples):
     return [(sample.of, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
-def token_columns(samples, parts):
+def token_table(samples, parts):
     """
     {name: (M,)} of a batch's loss tokens, in the order of the samples: what engine and trainer say of each. parts: of
     each rank {index of a sample: (log-probs, entropies)}; {} of all ranks gives {}.
@@ -775,7 +775,8 @@ class Trainer:
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
         self.versions = {version: self.snapshot() for version in saved.get("earlier", ())}
         self.mismatches = []  # what `check_logprobs` has found in this rank's leaves since the last update
-        self.dialled = {}  # {sample: its log-probs and entropies} of this rank's leaves; then `token_columns` of a step
+        self.token_stats = {}  # the same of a dialled run: {sample: its log-probs and entropies}
+        self.token_table = {}  # `token_table` of the step
         if checkpoint:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
@@ -986,13 +987,14 @@ class Trainer:
                 # A parameter that took no part has no gradient, such as the critic's in supervised steps.
                 learned = (p for p in self.model.parameters() if p.requires_grad)
                 grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
-                total.add([g.detach().to_local() for g in grads])
+                with torch.no_grad():  # else `to_local` is a node of a graph: as slow as the sum
+                    total.add([g.to_local() for g in grads])
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
             if check:
-                self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
+                self.mismatches += check_logprobs(leaf, output[0].detach(), age=0, samples=[samples[i] for i in chosen])
             if check and self.c.engine_bits != "fp32":
                 columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in output[:2]]
-                self.dialled |= zip(chosen, zip(*columns))
+                self.token_stats |= zip(chosen, zip(*columns))
             rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         mine = torch.stack(rows)
@@ -1037,14 +1039,15 @@ class Trainer:
         """
         grads, metrics = self.gradients(samples, objective, check)
         if check:
-            # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
-            # are not in the order of the samples, but the first sample is what a reader looks for.
+            # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks: the first
+            # sample of the batch that differs.
             mismatches = sorted(sum(sync.from_all_ranks(self.mismatches, self.control), []))
             self.mismatches = []
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
-            self.dialled = token_columns(samples, sync.from_all_ranks(self.dialled, self.control))
+            self.token_table = token_table(samples, sync.from_all_ranks(self.token_stats, self.control))
+            self.token_stats = {}
             if mismatches and self.c.strict and self.c.engine_bits == "fp32":
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
@@ -1321,9 +1324,10 @@ if __name__ == "__main__":
         save(start, flight)
 
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
-    # that only sample wait in 3 for the weights; a rank that is both does one after the other. With a lag the samples
-    # are that many steps ahead. So the loop begins before `start`, with samples alone: a resume makes them again with
-    # the same versions of the weights, and those whose files are there are only read.
+    # that only sample wait in 3 for the weights; a rank that is both does one after the other. Without a lag `sampled`
+    # is `s`, from `start` on. With one the samples are that many steps ahead. So the loop begins before `start`, with
+    # samples alone: a resume makes them again with the same versions of the weights, and those whose files are there
+    # are only read.
     ahead = lag if engine or (ranks.engines and not overlaps) else 0  # a rank that waits for files reads them when due
     batches = {}  # {step: what was sampled for it}
     alarm = ""
@@ -1373,10 +1377,10 @@ if __name__ == "__main__":
                 times,
                 transport.bytes if transport else 0,
             )
-            if trainer and trainer.dialled:
+            if trainer and trainer.token_table:
                 own = folder / "queue" / f"rl_{s:06d}"
                 own.mkdir(parents=True, exist_ok=True)  # a replay's rollouts are elsewhere
-                sync.write_file(own / "trainer.safetensors", trainer.dialled)
+                sync.write_file(own / "trainer.safetensors", trainer.token_table)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
             if why := rewards.nothing_to_learn(record.steps):
@@ -1396,7 +1400,7 @@ if __name__ == "__main__":
     if record and alarm:
         print(record.alarm(alarm), file=sys.stderr)
     sync.meet()
-    if record:  # what came out does not depend on how the libraries take their leave
+    if record:  # before the libraries shut down, which may fail
         print(f"digest {record.ledger.digest}", flush=True)
     sync.meet()
     if transport:

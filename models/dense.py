@@ -251,11 +251,12 @@ def paged_attention(inv_freq):
     return PagedAttention
 
 
-def install_operators(backend, inv_freq, tp_split):
+def install_operators(backend, inv_freq, tp_split, in_one_call):
     """
     Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
     choice of a platform's kernel. backend: the name under which our attention is registered; by it SGLang decides how
-    the cache is laid out. tp_split: number of parts into which sums are cut for several ranks.
+    the cache is laid out. tp_split: number of parts into which sums are cut for several ranks. in_one_call: whether a
+    layer's operators are, which a CPU's can be, else they are called one by one.
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
     VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side.
@@ -295,6 +296,22 @@ def install_operators(backend, inv_freq, tp_split):
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
         return row_parallel(self.mlp.down_proj, hidden), residual
 
+    def layer_on_cpu(self, positions, x, batch, residual):
+        attention = self.self_attn
+        if self not in kernels.panel_cache:
+            norms = self.input_layernorm.weight, self.post_attention_layernorm.weight
+            linear = attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
+            of_heads = head_norms(attention)[:2] or (None, None)
+            kernels.panel_cache[self] = kernels.layer_weights((*norms, *of_heads), linear)
+        backend = get_attn_backend()
+        caches = backend.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
+        where = batch.out_cache_loc, backend.plan
+        return kernels.layer_on_cpu(
+            x, residual, backend.rope_table, caches, *where, kernels.panel_cache[self],
+            self.input_layernorm.variance_epsilon, attention.num_heads, attention.num_kv_heads, attention.head_dim,
+            self.mlp.down_proj.weight.shape[1], attention.attn.scaling,
+        )  # fmt: skip
+
     def norm(self, x, residual=None):
         return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
 
@@ -303,7 +320,7 @@ def install_operators(backend, inv_freq, tp_split):
     # SGLang's own layers do the same, but ask at each part for several GPUs, for quantization and for a platform
     for kind in MODEL_TYPES:
         module = importlib.import_module(f"sglang.srt.models.{kind}")
-        getattr(module, f"{kind.capitalize()}DecoderLayer").forward = layer
+        getattr(module, f"{kind.capitalize()}DecoderLayer").forward = layer_on_cpu if in_one_call else layer
     LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
     register_attention_backend(backend)(paged_attention(inv_freq))
 

@@ -580,6 +580,45 @@ def test_a_loop_in_another_order_is_caught(tmp_path, name):
 # ---- threads and tiles: speed alone
 
 
+def decoder_layers(k, in_one_call):
+    """(x, residual, caches ..) after two layers on 3 sequences with biases, as an engine has them; one norms heads."""
+    torch.manual_seed(2)
+    H, HK, D, C, F = 4, 2, 16, 40, 72
+    q_lens = torch.tensor([3, 1, 5])
+    kv_lens = torch.tensor([7, 20, 5])
+    x, *caches = (torch.randn(*s) for s in [(9, C)] + [(40, HK, D)] * 4)
+    table = torch.zeros(3, 20, dtype=torch.int32)
+    for row, slots in zip(table, torch.randperm(40).int().split([7, 20, 5, 8])):  # no sequence has another's
+        row[: len(slots)] = slots
+    where = torch.cat([table[b, n - q : n] for b, (q, n) in enumerate(zip(q_lens.tolist(), kv_lens.tolist()))]).long()
+    plan = k.paged_plan(q_lens, kv_lens, table, torch.arange(3))
+    rope = k.rope_table(1e4 ** (-torch.arange(D // 2) / D), torch.arange(9))
+    residual = None
+    for of_heads, kv in zip(([torch.randn(D), torch.randn(D)], (None, None)), (caches[:2], caches[2:])):
+        first, second = torch.randn(C), torch.randn(C)
+        linear = [torch.nn.Linear(*shape) for shape in ((C, (H + 2 * HK) * D), (H * D, C), (C, 2 * F), (F, C))]
+        if in_one_call:
+            weights = k.layer_weights((first, second, *of_heads), linear)
+            x, residual = k.layer_on_cpu(x, residual, rope, kv, where, plan, weights, 1e-6, H, HK, D, F, 0.25)
+            continue
+        to_qkv, to_out, to_gate_up, to_down = (
+            functools.partial(k.linear, weight=m.weight, bias=m.bias) for m in linear
+        )
+        x, residual = (k.rms_norm(x, first, 1e-6), x) if residual is None else k.rms_norm(x, first, 1e-6, residual)
+        q, *new = to_qkv(x).view(9, -1, D).split([H, HK, HK], 1)
+        q, new[0] = k.norm_rope(q, new[0], *rope, *of_heads, 1e-6)
+        kv[0][where], kv[1][where] = new
+        x, residual = k.rms_norm(to_out(k.attention(q, *kv, plan, 0.25).flatten(1)), second, 1e-6, residual)
+        x = to_down(k.swiglu(*to_gate_up(x).chunk(2, -1)))
+    return x, residual, *caches
+
+
+@torch.no_grad()
+def test_a_decoder_layer_in_one_call_is_the_operators_one_by_one():
+    both = decoder_layers(kernels, True), decoder_layers(kernels, False)
+    assert all(same(a, b) for a, b in zip(*both, strict=True))
+
+
 def operators(k):
     """The results and gradients of the operators that cut their work, of one input."""
     torch.manual_seed(1)
@@ -597,6 +636,7 @@ def operators(k):
     table, one = torch.arange(150, dtype=torch.int32)[None], torch.tensor
     with torch.no_grad():
         outs.append(k.attention(q[:20], key, value, k.paged_plan(one([20]), one([120]), table, one([0])), 0.2))
+        outs += decoder_layers(k, True)
     logits = k.log_softmax(torch.randn(150, 90), -1, False)
     outs += [logits, k.draw(logits, targets, targets), k.matmul(x.t(), up), k.matmul(x.detach(), w.detach().t())]
     outs += [k.bit_sum(whole, targets, torch.arange(70)), k.row_sums(x.detach().double())]
