@@ -64,7 +64,7 @@ def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None, worke
     try:
         status = int(warm(worker).stdout.readline())
     finally:
-        timer.cancel()
+        timer.cancel()  # this process would wait for it, even where the worker is gone
     return status, output.read_text()
 
 
