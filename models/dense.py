@@ -301,6 +301,7 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
         if self not in kernels.panel_cache:
             norms = self.input_layernorm.weight, self.post_attention_layernorm.weight
             linear = attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
+            linear = [(m.weight, m.bias) for m in linear]
             of_heads = head_norms(attention)[:2] or (None, None)
             kernels.panel_cache[self] = kernels.layer_weights((*norms, *of_heads), linear)
         backend = get_attn_backend()
