@@ -264,7 +264,7 @@ def cpu_matmul_blocks(first, last, a, a_m, a_k, packed, c, M, N, K, add):
 panel_cache = None
 
 
-def _panels_of(b):
+def panels_of(b):
     """The panels of b (K, N), or of each of a mixture's b (E, K, N)."""
     where = b.data_ptr(), b.shape, b.stride()
     if panel_cache and where in panel_cache:
@@ -288,7 +288,7 @@ def cpu_matmul(a, b, out=None):
     if 1 not in b.stride():
         b = b.contiguous()
     units = -(-M // BLOCK_ROWS) * -(-N // PANEL)
-    args = a, *a.stride(), _panels_of(b), c, M, N, K, add
+    args = a, *a.stride(), panels_of(b), c, M, N, K, add
     _share(cpu_matmul_blocks, units, 2 * M * N * K, *args)
     return c
 
@@ -1105,7 +1105,7 @@ def _expert_matmul(a, b, starts):
     """a (N * k, K) @ b (E, K, N), each row of a with its expert's."""
     E, K, N = b.shape
     c = a.new_empty(len(a), N)
-    _share(cpu_expert_matmul, E * -(-N // PANEL), 2 * len(a) * K * N, a, _panels_of(b), starts, c, K, N)
+    _share(cpu_expert_matmul, E * -(-N // PANEL), 2 * len(a) * K * N, a, panels_of(b), starts, c, K, N)
     return c
 
 
@@ -1958,10 +1958,10 @@ def cpu_layer(
 
 def layer_weights(norms, linear):
     """
-    `layer_on_cpu`'s weights. norms: tensors, the layer's two, then q's and k's or None. linear: (weight, bias or None)
-    to q, k and v, to o, to gate and up, to what the layer adds; a mixture's of the last two are of all experts.
+    `layer_on_cpu`'s weights. norms: tensors, the layer's two, then q's and k's or None. linear: modules, to q, k and v,
+    to o, to gate and up, to what the layer adds; the last two may have a weight for each expert.
     """
-    pairs = [(_panels_of(weight.mT), _for_loop(bias)) for weight, bias in linear]
+    pairs = [(panels_of(m.weight.mT), _for_loop(m.bias)) for m in linear]
     return sum(pairs, tuple(map(_for_loop, norms)))
 
 

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from decimal import Decimal, localcontext
 from pathlib import Path
 
@@ -703,18 +704,18 @@ def decoder_layers(k, in_one_call):
     residual = None
     for of_heads, kv, E in (([torch.randn(D), torch.randn(D)], caches[:2], 0), ([None] * 2, caches[2:], 5)):
         first, second = torch.randn(C), torch.randn(C)
-        linear = [torch.randn(*shape) / 8 for shape in (((H + 2 * HK) * D, C), (C, H * D), (2 * F, C), (C, F))]
-        linear = [(weight, torch.randn(len(weight))) for weight in linear]
+        linear = [torch.nn.Linear(*shape) for shape in ((C, (H + 2 * HK) * D), (H * D, C), (C, 2 * F), (F, C))]
         router, mixture = torch.randn(E, C), []
         if E:
-            linear[2:] = (torch.randn(E, 2 * F, C) / 8, None), (torch.randn(E, C, F) / 8, None)
-            mixture = [(k._panels_of(router.t()), E, 2)]
+            weights = torch.randn(E, 2 * F, C) / 8, torch.randn(E, C, F) / 8
+            linear[2:] = (types.SimpleNamespace(weight=weight, bias=None) for weight in weights)
+            mixture = [(k.panels_of(router.t()), E, 2)]
         if in_one_call:
             weights, sizes = k.layer_weights((first, second, *of_heads), linear), (1e-6, H, HK, D, F, 0.25)
             x, residual = k.layer_on_cpu(x, residual, rope, kv, where, plan, weights, *sizes, *mixture)
             continue
         to_qkv, to_out, to_gate_up, to_down = (
-            functools.partial(k.linear, weight=weight, bias=bias) for weight, bias in linear
+            functools.partial(k.linear, weight=m.weight, bias=m.bias) for m in linear
         )
         x, residual = (k.rms_norm(x, first, 1e-6), x) if residual is None else k.rms_norm(x, first, 1e-6, residual)
         q, *new = to_qkv(x).view(9, -1, D).split([H, HK, HK], 1)
@@ -722,7 +723,7 @@ def decoder_layers(k, in_one_call):
         kv[0][where], kv[1][where] = new
         x, residual = k.rms_norm(to_out(k.attention(q, *kv, plan, 0.25).flatten(1)), second, 1e-6, residual)
         if E:
-            x = k.moe(x, router, linear[2][0], linear[3][0], 2)
+            x = k.moe(x, router, linear[2].weight, linear[3].weight, 2)
         else:
             x = to_down(k.swiglu(*to_gate_up(x).chunk(2, -1)))
     return x, residual, *caches
