@@ -58,12 +58,12 @@ from rewards import MODELS, RewardError, draw_rows, score_all
 from sync import (
     RunError,
     content_hash,
-    dialled,
     from_all_ranks,
     group_path,
     hidden_torchrun,
     listening_store,
     rank_is_lost,
+    rounded_to,
     tensor_hashes,
     write_group,
 )
@@ -168,14 +168,14 @@ def sample_tokens(self, output, info, _, likeliest, chosen, positions):
 
 
 def round_operators(bits):
-    """Makes what kernels.py's operators give in this process `dialled`."""
+    """Makes what kernels.py's operators give in this process `rounded_to` these bits."""
 
     def rounded(operator):
         def call(*args, **kwargs):
             out = operator(*args, **kwargs)
             if isinstance(out, tuple):
-                return tuple(dialled(x, bits) for x in out)
-            return dialled(out, bits)
+                return tuple(rounded_to(x, bits) for x in out)
+            return rounded_to(out, bits)
 
         return call
 
@@ -750,7 +750,7 @@ class Sampler:
         """A prompt's samples of one turn: (tensors, meta) of the group file."""
         row = job.rows[index]
         began = time.time()
-        born, group = job.begun.get(index, ((job.step, index), None))
+        born, group = job.begun.get(index, ((job.step, index), None))  # begun at an earlier step: a partial rollout
         seeds = [sampling_seed(self.seed, job.stream, *born, g, 0) for g in range(job.samples)]
         samples = [Drawn([], [], []) for _ in seeds]
         if group:  # as far as its file has them

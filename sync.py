@@ -317,13 +317,18 @@ class TreeReduceScatter(DefaultReduceScatter):
 
 class LeafSum:
     """
-    Adds this rank's rows of gradients, leaf by leaf, in place. The `lanes` leaves that a row has on this rank (a power
-    of two) add as a binary counter adds ones: equal-sized subtrees merge. The sum of each row is added to `total`. So
-    beside `total` there are at most log2(lanes) + 1 gradients at a time, however large the batch is.
+    Adds this rank's part of the gradients, micro-batch by micro-batch, in place. The `per_rank` leaves that a row has
+    on this rank (a power of two) add as a binary counter adds ones: equal-sized subtrees merge. The sum of each row is
+    added to `total`. So beside `total` there are at most log2(per_rank) + 1 gradients at a time, however large the
+    batch is. With four lanes:
+
+        leaf                   0     1     2     3
+        one rank               LeafSum: (0 + 1) + (2 + 3)
+        two ranks (leaf % 2)   reduce-scatter: 0 + 1, then 2 + 3; LeafSum adds the two
     """
 
-    def __init__(self, lanes):
-        self.lanes = lanes
+    def __init__(self, per_rank):
+        self.per_rank = per_rank
         self.subtrees = {}  # {leaves: [tensors]}
         self.total = None
 
@@ -334,7 +339,7 @@ class LeafSum:
             torch._foreach_add_(left, grads)
             grads = left
             leaves *= 2
-        if leaves < self.lanes:
+        if leaves < self.per_rank:
             self.subtrees[leaves] = grads
         elif self.total is None:
             self.total = grads
@@ -424,7 +429,7 @@ def from_all_ranks(x, group=None):
     return everyone
 
 
-def dialled(x, bits):
+def rounded_to(x, bits):
     """
     x (.., C) float32 rounded as an engine of these bits would have it. bf16, fp16: to the nearest. fp8 (e4m3), int8:
     each row by a scale of its own, its largest number over the type's; vectors, such as norms, then are bf16.
@@ -449,7 +454,7 @@ class WeightSync:
     ipc         a rank that has both hands its engine the memory itself (CUDA's handles; shared memory on a CPU)
 
     how: one of these; '' is ipc where every rank has a GPU, a trainer and an engine, else broadcast. dtype: of what is
-    sent; bits: see `dialled`. overlap: on a rank without an engine a thread sends, as soon as the engines are ready,
+    sent; bits: see `rounded_to`. overlap: on a rank without an engine a thread sends, as soon as the engines are ready,
     and the rank goes on.
     """
 
@@ -522,7 +527,7 @@ class WeightSync:
             self._deliver(version, shards, expected)
 
     def _as_sent(self, shard):
-        data = dialled(shard.data.to(self.device), self.bits)
+        data = rounded_to(shard.data.to(self.device), self.bits)
         return Shard(shard.name, shard.shape, shard.first, data.to(self.dtype))
 
     def _deliver(self, version, shards, expected):
@@ -559,6 +564,7 @@ class WeightSync:
             self._at_both_ends(lambda: dist.destroy_process_group(self.group), "leave_weight_group")
 
     def _broadcast(self, bucket, shards, version, last):
+        """Sends this trainer's rows, first in a group that it has with all engines: so `src=0` is itself."""
         rows = [s.data for s in shards if s.data.numel()]  # held until they are sent
         sending = [dist.broadcast(x.view(torch.uint8), src=0, group=self.group, async_op=True) for x in rows]
         if self.engine:

@@ -706,7 +706,7 @@ def check_logprobs(leaf, logprobs, age, samples):
     return [(sample.of, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
 
 
-def token_columns(samples, parts):
+def token_table(samples, parts):
     """
     {name: (M,)} of a batch's loss tokens, in the order of the samples: what engine and trainer say of each. parts: of
     each rank {index of a sample: (log-probs, entropies)}; {} of all ranks gives {}.
@@ -777,7 +777,8 @@ class Trainer:
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
         self.versions = {version: self.snapshot() for version in saved.get("earlier", ())}
         self.mismatches = []  # what `check_logprobs` has found in this rank's leaves since the last update
-        self.dialled = {}  # {sample: its log-probs and entropies} of this rank's leaves; then `token_columns` of a step
+        self.token_stats = {}  # the same of a dialled run: {sample: its log-probs and entropies}
+        self.token_table = {}  # `token_table` of the step
         if checkpoint:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
@@ -992,10 +993,10 @@ class Trainer:
                     total.add([g.to_local() for g in grads])
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
             if check:
-                self.mismatches += check_logprobs(leaf, output[0].detach(), 0, [samples[i] for i in chosen])
+                self.mismatches += check_logprobs(leaf, output[0].detach(), age=0, samples=[samples[i] for i in chosen])
             if check and self.c.engine_bits != "fp32":
                 columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in output[:2]]
-                self.dialled |= zip(chosen, zip(*columns))
+                self.token_stats |= zip(chosen, zip(*columns))
             rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         mine = torch.stack(rows)
@@ -1040,14 +1041,15 @@ class Trainer:
         """
         grads, metrics = self.gradients(samples, objective, check)
         if check:
-            # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks. Leaves
-            # are not in the order of the samples, but the first sample is what a reader looks for.
+            # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks: the first
+            # sample of the batch that differs.
             mismatches = sorted(sum(sync.from_all_ranks(self.mismatches, self.control), []))
             self.mismatches = []
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
             metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
-            self.dialled = token_columns(samples, sync.from_all_ranks(self.dialled, self.control))
+            self.token_table = token_table(samples, sync.from_all_ranks(self.token_stats, self.control))
+            self.token_stats = {}
             if mismatches and self.c.strict and self.c.engine_bits == "fp32":
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
@@ -1324,9 +1326,10 @@ if __name__ == "__main__":
         save(start, flight)
 
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
-    # that only sample wait in 3 for the weights; a rank that is both does one after the other. With a lag the samples
-    # are that many steps ahead. So the loop begins before `start`, with samples alone: a resume makes them again with
-    # the same versions of the weights, and those whose files are there are only read.
+    # that only sample wait in 3 for the weights; a rank that is both does one after the other. Without a lag `sampled`
+    # is `s`, from `start` on. With one the samples are that many steps ahead. So the loop begins before `start`, with
+    # samples alone: a resume makes them again with the same versions of the weights, and those whose files are there
+    # are only read.
     ahead = lag if engine or (ranks.engines and not overlaps) else 0  # a rank that waits for files reads them when due
     batches = {}  # {step: what was sampled for it}
     alarm = ""
@@ -1376,10 +1379,10 @@ if __name__ == "__main__":
                 times,
                 transport.bytes if transport else 0,
             )
-            if trainer and trainer.dialled:
+            if trainer and trainer.token_table:
                 own = folder / "queue" / f"rl_{s:06d}"
                 own.mkdir(parents=True, exist_ok=True)  # a replay's rollouts are elsewhere
-                sync.write_file(own / "trainer.safetensors", trainer.dialled)
+                sync.write_file(own / "trainer.safetensors", trainer.token_table)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
             if why := rewards.nothing_to_learn(record.steps):
@@ -1399,7 +1402,7 @@ if __name__ == "__main__":
     if record and alarm:
         print(record.alarm(alarm), file=sys.stderr)
     sync.meet()
-    if record:  # what came out does not depend on how the libraries take their leave
+    if record:  # before the libraries shut down, which may fail
         print(f"digest {record.ledger.digest}", flush=True)
     sync.meet()
     if transport:

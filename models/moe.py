@@ -47,13 +47,13 @@ def is_mixture(mlp):
 
 
 def in_trainer(mlp, x):
-    """Hugging Face's block."""
+    """Hugging Face's block of x (1, N, C)."""
     experts = mlp.experts
     return kernels.moe(x[0], mlp.gate.weight, experts.gate_up_proj, experts.down_proj, mlp.gate.top_k)[None]
 
 
 def in_engine(mlp, x):
-    """SGLang's block."""
+    """SGLang's block of x (N, C)."""
     experts = mlp.experts
     return kernels.moe(x, mlp.gate.weight, experts.w13_weight, experts.w2_weight, mlp.topk.topk_config.top_k)
 

@@ -436,13 +436,13 @@ def test_a_dial_rounds_each_row_by_itself_to_numbers_of_its_type():
     x = torch.randn(6, 64) * torch.logspace(-3, 3, 6)[:, None]
     x[2] = 0
     vector = torch.randn(7)
-    assert sync.dialled(x, "fp32") is x and torch.equal(sync.dialled(vector, "int8"), vector.bfloat16().float())
-    assert torch.equal(sync.dialled(x, "bf16"), x.bfloat16().float())
-    assert torch.equal(sync.dialled(x, "fp16:act"), x.half().float())
+    assert sync.rounded_to(x, "fp32") is x and torch.equal(sync.rounded_to(vector, "int8"), vector.bfloat16().float())
+    assert torch.equal(sync.rounded_to(x, "bf16"), x.bfloat16().float())
+    assert torch.equal(sync.rounded_to(x, "fp16:act"), x.half().float())
     for bits, worst in (("int8", 1 / 254), ("fp8", 1 / 28)):
-        y = sync.dialled(x, bits)
+        y = sync.rounded_to(x, bits)
         assert ((y - x).abs() <= worst * 1.01 * x.abs().amax(1, keepdim=True)).all() and not torch.equal(x, y)
-        assert all(torch.equal(sync.dialled(row[None], bits)[0], z) for row, z in zip(x, y))
+        assert all(torch.equal(sync.rounded_to(row[None], bits)[0], z) for row, z in zip(x, y))
         assert max(len(row.unique()) for row in y) > 30
 
 
