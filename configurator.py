@@ -311,8 +311,8 @@ OWN = "advantage", "loss"  # keys whose value may be a function in a file, such 
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
-    judge_tries sandbox_seconds sandbox_memory lora_alpha""".split()
-NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p".split()
+    judge_tries sandbox_seconds sandbox_memory lora_alpha scratch_experts_per_token""".split()
+NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p scratch_experts".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # {keys: what another key must be, or one of two (without a value: not 0) for these to have an effect}
 ONLY_WITH = {
@@ -324,6 +324,7 @@ ONLY_WITH = {
     "engine_bits": "mode=grpo or replay",
     "kl_in_reward": "kl_coef",
     "lora lora_alpha lora_targets": "lora_rank",
+    "scratch_experts_per_token": "scratch_experts",
 }
 SEEDS = {"data", "noise", "init", "eval"}
 SOURCE = """
@@ -521,6 +522,8 @@ def feature_rules(c, world, defaults):
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
     yield "lora_rank", not c.lora_rank or mode.trains, f"mode={c.mode!r}: {why}"
     yield "lora_rank", not (c.lora_rank and mode.scores), "a reward model's score has no adapters; use 0"
+    fits = not c.scratch_experts or c.scratch_experts_per_token <= c.scratch_experts
+    yield "scratch_experts_per_token", fits, f"a layer has scratch_experts={c.scratch_experts}; use at most these"
     renders = c.agent or c.chat_template or not c.chat_template_args
     yield "chat_template_args", renders, "is for an agent, or for --chat_template"
     for key, used in dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=mode.pairs).items():

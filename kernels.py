@@ -61,7 +61,8 @@ What the Triton kernels do about it:
 without a GPU; and a run checks the sum of them at every token it trains on.
 
 Letters: N tokens of a packed batch, B sequences, T queries and L keys of a sequence, H query heads, HK key heads, G =
-H / HK, D head dim, C width, F width of the MLP, V vocabulary; M, N, K of a matmul (M, K) @ (K, N).
+H / HK, D head dim, C width, F width of the MLP, V vocabulary; E experts, k of them for a token; M, N, K of a matmul
+(M, K) @ (K, N).
 """
 
 import ctypes
@@ -263,14 +264,16 @@ def cpu_matmul_blocks(first, last, a, a_m, a_k, packed, c, M, N, K, add):
 panel_cache = None
 
 
-def _panels_of(b):
+def panels_of(b):
+    """The panels of b (K, N), or of each of a mixture's b (E, K, N)."""
     where = b.data_ptr(), b.shape, b.stride()
     if panel_cache and where in panel_cache:
         return panel_cache[where][1]
-    K, N = b.shape
+    *E, K, N = b.shape
     across = -(-N // PANEL)
-    packed = np.empty(across * K * PANEL, np.float32)
-    _share(cpu_pack, across, K * N, b, *b.stride(), K, N, packed)
+    packed = np.empty(math.prod(E) * across * K * PANEL, np.float32)
+    loop, units = (cpu_pack_experts, *E) if E else (cpu_pack, across)
+    _share(loop, units, b.numel(), b, *b.stride()[-2:], K, N, packed)
     if panel_cache is not None:
         panel_cache[where] = b, packed
     return packed
@@ -285,7 +288,7 @@ def cpu_matmul(a, b, out=None):
     if 1 not in b.stride():
         b = b.contiguous()
     units = -(-M // BLOCK_ROWS) * -(-N // PANEL)
-    args = a, *a.stride(), _panels_of(b), c, M, N, K, add
+    args = a, *a.stride(), panels_of(b), c, M, N, K, add
     _share(cpu_matmul_blocks, units, 2 * M * N * K, *args)
     return c
 
@@ -975,6 +978,248 @@ def swiglu(gate, up):
     rows = [x.reshape(-1, C) for x in rows]
     check_operands(*rows)
     return _apply(SwiGLU, *rows).view(gate.shape)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# mixture of experts (Qwen3-MoE): y = sum_j w_j down_e swiglu(gate_up_e x) over the k experts e = e_1 .. e_k of a token
+# with the largest z_e = router_e x, which stay float32; w is the softmax of these k.
+#
+# Experts are ranked by (z_e, -e), which no two share, so whoever selects finds the same. A token and its expert in slot
+# j are a pair. Pairs are sorted by expert, those of one in the order of the tokens, and their products are rows of
+# matmuls, which do not see how many pairs an expert has. Sums over a token's pairs go slot by slot, and an expert's
+# gradient is one chain over its pairs in order: exact zeros where there are none.
+
+
+@loop
+def cpu_choose(first, last, z, experts, w, E, k):
+    """Of each row of z (N, E) the k experts and their w, (N, k) each, the likeliest first."""
+    keys = np.empty(k, np.int64)
+    for row in range(first, last):
+        keys[:] = -(1 << 62)
+        for e in range(E):
+            key = (_rank(z[row * E + e]) << 24) - e
+            j = k
+            while j > 0 and keys[j - 1] < key:
+                if j < k:
+                    keys[j] = keys[j - 1]
+                j -= 1
+            if j < k:
+                keys[j] = key
+        for j in range(row * k, (row + 1) * k):
+            experts[j] = -keys[j - row * k] & 0xFFFFFF
+            w[j] = exp(z[row * E + experts[j]] - z[row * E + experts[row * k]])
+        w[row * k : (row + 1) * k] /= sum_of(w, row * k, k)
+
+
+@loop
+def cpu_by_expert(experts, starts, places):
+    """Sorts pairs (N * k,) by expert: the place of each, and where each expert's begin, in `starts` (E + 2,) of 0."""
+    for e in experts:
+        starts[e + 2] += 1
+    for e in range(2, len(starts)):
+        starts[e] += starts[e - 1]
+    for i, e in enumerate(experts):
+        places[i] = starts[e + 1]
+        starts[e + 1] += 1
+
+
+@loop
+def cpu_to_pairs(first, last, x, places, y, k, C):
+    """Copies each row of x (N, C) to the places of its k pairs in y (N * k, C)."""
+    for i in range(first * k, last * k):
+        y[places[i] * C : (places[i] + 1) * C] = x[i // k * C : (i // k + 1) * C]
+
+
+@loop
+def cpu_pack_experts(first, last, b, b_k, b_n, K, N, packed):
+    """`cpu_pack` of the matrices b (E, K, N), which are the units."""
+    for e in range(first, last):
+        cpu_pack(0, panels(N), b[e * K * N :], b_k, b_n, K, N, packed[e * panels(N) * PANEL * K :])
+
+
+@loop
+def cpu_expert_matmul(first, last, a, packed, starts, c, K, N):
+    """c (N * k, N) = a b of each expert's rows of a (N * k, K) and its b (K, N); units are (expert, panel)."""
+    across = panels(N)
+    for unit in range(first, last):
+        e = unit // across
+        panel = unit % across
+        b = packed[e * across * PANEL * K :]
+        for m in range(starts[e], starts[e + 1], BLOCK_ROWS):
+            rows = min(BLOCK_ROWS, starts[e + 1] - m)
+            cpu_multiply(a, m * K, K, 1, rows, K, b, 0, K, panel, panel + 1, c, m * N, N, N, False)
+
+
+@loop
+def cpu_expert_gradients(first, last, a, b, starts, c, M, N):
+    """c (E, M, N) = a^T b over each expert's rows of a (N * k, M) and b (N * k, N); units are experts."""
+    for e in range(first, last):
+        K = starts[e + 1] - starts[e]
+        packed = floats(panels(N) * PANEL * K)
+        cpu_pack(0, panels(N), b[starts[e] * N :], N, 1, K, N, packed)
+        cpu_multiply(a, starts[e] * M, 1, M, M, K, packed, 0, K, 0, panels(N), c, e * M * N, N, N, False)
+
+
+@loop
+def cpu_combine(first, last, y, places, w, out, k, C):
+    """Each row of out (N, C) is the sum of its pairs in y (N * k, C), each times its w, slot by slot."""
+    for row in range(first, last):
+        out_row = out[row * C : (row + 1) * C]
+        out_row[:] = ZERO
+        for i in range(row * k, (row + 1) * k):
+            pair = y[places[i] * C :]
+            for c in range(C):
+                out_row[c] = fma(w[i], pair[c], out_row[c])
+
+
+@loop
+def cpu_combine_backward(first, last, grad, y, places, w, dy, dw, k, C):
+    for i in range(first * k, last * k):
+        at = i // k * C
+        dw[i] = dot(grad, at, y, places[i] * C, C)
+        dy[places[i] * C : (places[i] + 1) * C] = w[i] * grad[at : at + C]
+
+
+@loop
+def cpu_moe(x, N, C, gate_up, down, F, out, mixture):
+    """`moe` of rows x (N, C); weights are panels. mixture: (router, E, k)."""
+    router, E, k = mixture
+    z = _linear(x, N, C, router, NOTHING, E)
+    experts = np.empty(N * k, np.int64)
+    places = np.empty(N * k, np.int64)
+    starts = np.zeros(E + 2, np.int64)
+    w = floats(N * k)
+    rows = floats(N * k * C)
+    y = floats(N * k * 2 * F)
+    hidden = floats(N * k * F)
+    cpu_choose(0, N, z, experts, w, E, k)
+    cpu_by_expert(experts, starts, places)
+    cpu_to_pairs(0, N, x, places, rows, k, C)
+    cpu_expert_matmul(0, E * panels(2 * F), rows, gate_up, starts, y, C, 2 * F)
+    cpu_swiglu(0, N * k, y, y[F:], hidden, 2 * F, 2 * F, F)
+    cpu_expert_matmul(0, E * panels(C), hidden, down, starts, rows, F, C)
+    cpu_combine(0, N, rows, places, w, out, k, C)
+
+
+def _expert_matmul(a, b, starts):
+    """a (N * k, K) @ b (E, K, N), each row of a with its expert's."""
+    E, K, N = b.shape
+    c = a.new_empty(len(a), N)
+    _share(cpu_expert_matmul, E * -(-N // PANEL), 2 * len(a) * K * N, a, panels_of(b), starts, c, K, N)
+    return c
+
+
+class RouterLogits(torch.autograd.Function):
+    """x (N, C) @ router (E, C)^T in float32, whatever x is."""
+
+    @staticmethod
+    def forward(ctx, x, router):
+        ctx.save_for_backward(x, router)
+        return matmul(x, router.t(), torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, router = ctx.saved_tensors
+        return matmul(grad, router.float()).to(x.dtype), matmul(grad.t(), x.float()).to(router.dtype)
+
+
+class Choose(torch.autograd.Function):
+    """Logits z (N, E) float32 -> (w, experts), (N, k) each, the likeliest first."""
+
+    @staticmethod
+    def forward(ctx, z, k):
+        N, E = z.shape
+        w = z.new_empty(N, k)
+        experts = torch.empty_like(w, dtype=torch.int64)
+        _share(cpu_choose, N, 20 * N * E, z, experts, w, E, k)
+        ctx.E = E
+        ctx.save_for_backward(w, experts)
+        ctx.mark_non_differentiable(experts)
+        return w, experts
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        w, experts = ctx.saved_tensors
+        mean = row_sums((w * grad).double())[:, None].float()
+        return torch.zeros(len(w), ctx.E).scatter_(1, experts, w * (grad - mean)), None
+
+
+class ToPairs(torch.autograd.Function):
+    """Each row of x (N, C) at the places (N, k) of its pairs: (N * k, C)."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(places)
+        N, k = places.shape
+        C = x.shape[1]
+        y = x.new_empty(N * k, C)
+        _share(cpu_to_pairs, N, y.numel(), x.contiguous(), places, y, k, C)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (places,) = ctx.saved_tensors
+        return Combine.forward(_NoGradient(), grad, torch.ones(places.shape), places), None
+
+
+class ExpertMatmul(torch.autograd.Function):
+    """Rows of x (N * k, K), each times the transpose of its expert's weight (E, N, K)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, starts):
+        ctx.save_for_backward(x, weight, starts)
+        return _expert_matmul(x, weight.transpose(1, 2), starts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, starts = ctx.saved_tensors
+        grad = grad.contiguous()
+        E, N, K = weight.shape
+        d_weight = torch.empty_like(weight)
+        _share(cpu_expert_gradients, E, 2 * len(x) * N * K, grad, x, starts, d_weight, N, K)
+        return _expert_matmul(grad, weight, starts), d_weight, None
+
+
+class Combine(torch.autograd.Function):
+    """Sums (N, C) of the pairs y (N * k, C) of each row, each times its w (N, k)."""
+
+    @staticmethod
+    def forward(ctx, y, w, places):
+        ctx.save_for_backward(y, w, places)
+        N, k = places.shape
+        C = y.shape[1]
+        out = y.new_empty(N, C)
+        _share(cpu_combine, N, 2 * y.numel(), y.contiguous(), places, w, out, k, C)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, w, places = ctx.saved_tensors
+        N, k = places.shape
+        dy = torch.empty_like(y)
+        dw = torch.empty_like(w)
+        _share(cpu_combine_backward, N, 3 * y.numel(), grad.contiguous(), y, places, w, dy, dw, k, y.shape[1])
+        return dy, dw, None
+
+
+def moe(x, router, gate_up, down, k):
+    """
+    x (N, C) through the k experts of each row -> (N, C). router (E, C), gate_up (E, 2 F, C), down (E, C, F).
+    Differentiable.
+    """
+    E, C, F = down.shape
+    fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (E, 2 * F, C)
+    message = "x, router, gate_up, down {}, {}, {}, {}: (N, C), (E, C), (E, 2 F, C), (E, C, F) are needed"
+    check(fits, message, x, router, gate_up, down)
+    check(0 < k <= E, "{} experts of {} for a token: 1 to all are needed", k, E)
+    check_operands(x, router, gate_up, down)
+    w, experts = _apply(Choose, _apply(RouterLogits, x, router), k)
+    places = torch.empty_like(experts)
+    starts = torch.zeros(E + 2, dtype=torch.int64)
+    cpu_by_expert(*map(_flat, (experts, starts, places)))
+    y = _apply(ExpertMatmul, _apply(ToPairs, x, places), gate_up, starts)
+    y = _apply(ExpertMatmul, swiglu(*y.chunk(2, 1)), down, starts)
+    return _apply(Combine, y, w, places)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1673,8 +1918,10 @@ def _scatter_rows(x, x_n, width, where, out):
 
 
 @loop
-def cpu_layer(first, last, x, residual, cos, sin, keys, values, where, indices, weights, eps, H, HK, D, F, scale):
-    """Units are sequences. `where` (N,): the rows of keys and values that the tokens' get."""
+def cpu_layer(
+    first, last, x, residual, cos, sin, keys, values, where, indices, weights, eps, H, HK, D, F, scale, mixture=None
+):
+    """Units are sequences. `where` (N,): the rows of keys and values that the tokens' get. mixture: (router, E, k)."""
     tokens, rows, starts, q_lens, kv_starts, kv_lens = indices
     norm, second, q_norm, k_norm, qkv, qkv_bias, o, o_bias, gate_up, gate_up_bias, down, down_bias = weights
     C = len(norm)
@@ -1701,6 +1948,9 @@ def cpu_layer(first, last, x, residual, cos, sin, keys, values, where, indices, 
     cpu_attention(0, (last - first) * HK, q, keys, values, out, floats(M * H * 2), mine, H, HK, D, scale)
     residual += _linear(out, M, H * D, o, o_bias, C)
     cpu_norm_rope(0, M, residual, second, cos[:0], sin[:0], normed, eps, C, M, 1, C)
+    if mixture is not None:
+        cpu_moe(normed, M, C, gate_up, down, F, x, mixture)
+        return
     y = _linear(normed, M, C, gate_up, gate_up_bias, 2 * F)
     cpu_swiglu(0, M, y, y[F:], hidden, 2 * F, 2 * F, F)
     x[: M * C] = _linear(hidden, M, F, down, down_bias, C)
@@ -1709,9 +1959,9 @@ def cpu_layer(first, last, x, residual, cos, sin, keys, values, where, indices, 
 def layer_weights(norms, linear):
     """
     `layer_on_cpu`'s weights. norms: tensors, the layer's two, then q's and k's or None. linear: modules, to q, k and v,
-    to o, to gate and up, to what the layer adds.
+    to o, to gate and up, to what the layer adds; the last two may have a weight for each expert.
     """
-    pairs = [(_panels_of(m.weight.t()), _for_loop(m.bias)) for m in linear]
+    pairs = [(panels_of(m.weight.mT), _for_loop(m.bias)) for m in linear]
     return sum(pairs, tuple(map(_for_loop, norms)))
 
 
@@ -1720,7 +1970,7 @@ def layer_on_cpu(x, residual, rope, caches, where, plan, weights, *sizes):
     A layer's (x, residual) of those of the layer before, (N, C) each, which are overwritten; at first residual is None.
 
     rope: cos and sin (N, D/2). caches: keys and values (any, HK, D), whose rows `where` (N,) get the tokens'. sizes:
-    eps, H, HK, D, the width of the MLP, attention's scale.
+    eps, H, HK, D, the width of the MLP, attention's scale, and of a mixture (its router's panels, E, k).
     """
     residual = torch.full_like(x, -0.0) if residual is None else residual  # x + -0.0 is x, also where x is -0.0
     work = 2 * len(x) * sum(w.size for w in weights)
@@ -2603,6 +2853,8 @@ def _aligned(x):
 class _NoGradient:
     def save_for_backward(self, *_):
         pass
+
+    mark_non_differentiable = save_for_backward
 
 
 def _apply(function, *args):

@@ -52,6 +52,7 @@ import torch.distributed as dist
 
 import kernels
 from configurator import close_bars, lean_imports, named_arguments, noise_seed, printable
+from models import moe
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, draw_rows, score_all
 from sync import (
@@ -228,6 +229,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
         os.environ["SGLANG_FORCE_COARSE_WAR_BARRIER"] = "1"
         # for its own backend's sake SGLang would cut prefills at multiples of 4096, and wait for ever for larger chunks
         os.environ["SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE"] = "1"
+    moe.install_in_engine()
     # SGLang would import all its two hundred models before it picks one: seconds
     others = {module.name for module in pkgutil.iter_modules(models.__path__)} - set(MODEL_TYPES)
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)

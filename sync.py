@@ -57,6 +57,7 @@ from configurator import (
     roles,
 )
 from kernels import tree_sum
+from models.moe import per_expert
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 
@@ -965,11 +966,11 @@ def write_tensors(folder, prefix, shards, mesh):
         path = folder / f"{prefix}-{i + 1:05d}-of-{len(plan):05d}.safetensors"
         mine = i % mesh.size() == mesh.get_local_rank()
         content = {}
-        for name, _ in bucket:
-            where[name] = path.name
-            tensor = whole(next(rest), mesh)
-            if mine:
-                content[name] = tensor.cpu()
+        for name, shape in bucket:
+            for part in per_expert(Shard(name, shape, 0, whole(next(rest), mesh))):
+                where[part.name] = path.name
+                if mine:
+                    content[part.name] = part.data.to("cpu", copy=True)
         if mine:
             write_file(path, content)
     if mesh.get_local_rank() == 0:

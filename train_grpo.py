@@ -198,6 +198,8 @@ scratch_heads = 4
 scratch_kv_heads = 2
 scratch_head_dim = 32
 scratch_mlp = 384
+scratch_experts = 0  # experts of a layer, each as wide as scratch_mlp (a mixture of experts); 0: a dense model
+scratch_experts_per_token = 2
 # ------------------------------------------------------------------------------------------------------------------
 
 DEFAULTS = block(globals())

@@ -27,10 +27,12 @@ def add_adapters(model, config):
     config names, all of attention and MLP if it names none. The names are PEFT's, and so are the meanings.
     """
     rank = config["lora_rank"]
-    names = config["lora_targets"].replace(",", " ").split() or LINEAR
-    known = f"the linear layers of attention and MLP are {', '.join(LINEAR)}"
+    here = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    linear = [name for name in LINEAR if name in here]  # a mixture's experts are none
+    names = config["lora_targets"].replace(",", " ").split() or linear
+    known = f"the linear layers of attention and MLP are {', '.join(linear)}"
     for name in names:
-        require(name in LINEAR, f"lora_targets: no layer has {name!r} to adapt; {known}")
+        require(name in linear, f"lora_targets: no layer has {name!r} to adapt; {known}")
     model.requires_grad_(False)
     for path, m in model.named_modules():
         name = path.rpartition(".")[2]

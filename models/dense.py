@@ -13,10 +13,11 @@ import torch
 
 import kernels
 from configurator import MODES, lean_imports, require
+from models import moe
 from models.adapters import add_adapters
 from sync import Shard, TreeReduceScatter, least_memory, reason
 
-MODEL_TYPES = ("qwen3", "qwen2", "llama")
+MODEL_TYPES = ("qwen3", "qwen2", "llama", moe.KIND)
 SCORES = "ForSequenceClassification"  # how Hugging Face calls the class of a reward model
 ROW_PARALLEL = "o_proj", "down_proj"  # the layers whose sums an engine over several GPUs cuts
 
@@ -49,6 +50,8 @@ def check_model(folder, config, key="init_from"):
         require(hf.num_labels == 1, f"{name}: it gives {hf.num_labels} numbers; a reward model gives one")
     else:
         require(not gives_scores(hf), f"{name}: a reward model, which writes nothing; use the model that it began with")
+    if hf.model_type == moe.KIND:
+        moe.check_mixture(hf, name, config)
     heads = hf.num_attention_heads
     attended = heads * (getattr(hf, "head_dim", None) or hf.hidden_size // heads)
     for what, n, by in (
@@ -59,7 +62,7 @@ def check_model(folder, config, key="init_from"):
             n % config[by] == 0, f"{by}={config[by]}: does not divide {what}, {n}, of {name}; use another power of two"
         )
     if key == "init_from" and MODES[config["mode"]].scores:
-        hf.architectures = [hf.model_type.capitalize() + SCORES]
+        hf.architectures = [class_name(hf.model_type) + SCORES]
         hf.num_labels = 1
         if hf.pad_token_id == hf.eos_token_id:  # Hugging Face's class would read the score before the EOS
             hf.pad_token_id = None
@@ -91,6 +94,11 @@ def parameter_counts(hf, lora=None):
     return frozen or learned, learned
 
 
+def class_name(model_type):
+    """How Hugging Face's and SGLang's classes of such a model begin."""
+    return model_type.title().replace("_", "")
+
+
 def gives_scores(hf):
     return SCORES in str(hf.architectures)
 
@@ -110,6 +118,9 @@ def rope_frequencies(hf, device):
         require(rope[key] in values, f"init_from: {key}={why}")
     inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
     if device == "cuda":
+        require(
+            hf.model_type != moe.KIND, "init_from: mixtures of experts have no kernels for CUDA yet; use --device=cpu"
+        )
         dim = 2 * len(inv_freq)
         groups = hf.num_attention_heads / hf.num_key_value_heads
         require(dim in (64, 128), f"init_from: head_dim={dim}; on CUDA it must be 64 or 128")
@@ -203,6 +214,8 @@ def install_in_trainer(model, inv_freq, tp_split):
             module.forward = functools.partial(attend, module)
         elif name.endswith("norm"):
             module.forward = lambda x, m=module: kernels.rms_norm(x, m.weight, m.variance_epsilon)
+        elif moe.is_mixture(module):
+            module.forward = functools.partial(moe.in_trainer, module)
         elif name.endswith(".mlp"):
             module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x[0]), m.up_proj(x[0])))[None]
         elif tp_split > 1 and name.endswith(ROW_PARALLEL):
@@ -289,14 +302,16 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
         y = kernels.attention(q, *cache.get_kv_buffer(attention.attn.layer_id), backend.plan, attention.attn.scaling)
         return row_parallel(attention.o_proj, y.flatten(1))
 
-    def layer(self, positions, x, batch, residual):
+    def layer(self, positions, x, batch, residual, **_):
         ln = self.input_layernorm
         x, residual = (norm(ln, x), x) if residual is None else norm(ln, x, residual)
         x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
+        if moe.is_mixture(self.mlp):
+            return moe.in_engine(self.mlp, x), residual
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
         return row_parallel(self.mlp.down_proj, hidden), residual
 
-    def layer_on_cpu(self, positions, x, batch, residual):
+    def layer_on_cpu(self, positions, x, batch, residual, **_):
         attention = self.self_attn
         if self not in kernels.panel_cache:
             norms = self.input_layernorm.weight, self.post_attention_layernorm.weight
@@ -309,7 +324,7 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
         return kernels.layer_on_cpu(
             x, residual, backend.rope_table, caches, *where, kernels.panel_cache[self],
             self.input_layernorm.variance_epsilon, attention.num_heads, attention.num_kv_heads, attention.head_dim,
-            self.mlp.down_proj.weight.shape[1], attention.attn.scaling,
+            self.mlp.down_proj.weight.shape[-1], attention.attn.scaling, *moe.sizes_on_cpu(self.mlp),
         )  # fmt: skip
 
     def norm(self, x, residual=None):
@@ -320,7 +335,7 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
     # SGLang's own layers do the same, but ask at each part for several GPUs, for quantization and for a platform
     for kind in MODEL_TYPES:
         module = importlib.import_module(f"sglang.srt.models.{kind}")
-        getattr(module, f"{kind.capitalize()}DecoderLayer").forward = layer_on_cpu if in_one_call else layer
+        getattr(module, f"{class_name(kind)}DecoderLayer").forward = layer_on_cpu if in_one_call else layer
     LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
     register_attention_backend(backend)(paged_attention(inv_freq))
 
@@ -352,4 +367,5 @@ def hugging_face_parameters(model):
                 rows = [(x, size, rank * len(x)) for x, size in zip(here, sizes)]
             for part, (x, size, first) in zip(fused.get(last, last).split(), rows):
                 shape = (size, *columns)
-                yield Shard(f"{path}.{part}.{kind}".lstrip("."), shape, first, x, column), x.shape != shape
+                name = f"{path}.{part}.{moe.OF_SGLANG.get(kind, kind)}".lstrip(".")
+                yield Shard(name, shape, first, x, column), x.shape != shape

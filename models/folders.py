@@ -2,12 +2,14 @@
 A model as a folder in Hugging Face's format, from which every weight starts its way: made from scratch, fetched, read.
 """
 
+from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from configurator import lean_imports, require, seed_of
+from models.moe import KIND, per_expert
 from sync import reason, shards, write_tensors
 
 HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
@@ -25,7 +27,7 @@ CHAT_TEMPLATE = """
 
 
 def make_scratch_model(folder, config):
-    """A small Qwen3 with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
+    """A small Qwen3 or Qwen3-MoE with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
     with lean_imports():
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -42,12 +44,17 @@ def make_scratch_model(folder, config):
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=roles,
         chat_template=CHAT_TEMPLATE if roles else None,
     ).save_pretrained(folder)  # fmt: skip
+    E = config["scratch_experts"]
+    mixture = dict(
+        num_experts=E, num_experts_per_tok=config["scratch_experts_per_token"], norm_topk_prob=True,
+        moe_intermediate_size=config["scratch_mlp"],
+    )  # fmt: skip
     hf = AutoConfig.for_model(
-        "qwen3", vocab_size=len(characters), hidden_size=config["scratch_hidden"],
+        KIND if E else "qwen3", vocab_size=len(characters), hidden_size=config["scratch_hidden"],
         intermediate_size=config["scratch_mlp"], num_hidden_layers=config["scratch_layers"],
         num_attention_heads=config["scratch_heads"], num_key_value_heads=config["scratch_kv_heads"],
-        head_dim=config["scratch_head_dim"], max_position_embeddings=4096, tie_word_embeddings=True,
-        eos_token_id=1, pad_token_id=0,
+        head_dim=config["scratch_head_dim"], max_position_embeddings=4096, tie_word_embeddings=not E,
+        eos_token_id=1, pad_token_id=0, **mixture if E else {},
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(hf)
     # torch's normal numbers depend on the width of the CPU's vectors. A sum of twelve uniform numbers in -1/2 .. 1/2
@@ -87,7 +94,7 @@ def weight_files(folder, key="init_from"):
 def load_weights(shards, folder, tied, key="init_from"):
     """Each rank reads its own rows of each parameter from the folder's files. key: as in `fetch_model`."""
     files = weight_files(folder, key)
-    for s in shards:
+    for s in chain.from_iterable(map(per_expert, shards)):
         name = "model.embed_tokens.weight" if tied and s.name == "lm_head.weight" else s.name
         require(name in files, f"{key}={str(folder)!r}: no {name} in its safetensors files; use a complete folder")
         rows = files[name].get_slice(name)

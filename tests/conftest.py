@@ -31,6 +31,7 @@ from prove import (  # noqa: E402
     AGENT,
     DIALOGUES,
     LAG,
+    MIXTURE,
     RULE,
     SEGMENTS,
     SPLIT,
@@ -342,6 +343,23 @@ def split_apart(once):
         return finish(folder, *flags, ranks(2), "--init_from=resume", ranks=3, launch=launch_warm)
 
     return once("split_apart", run)
+
+
+@pytest.fixture(scope="session")
+def mixture(once):
+    """A mixture of experts, with one trainer and one engine."""
+    return once("mixture", lambda folder: finish(folder, *MIXTURE, ranks=2, launch=launch_warm))
+
+
+@pytest.fixture(scope="session")
+def mixture_resumed(once, mixture):
+    """The same, interrupted after step 22 and resumed at step 16, on two trainers and an engine."""
+
+    def resume(folder):
+        interrupt(mixture[0], folder)
+        return finish(folder, *MIXTURE, "--init_from=resume", ranks=3, launch=launch_warm)
+
+    return once("mixture_resumed", resume)
 
 
 @pytest.fixture(scope="session")

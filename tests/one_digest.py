@@ -72,6 +72,8 @@ def operators():
     yield "rope", cos, sin, *kernels.norm_rope(q, k, cos, sin)
     yield "swiglu", *gradients(kernels.swiglu(x, a), x, a)
     yield "attention", *gradients(kernels.attention(q, k, y, kernels.packed_plan([40, 1, 29]), 0.2), q, k, y)
+    experts = w[:6], q.view(-1)[:4608].view(6, 8, 96), k.view(-1)[:2304].view(6, 96, 4)
+    yield "moe", *gradients(kernels.moe(x, *experts, 2), x, w, q, k)
     yield "token_logprobs", *gradients(kernels.token_logprobs(x, w, ids, 0.7), x, w)
     yield "cut", *gradients(kernels.token_logprobs(x, w, ids, 0.7, 0.9, 20, 0.02), x, w)
     yield "log_softmax", kernels.log_softmax(z, -1, False), kernels.softmax(z, -1, False)

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import train_grpo as train
 from models.dense import MODEL_TYPES
+from models.moe import KIND
 from sync import Ranks
 
 # our operators, whose order of sums tests/test_kernels.py and tests/test_triton.py prove
-SEALED = ("rms_norm", "norm_rope", "rope_table", "swiglu", "attention", "token_logprobs", "row_sums")
+SEALED = ("rms_norm", "norm_rope", "rope_table", "swiglu", "moe", "attention", "token_logprobs", "row_sums")
 ALLOWED = {  # why: operators. A leaf has the same rows on any number of ranks, so sums over it need a fixed order only
     "replaced by enable_batch_invariant": "mm addmm embedding_dense_backward",
     "element by element": """
@@ -39,6 +40,9 @@ ALLOWED = {  # why: operators. A leaf has the same rows on any number of ranks, 
     "adds zeros to one number": "c10d.allreduce_",
     "brings together, as objects, what the ranks have found": "c10d.barrier c10d.allgather_ resize_ set_",
 }
+
+
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
 
 
 class Sealed(torch.autograd.Function):
@@ -85,7 +89,7 @@ def operators_of_an_update(family, folder, mesh, change, monkeypatch):
     monkeypatch.setattr(train.kernels, "AdamW", torch.optim.AdamW)  # as it is on CUDA
     hf = AutoConfig.for_model(
         family, vocab_size=98, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=family != KIND, **EXPERTS if family == KIND else {},
     )  # fmt: skip
     AutoModelForCausalLM.from_config(hf).save_pretrained(folder)
     small = dict(lanes=2, leaf_tokens=60, entropy_coef=0.01, temperature=0.7, strict=False, grad_clip=0.1)

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from decimal import Decimal, localcontext
 from pathlib import Path
 
@@ -209,6 +210,67 @@ def test_a_row_of_a_norm_and_of_a_softmax_does_not_see_the_others(op):
         assert torch.allclose(whole.double(), right, atol=1e-5)
         for M in (1, 2, 3, 5, 17, 100):
             assert same(f(x[7 : 7 + M].clone()), whole[7 : 7 + M]), (width, M)
+
+
+# ---- mixtures of experts
+
+
+def mixture(N, C, E, F):
+    """x, router, gate_up, down of a mixture; gradients are wanted."""
+    return [exact(*shape).requires_grad_() for shape in ((N, C), (E, C), (E, 2 * F, C), (E, C, F))]
+
+
+def textbook_mixture(x, router, gate_up, down, k):
+    """The same in float64, token by token; of equal logits the first."""
+    out = []
+    for token in x:
+        z = router @ token
+        experts = sorted(range(len(z)), key=lambda e: (-z[e].item(), e))[:k]
+        w = z[experts].softmax(0)
+        parts = [(gate_up[e] @ token).chunk(2) for e in experts]
+        out.append(sum(wj * (down[e] @ (F.silu(g) * u)) for wj, e, (g, u) in zip(w, experts, parts)))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    "N,C,E,k,width", [(1, 16, 2, 1, 8), (37, 40, 8, 2, 24), (9, 33, 40, 5, 17), (300, 8, 3, 3, 50)]
+)
+def test_a_mixture_is_right_forward_and_backward(N, C, E, k, width):
+    operands, grad = mixture(N, C, E, width), exact(N, C)
+    out, right = kernels.moe(*operands, k), textbook_mixture(*(y.double() for y in operands), k)
+    assert torch.allclose(out.double(), right, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(out, operands, grad), torch.autograd.grad(right, operands, grad.double())):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
+def test_of_equal_logits_the_first_experts_take_all_and_those_without_tokens_get_exact_zeros():
+    x, router, gate_up, down = mixture(150, 24, 7, 20)
+    router = router[:1].detach().expand(7, 24).contiguous().requires_grad_()
+    operands = x, router, gate_up, down
+    out, right = kernels.moe(*operands, 2), textbook_mixture(*(y.double() for y in operands), 2)
+    assert torch.allclose(out.double(), right, atol=1e-5)
+    _, d_router, *d = torch.autograd.grad(out.sum(), operands)
+    assert all((bits(g[2:]) == 0).all() and (g[:2] != 0).any() for g in (d_router, *d))
+    for g in torch.autograd.grad(kernels.moe(x[:0], *operands[1:], 2).sum(), operands[1:]):  # a leaf without rows
+        assert (bits(g) == 0).all()
+
+
+def test_a_row_of_a_mixture_does_not_see_the_others_nor_an_expert_those_of_other_experts():
+    x, *weights = mixture(300, 32, 6, 24)
+    grad = exact(300, 32)
+    whole = kernels.moe(x, *weights, 2)
+    d_whole = torch.autograd.grad(whole, x, grad)[0]
+    order = torch.randperm(300)
+    for rows in (order, order[:1], order[:7], torch.arange(100, 229)):
+        some = x.detach()[rows].requires_grad_()
+        out = kernels.moe(some, *weights, 2)
+        assert same(out, whole[rows]) and same(torch.autograd.grad(out, some, grad[rows])[0], d_whole[rows])
+    beside = x.detach().index_fill(0, torch.tensor([0, 299]), torch.nan)
+    assert same(kernels.moe(beside, *weights, 2)[1:-1], whole[1:-1])
+    z = x.detach() @ weights[0].detach().t()
+    mine = (z.topk(2, 1).indices == 3).any(1)  # the tokens of one expert: alone they give it the same gradient
+    both = [torch.autograd.grad(kernels.moe(x[r], *weights, 2), weights, grad[r]) for r in (mine, slice(None))]
+    assert 20 < mine.sum() < 280 and all(same(a[3], b[3]) for a, b in zip(*(d[1:] for d in both)))
 
 
 # ---- attention
@@ -515,8 +577,34 @@ def attention_is_in_order(module):
     return same(module.attention(q, k, v, module.packed_plan([30, 10]), 0.5)[:30], naive)
 
 
-def test_a_matmul_a_dot_and_an_attention_add_in_the_order_of_the_naive_ones():
+def mixture_is_in_order(module):
+    """Of the first two of six equal experts, slot by slot; a gradient over an expert's tokens in their order."""
+    torch.manual_seed(0)
+    x, router, gate_up, down = mixture(40, 24, 6, 20)
+    router.data[1::2] = router.data[::2]  # three pairs of equal logits
+    grad, out = exact(40, 24), module.moe(x, router, gate_up, down, 3)
+    d_ours = torch.autograd.grad(out, down, grad)[0]
+    with torch.no_grad():
+        z = torch.from_numpy(kernels.naive_matmul(x.numpy(), router.t().numpy()))
+        ranked, experts = z.sort(stable=True, descending=True)
+        p = torch.tensor([kernels.exp(n) for n in (ranked - ranked[:, :1])[:, :3].flatten().numpy()]).view(40, 3)
+        w = p / ((p[:, 0] + p[:, 2]) + p[:, 1])[:, None]  # `naive_dot` of p and ones
+        right, d_down = torch.zeros(40, 24), []
+        for t, j in np.ndindex(40, 3):
+            e = experts[t, j]
+            hidden = kernels.swiglu(*kernels.mm(x[t, None], gate_up[e].t()).chunk(2, 1))
+            y = kernels.mm(hidden, down[e].t())[0].double()
+            right[t] = (w[t, j].double() * y + right[t].double()).float()
+        for e in range(6):
+            t, j = torch.where(experts[:, :3] == e)
+            hidden = kernels.swiglu(*kernels.mm(x[t], gate_up[e].t()).chunk(2, 1))
+            d_down.append(kernels.mm((w[t, j][:, None] * grad[t]).t(), hidden))
+    return same(out, right) and same(d_ours, torch.stack(d_down))
+
+
+def test_a_matmul_a_dot_an_attention_and_a_mixture_add_in_the_order_of_the_naive_ones():
     assert matmul_is_in_order(kernels) and dot_is_in_order(kernels) and attention_is_in_order(kernels)
+    assert mixture_is_in_order(kernels)
     x = exact(75).numpy()
     assert kernels.sum_of(x, 0, 75) == kernels.naive_dot(x, np.ones(75, np.float32))
 
@@ -563,6 +651,23 @@ MUTANTS = {
         "for i in range(V):\n            if ranks[i] == high",
         "for i in range(V - 1, -1, -1):\n            if ranks[i] == high",
     ),
+    "equal logits from the last expert": (
+        mixture_is_in_order,
+        "<< 24) - e\n",
+        "<< 24) - (E - 1 - e)\n",
+        "experts[j] = -keys[j - row * k] & 0xFFFFFF",
+        "experts[j] = E - 1 - (-keys[j - row * k] & 0xFFFFFF)",
+    ),
+    "the slots from the last": (
+        mixture_is_in_order,
+        "for i in range(row * k, (row + 1) * k):\n            pair",
+        "for i in range(row * k + k - 1, row * k - 1, -1):\n            pair",
+    ),
+    "an expert's tokens from the last": (
+        mixture_is_in_order,
+        "for i, e in enumerate(experts):\n        places[i] = starts[e + 1]",
+        "for i in range(len(experts) - 1, -1, -1):\n        e = experts[i]\n        places[i] = starts[e + 1]",
+    ),
     "a softmax over what the block sees": (
         attention_is_in_order,
         "largest(p, i * seen, mine)",
@@ -573,15 +678,18 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_loop_in_another_order_is_caught(tmp_path, name):
-    comparison, *change = MUTANTS[name]
-    assert not comparison(changed(tmp_path, change))
+    comparison, *changes = MUTANTS[name]
+    assert not comparison(changed(tmp_path, *zip(changes[::2], changes[1::2])))
 
 
 # ---- threads and tiles: speed alone
 
 
 def decoder_layers(k, in_one_call):
-    """(x, residual, caches ..) after two layers on 3 sequences with biases, as an engine has them; one norms heads."""
+    """
+    (x, residual, caches ..) after two layers on 3 sequences with biases, as an engine has them; the first norms heads,
+    the second is a mixture of experts.
+    """
     torch.manual_seed(2)
     H, HK, D, C, F = 4, 2, 16, 40, 72
     q_lens = torch.tensor([3, 1, 5])
@@ -594,12 +702,17 @@ def decoder_layers(k, in_one_call):
     plan = k.paged_plan(q_lens, kv_lens, table, torch.arange(3))
     rope = k.rope_table(1e4 ** (-torch.arange(D // 2) / D), torch.arange(9))
     residual = None
-    for of_heads, kv in zip(([torch.randn(D), torch.randn(D)], (None, None)), (caches[:2], caches[2:])):
+    for of_heads, kv, E in (([torch.randn(D), torch.randn(D)], caches[:2], 0), ([None] * 2, caches[2:], 5)):
         first, second = torch.randn(C), torch.randn(C)
         linear = [torch.nn.Linear(*shape) for shape in ((C, (H + 2 * HK) * D), (H * D, C), (C, 2 * F), (F, C))]
+        router, mixture = torch.randn(E, C), []
+        if E:
+            weights = torch.randn(E, 2 * F, C) / 8, torch.randn(E, C, F) / 8
+            linear[2:] = (types.SimpleNamespace(weight=weight, bias=None) for weight in weights)
+            mixture = [(k.panels_of(router.t()), E, 2)]
         if in_one_call:
-            weights = k.layer_weights((first, second, *of_heads), linear)
-            x, residual = k.layer_on_cpu(x, residual, rope, kv, where, plan, weights, 1e-6, H, HK, D, F, 0.25)
+            weights, sizes = k.layer_weights((first, second, *of_heads), linear), (1e-6, H, HK, D, F, 0.25)
+            x, residual = k.layer_on_cpu(x, residual, rope, kv, where, plan, weights, *sizes, *mixture)
             continue
         to_qkv, to_out, to_gate_up, to_down = (
             functools.partial(k.linear, weight=m.weight, bias=m.bias) for m in linear
@@ -609,7 +722,10 @@ def decoder_layers(k, in_one_call):
         q, new[0] = k.norm_rope(q, new[0], *rope, *of_heads, 1e-6)
         kv[0][where], kv[1][where] = new
         x, residual = k.rms_norm(to_out(k.attention(q, *kv, plan, 0.25).flatten(1)), second, 1e-6, residual)
-        x = to_down(k.swiglu(*to_gate_up(x).chunk(2, -1)))
+        if E:
+            x = k.moe(x, router, linear[2].weight, linear[3].weight, 2)
+        else:
+            x = to_down(k.swiglu(*to_gate_up(x).chunk(2, -1)))
     return x, residual, *caches
 
 
@@ -624,15 +740,16 @@ def operators(k):
     torch.manual_seed(1)
     x, w, v, up = (torch.randn(*shape, requires_grad=True) for shape in ((150, 70), (90, 70), (64,), (150, 70)))
     q, key, value = (y.requires_grad_() for y in qkv(150, 4, 2, 64))
+    experts = [torch.randn(*shape, requires_grad=True) for shape in ((9, 70), (9, 48, 70), (9, 70, 24))]
     cos, sin = k.rope_table(1e4 ** (-torch.arange(32) / 32), torch.arange(150))
     targets, whole = torch.arange(150) % 90, torch.arange(150 * 70, dtype=torch.int32).view(150, 70) * 40503
     turned = k.norm_rope(q, key, cos, sin, v, v + 1, 1e-6)
     outs = [
         *turned, k.rms_norm(q, v, 1e-6), k.swiglu(x, up), *k.token_logprobs(x, w, targets, 0.7),
         *k.token_logprobs(x, w, targets, 0.7, 0.9, 20, 0.02),
-        k.attention(q, key, value, k.packed_plan([100, 1, 49]), 0.2),
+        k.attention(q, key, value, k.packed_plan([100, 1, 49]), 0.2), k.moe(x, *experts, 3),
     ]  # fmt: skip
-    grads = torch.autograd.grad(outs, (x, w, v, up, q, key, value), [torch.randn_like(y) for y in outs])
+    grads = torch.autograd.grad(outs, (x, w, v, up, q, key, value, *experts), [torch.randn_like(y) for y in outs])
     table, one = torch.arange(150, dtype=torch.int32)[None], torch.tensor
     with torch.no_grad():
         outs.append(k.attention(q[:20], key, value, k.paged_plan(one([20]), one([120]), table, one([0])), 0.2))
@@ -825,6 +942,10 @@ def zeros(*shape, dtype=torch.float32):
     return torch.zeros(*shape, dtype=dtype)
 
 
+def mixture_of(E, C, both, F):
+    return zeros(E, C), zeros(E, both, C), zeros(E, C, F)
+
+
 f64, ids = torch.float64, torch.zeros(3, dtype=torch.int64)
 REFUSED = {
     "shapes (2, 3) and (4, 5)": lambda: kernels.matmul(zeros(2, 3), zeros(4, 5)),
@@ -839,6 +960,8 @@ REFUSED = {
     "k (3, 1, 4)": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(3, 1, 4), zeros(2, 2), zeros(2, 2)),
     "k (2, 1, 6)": lambda: kernels.norm_rope(zeros(2, 2, 4), zeros(2, 1, 6), zeros(2, 2), zeros(2, 2)),
     "gate (2, 4) and up (2, 5)": lambda: kernels.swiglu(zeros(2, 4), zeros(2, 5)),
+    "(2, 4), (3, 4), (3, 5, 4), (3, 4, 2)": lambda: kernels.moe(zeros(2, 4), *mixture_of(3, 4, 5, 2), 1),
+    "4 experts of 3": lambda: kernels.moe(zeros(2, 4), *mixture_of(3, 4, 4, 2), 4),
     "(4, 2), (1, 3), (4, 1)": lambda: kernels.merge(zeros(4, 2), zeros(1, 3), zeros(4, 1), 1.0),
     "on cpu beside torch.float64": lambda: kernels.merge(zeros(4, 2), zeros(1, 2, dtype=f64), zeros(4, 1), 1.0),
     "beside torch.float32": lambda: kernels.swiglu(zeros(2, 4), zeros(2, 4, dtype=f64)),

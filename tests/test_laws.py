@@ -17,6 +17,7 @@ run with one thing wrong that the same comparison catches.
     L11 with samples drawn in segments, each with the weights of its step
     L12 on whatever CPU, with whatever vectors and threads
     L13 with engines over any number of ranks, each with some of a model's heads, columns and vocabulary
+    L15 with a mixture of experts, where a rounding would be another expert
     L16 with a curriculum, which draws prompts by what came of them before
 
 A ledger has a hash of the prompts, tokens, log-probs, rewards, advantages, and of each parameter's gradient, value and
@@ -37,12 +38,13 @@ import sys
 
 import pytest
 import torch
-from conftest import DAPO, ENGINE_FLAGS, digest, error_line, finish, launch_warm, read_groups
+from conftest import DAPO, ENGINE_FLAGS, MIXTURE, digest, error_line, finish, launch_warm, read_groups
 from prove import (
     LAG,
     ROOT,
     SEGMENTS,
     a_flipped_bit,
+    experts_by_number,
     flip_token,
     forget_optimizer,
     forget_seen,
@@ -639,6 +641,32 @@ def test_L13_control_a_plain_all_reduce_is_caught(tmp_path):
     flags = ("--tp_split=4", "--rollout_tp=2", "--rollout_ranks=2", "--max_steps=1", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, ranks=3, broken=plain_all_reduce)
     assert status and "log-probs differ" in error_line(output), output[-4000:]
+
+
+# ---- L15: a mixture of experts
+
+
+@pytest.mark.law("a mixture of experts: 1 + 1 and 2 + 1 ranks, one process, a resume, a replay on 4 trainers")
+def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
+    mixture, mixture_resumed, tmp_path, assert_it_learned
+):
+    assert_it_learned(mixture[0], steps=24)
+    assert all(m["logprob_mismatch_tokens"] == 0 for m in lines(mixture[0], "metrics.jsonl", "rl"))
+    assert "resuming at step 16" in mixture_resumed[1] and ledger(mixture_resumed[0]) == ledger(mixture[0])
+    finish(tmp_path / "replayed", *MIXTURE, *replay_of(mixture[0]), ranks=4, launch=launch_warm)
+    assert ledger(tmp_path / "replayed") == ledger(mixture[0])
+    flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0 --max_steps=3".split()
+    finish(tmp_path / "run", *MIXTURE, *ENGINE_FLAGS, *flags, launch=launch_warm)
+    assert len(lines(tmp_path / "run", "ledger.jsonl", "rl")) == 3
+    assert ledger(mixture[0]).startswith(ledger(tmp_path / "run"))
+
+
+@pytest.mark.control("experts added by number")
+def test_L15_control_experts_added_in_another_order_are_caught(tmp_path):
+    flags = ("--warmup_sft_steps=0", "--max_steps=1", "--eval_size=0")
+    status, output = launch_warm(tmp_path / "run", *MIXTURE, *flags, broken=experts_by_number)
+    assert status == 2 and "log-probs differ" in error_line(output), output[-4000:]
+    assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
 
 
 # ---- L16: a curriculum

@@ -23,6 +23,7 @@ import plan  # noqa: E402
 
 from configurator import config_source, configure  # noqa: E402
 from models import folders  # noqa: E402
+from models.dense import MODEL_TYPES  # noqa: E402
 from train_grpo import DEFAULTS  # noqa: E402
 
 SMALL = dict(
@@ -59,10 +60,12 @@ def test_a_preset_is_the_same_alone_after_the_block_that_it_shares_and_as_it_was
 # ---- what is counted
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", MODEL_TYPES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_parameters_of_a_folder_are_those_of_its_model(tmp_path, monkeypatch, kind, tied):
-    hf = AutoConfig.for_model(kind, tie_word_embeddings=tied, **SMALL)
+    mixture = kind == "qwen3_moe"  # whose head nobody ties
+    options = dict(norm_topk_prob=True, num_experts=16, moe_intermediate_size=40) if mixture else {}
+    hf = AutoConfig.for_model(kind, tie_word_embeddings=tied and not mixture, **SMALL, **options)
     hf.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf)
@@ -73,7 +76,7 @@ def test_the_parameters_of_a_folder_are_those_of_its_model(tmp_path, monkeypatch
     assert plan.parameters(s) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("preset", ["small", "tiny", "calculator"])
+@pytest.mark.parametrize("preset", ["small", "tiny", "tiny_moe", "calculator"])
 def test_a_scratch_model_has_as_many_parameters_as_the_one_that_is_made(tmp_path, preset):
     s, c, _ = plan.read([f"config/{preset}.py", "--gpus=1", "--init_from=scratch"])
     folders.make_scratch_model(tmp_path, vars(c))

@@ -41,6 +41,7 @@ from scipy.optimize import nnls  # SGLang's own dependency
 import train_grpo
 from configurator import check_config, configure, named_arguments, require, roles
 from kernels import CHUNK
+from models.moe import KIND
 from rewards import arithmetic
 from sync import least_memory
 
@@ -59,8 +60,10 @@ class Shape(NamedTuple):
     mlp: int
     vocab: int
     tied: bool
-    kind: str  # qwen3, qwen2 or llama
+    kind: str  # one of MODEL_TYPES
     positions: int
+    experts: int = 0  # of a layer, each as wide as `mlp`; 0: a dense MLP
+    active: int = 0  # experts that compute a token
 
 
 # Published config.json files: huggingface.co/Qwen/Qwen3-0.6B, -1.7B, -8B and -32B (table 1 of arXiv:2505.09388 has
@@ -167,26 +170,36 @@ def shape_of(c, key="init_from", name=None):
     if name == "scratch":
         vocab = 98 + 4 * bool(c.agent)  # folders.make_scratch_model's characters
         sizes = c.scratch_heads, c.scratch_kv_heads, c.scratch_head_dim, c.scratch_mlp
-        return Shape(c.scratch_layers, c.scratch_hidden, *sizes, vocab, True, "qwen3", 4096)
+        dense = Shape(c.scratch_layers, c.scratch_hidden, *sizes, vocab, True, "qwen3", 4096)
+        mixture = dict(tied=False, experts=c.scratch_experts, active=c.scratch_experts_per_token)
+        return dense._replace(**mixture) if c.scratch_experts else dense
     file, known = Path(name, "config.json"), ", ".join(MODELS)
     require(file.is_file(), f"{key}={name!r}: a folder with a config.json, scratch, or one of {known}")
     hf = train_grpo.check_model(name, vars(c) | dict(device="cpu"), key)  # whatever card this machine has
     heads = hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     sizes = heads, hf.num_key_value_heads, head_dim, hf.intermediate_size, hf.vocab_size, hf.tie_word_embeddings
-    return Shape(hf.num_hidden_layers, hf.hidden_size, *sizes, hf.model_type, hf.max_position_embeddings)
+    dense = Shape(hf.num_hidden_layers, hf.hidden_size, *sizes, hf.model_type, hf.max_position_embeddings)
+    if hf.model_type != KIND:
+        return dense
+    return dense._replace(mlp=hf.moe_intermediate_size, experts=hf.num_experts, active=hf.num_experts_per_tok)
 
 
 def linears(s):
-    """{name: (out, in)} of a layer's matrices."""
+    """{name: (out, in)} of a layer's matrices; of experts one's."""
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     up = (s.mlp, s.hidden)
     attention = dict(q_proj=(q, s.hidden), k_proj=(kv, s.hidden), v_proj=(kv, s.hidden), o_proj=(s.hidden, q))
     return attention | dict(gate_proj=up, up_proj=up, down_proj=(s.hidden, s.mlp))
 
 
+def beside_linears(s, experts):
+    """Parameters of a mixture's router, and of so many experts but the one in `linears`."""
+    return s.experts and s.experts * s.hidden + (experts - 1) * 3 * s.mlp * s.hidden
+
+
 def layer_parameters(s):
-    norms = 2 * s.hidden + 2 * s.head_dim * (s.kind == "qwen3")
+    norms = 2 * s.hidden + 2 * s.head_dim * s.kind.startswith("qwen3") + beside_linears(s, s.experts)
     biases = (s.heads + 2 * s.kv_heads) * s.head_dim * (s.kind == "qwen2")
     return sum(a * b for a, b in linears(s).values()) + norms + biases
 
@@ -204,7 +217,7 @@ def learned_parameters(s, c):
     """Parameters that are trained: all, or LoRA's."""
     if not c.lora_rank:
         return parameters(s)
-    targets = c.lora_targets.replace(",", " ").split() or linears(s)
+    targets = c.lora_targets.replace(",", " ").split() or [*linears(s)][: 4 if s.experts else None]
     return s.layers * sum(c.lora_rank * sum(linears(s)[name]) for name in targets)
 
 
@@ -214,7 +227,7 @@ def operations(s, tokens, predicted, squares, causal=0.5):
     predicted: tokens whose logits are computed. squares: the sum of the samples' squared lengths, of which causal
     attention computes half.
     """
-    matrices = sum(a * b for a, b in linears(s).values())
+    matrices = sum(a * b for a, b in linears(s).values()) + beside_linears(s, s.active)
     attention = 4 * s.heads * s.head_dim * squares * causal
     return 2 * s.layers * matrices * tokens, 2 * s.vocab * s.hidden * predicted, s.layers * attention
 
@@ -227,7 +240,7 @@ def cache_bytes(s):
 def inner_bytes(s, tokens):
     """Bytes that a layer keeps for its backward pass: five hidden states, q, k, v twice, attention's, three MLP's."""
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
-    return 2 * tokens * (5 * s.hidden + 2 * qkv + s.heads * s.head_dim + 3 * s.mlp)
+    return 2 * tokens * (5 * s.hidden + 2 * qkv + s.heads * s.head_dim + 3 * s.mlp * max(1, s.active))
 
 
 # ---- memory

@@ -108,6 +108,23 @@ def adapters_apart():
     kernels.LoRALinear.forward = staticmethod(apart)
 
 
+def experts_by_number():
+    """The trainer adds a token's experts in the order of their numbers, as is usual; the engine the likeliest first."""
+    import kernels
+
+    choose = kernels.Choose.forward
+
+    def by_number(ctx, z, k):
+        w, experts = choose(ctx, z, k)
+        experts, order = experts.sort(1)
+        w = w.gather(1, order)
+        ctx.save_for_backward(w, experts)
+        ctx.mark_non_differentiable(experts)
+        return w, experts
+
+    kernels.Choose.forward = staticmethod(by_number)
+
+
 def plain_all_reduce():
     """Each rank of an engine multiplies all it has at once, and the products are added, as is usual."""
     from rollout_server import RolloutEngine
@@ -210,6 +227,8 @@ SPLIT = ("--tp_split=4", "--lag=1")
 RULE = ("--top_p=0.9", "--top_k=20", "--min_p=0.02")
 SEGMENTS = "--lag=1 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2".split()
 SEGMENTS += RULE
+
+MIXTURE = ("--scratch_experts=8", "--scratch_mlp=64")
 
 # Adapters of a model that was trained before, which --init_from names
 LORA = ("--lora_rank=8", "--lora_alpha=16", "--learning_rate=2e-3", "--warmup_sft_steps=0")

@@ -1,0 +1,24 @@
+"""
+config/tiny.py with a mixture of experts: a Qwen3-MoE of 2.6 M parameters, of which a token uses 0.8 M, as many as the
+dense model of config/tiny.py has.
+
+    python train_grpo.py config/tiny_moe.py
+    torchrun --nproc_per_node=2 train_grpo.py config/tiny_moe.py
+"""
+
+out_dir = "out/tiny_moe"
+arithmetic_min = 10
+arithmetic_size = 50
+max_prompt_tokens = 8
+max_new_tokens = 4
+warmup_sft_steps = 257
+sft_learning_rate = 1e-3
+prompts_per_step = 64
+group_size = 8
+max_steps = 230
+leaf_tokens = 2048
+lanes = 4
+learning_rate = 5e-4
+lr_decay_steps = 230
+scratch_mlp = 192
+scratch_experts = 8
