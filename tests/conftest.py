@@ -59,7 +59,16 @@ DAPO += RULE
 # file's tests share a model, a process group or an engine and stay together.
 WHOLE_RUNS = ("test_laws", "test_nodes", "test_algorithms", "test_resume", "test_run")
 LONG = "test_pretend_cuda test_engine test_endpoint test_triton test_lora test_reward_model test_judges".split()
-LONG = (*LONG, "test_watch", "test_exercises", "test_lessons", "test_publish", "test_instruments", *WHOLE_RUNS)
+LONG = (
+    *LONG,
+    "test_watch",
+    "test_exercises",
+    "test_experiments",
+    "test_lessons",
+    "test_publish",
+    "test_instruments",
+    *WHOLE_RUNS,
+)
 
 
 def pytest_addoption(parser):

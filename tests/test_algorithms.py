@@ -4,7 +4,7 @@ and is the same on one trainer and two, and with one engine and two.
 
     pytest tests/test_algorithms.py
 
-test_train.py has the formulas; tools/algorithms.py runs every algorithm over seeds.
+test_train.py has the formulas.
 """
 
 import json

@@ -4,11 +4,14 @@ tools/verify.py, branch.py and compare.py, on a real run.
     pytest tests/test_instruments.py
 """
 
+import io
 import json
 import math
 import shutil
 import statistics
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ TOOLS = Path(__file__).parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 import branch  # noqa: E402
 import compare  # noqa: E402
+import runs  # noqa: E402
 import verify  # noqa: E402
 from compare import figure, intervals  # noqa: E402
 from diff import first_difference  # noqa: E402
@@ -242,3 +246,14 @@ def test_two_settings_are_compared_on_equal_noise_and_runs_are_made_once(tool, t
     times = [(run / "finished").stat().st_mtime_ns for run in runs]
     assert tool(*args)[1].splitlines() == said.splitlines()[:4]
     assert [(run / "finished").stat().st_mtime_ns for run in runs] == times
+
+
+def test_a_worker_that_is_gone_leaves_no_timer_for_which_its_process_would_wait(tmp_path, monkeypatch):
+    gone = types.SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO("999999999\n"))  # a process, and no end
+    monkeypatch.setattr(runs, "warm", lambda worker: gone)
+    with pytest.raises(ValueError):
+        run_warm([], tmp_path / "output")
+    timers = [x for x in threading.enumerate() if isinstance(x, threading.Timer)]
+    for timer in timers:
+        timer.join(2)
+    assert not any(timer.is_alive() for timer in timers)

@@ -117,12 +117,17 @@ def compare(first, run):
 # ---- panels
 
 
-def new_panel(title, runs):
-    figure = Figure(figsize=(4.6, 3.1), layout="constrained")
-    axis = figure.add_subplot()
+def style(axis, title):
+    """The axis, in the manner of all panels."""
     axis.set_title(title, loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#E5E5E5")
+    return axis
+
+
+def new_panel(title, runs):
+    figure = Figure(figsize=(4.6, 3.1), layout="constrained")
+    axis = style(figure.add_subplot(), title)
     axis.xaxis.get_major_locator().set_params(integer=True)
     if len(runs) > 1:
         handles = [matplotlib.lines.Line2D([], [], **line_style(runs, i)) for i in range(len(runs))]

@@ -36,10 +36,10 @@ def launch(command, env=None, cwd=None, timeout=None):
 
 
 @cache
-def warm():
+def warm(worker=0):
     """
-    The process that tests/warm.py describes, one for this process. Not beside an engine in this process itself, whose
-    end ends all children.
+    The process that tests/warm.py describes, one for each worker of this process. Not beside an engine in this process
+    itself, whose end ends all children.
     """
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1)
     process = subprocess.Popen([sys.executable, ROOT / "tests" / "warm.py"], cwd=ROOT, **pipes)
@@ -47,8 +47,8 @@ def warm():
     return process
 
 
-def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None):
-    """(status, output) of a script and its arguments, whose output goes to a file."""
+def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None, worker=0):
+    """(status, output) of a script and its arguments, whose output goes to a file. A worker has one run at a time."""
     envs = [{}]
     if ranks:  # as torchrun says it
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -57,12 +57,14 @@ def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None):
         envs = [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
     envs = [(env or {}) | rank for rank in envs]
     job = dict(command=command, output=str(output), file_size=file_size, ranks=envs)
-    warm().stdin.write(json.dumps(job) + "\n")
-    process = int(warm().stdout.readline())
+    warm(worker).stdin.write(json.dumps(job) + "\n")
+    process = int(warm(worker).stdout.readline())
     timer = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
     timer.start()
-    status = int(warm().stdout.readline())
-    timer.cancel()
+    try:
+        status = int(warm(worker).stdout.readline())
+    finally:
+        timer.cancel()  # this process would wait for it, even where the worker is gone
     return status, output.read_text()
 
 

@@ -1,0 +1,71 @@
+"""
+Length grows by itself: from a model that answers at once more often than step by step, more supervised steps, or RL?
+
+    uv run experiments/length/run.py
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import task
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from study import Study, in_float64, label_ends, lines, mean_of, panels, plot  # noqa: E402
+
+ARMS = {"SFT": (":", "--mode=sft"), "RL": ("-", "")}
+study = Study(__file__)
+seeds, shares, before, steps = (1, [0.5], 60, 4) if study.quick else (3, [0.25, 0.5], 400, 40)
+flags = "experiments/sums.py --sft_column=response --max_prompt_tokens=16 --max_new_tokens=16 --leaf_tokens=2048"
+flags = [*flags.split(), "--lanes=4", "--eval_size=0", "--reward=experiments/length/task.py:last_digit"]
+starts, wanted = {}, {}
+for share in shares:
+    data = study.out / f"{share}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in task.rows(share, 20000)))
+    learn = f"--mode=sft --learning_rate=2e-3 --warmup_steps=20 --max_steps={before}"
+    starts[f"start {share}"] = [*flags, f"--dataset={data}", *learn.split()]
+for name, folder in study.make(starts).items():
+    share = name.split()[1]
+    own = [*flags, f"--dataset={study.out / f'{share}.jsonl'}", f"--init_from={max(folder.glob('ckpt/step_*'))}"]
+    own += [f"--max_steps={steps}", f"--checkpoint_every={steps // 4}", "--keep_checkpoints=9"]
+    for arm, (_, kind) in ARMS.items():
+        for seed in range(1, seeds + 1):
+            wanted[f"{arm} {share} {seed}"] = [*own, *kind.split(), f"--seed={seed}"]
+made = study.make(wanted)
+held_out = [task.row(number, False) for number in task.HELD_OUT]
+
+
+def greedy(checkpoint):
+    """(share of right answers, mean length in digits) of the likeliest responses to the held-out prompts."""
+    model, tokenizer = in_float64(checkpoint)
+    prompts = tokenizer([row["prompt"] for row in held_out], return_tensors="pt")
+    ids = model.generate(**prompts, do_sample=False, max_new_tokens=16)
+    said = tokenizer.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [task.last_digit("", text, row["answer"]) for text, row in zip(said, held_out)]
+    return sum(right) / len(right), sum(map(len, said)) / len(said)
+
+
+figure, axes = panels("Right answers of held-out prompts, greedy", "Length of these answers, digits")
+rows, ends = [], ({}, {})
+for (arm, (dashes, _)), share in ((arm, share) for arm in ARMS.items() for share in shares):
+    runs = [made[f"{arm} {share} {seed}"] for seed in range(1, seeds + 1)]
+    found = [[greedy(checkpoint) for checkpoint in sorted(run.glob("ckpt/step_*"))] for run in runs]
+    done = [int(checkpoint.name[5:]) for checkpoint in sorted(runs[0].glob("ckpt/step_*"))]
+    for axis, end, curves in zip(axes, ends, zip(*[zip(*each) for each in found])):
+        mean = [mean_of(same)[0] for same in zip(*curves)]
+        color = plot.COLORS[shares.index(share)]
+        axis.plot(done, mean, dashes, color=color, linewidth=1.8)
+        end[f"{arm}, {share:.0%} long"] = mean[-1], color
+    first, last = found[0][0], list(zip(*[each[-1] for each in found]))
+    cells = [", ".join(f"{x:.2f}" for x in last[0]), ", ".join(f"{x:.1f}" for x in last[1])]
+    rows.append([f"{share:.0%}", arm, f"{first[0]:.2f}", f"{first[1]:.1f}", *cells])
+study.table(["long in the data", "then", "right before", "digits before", "right, each seed", "digits"], rows)
+for share in shares:
+    steps_of = [lines(made[f"RL {share} {seed}"], phase="rl") for seed in range(1, seeds + 1)]
+    sampled = [mean_of([x[i]["response_length_mean"] for x in steps_of])[0] for i in (0, -1)]
+    study.expect(f"{sampled[0]:.1f} tokens to {sampled[1]:.1f}")
+    print(f"{share:.0%} long: RL's samples go from {sampled[0]:.1f} tokens to {sampled[1]:.1f}")
+for axis, end in zip(axes, ends):
+    axis.set_xlabel("updates after the common start")
+    label_ends(axis, end)
+study.end(figure)
