@@ -179,7 +179,7 @@ def round_operators(bits):
 
         return call
 
-    for name in ("linear", "rms_norm", "norm_rope", "swiglu", "attention"):
+    for name in ("linear", "rms_norm", "norm_rope", "swiglu", "moe", "attention"):
         setattr(kernels, name, rounded(getattr(kernels, name)))
 
 

@@ -44,17 +44,17 @@ def make_scratch_model(folder, config):
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=roles,
         chat_template=CHAT_TEMPLATE if roles else None,
     ).save_pretrained(folder)  # fmt: skip
-    E = config["scratch_experts"]
-    mixture = dict(
-        num_experts=E, num_experts_per_tok=config["scratch_experts_per_token"], norm_topk_prob=True,
-        moe_intermediate_size=config["scratch_mlp"],
-    )  # fmt: skip
+    mixture = {}
+    if E := config["scratch_experts"]:
+        k = config["scratch_experts_per_token"]
+        F = config["scratch_mlp"]
+        mixture = dict(num_experts=E, num_experts_per_tok=k, norm_topk_prob=True, moe_intermediate_size=F)
     hf = AutoConfig.for_model(
         KIND if E else "qwen3", vocab_size=len(characters), hidden_size=config["scratch_hidden"],
         intermediate_size=config["scratch_mlp"], num_hidden_layers=config["scratch_layers"],
         num_attention_heads=config["scratch_heads"], num_key_value_heads=config["scratch_kv_heads"],
         head_dim=config["scratch_head_dim"], max_position_embeddings=4096, tie_word_embeddings=not E,
-        eos_token_id=1, pad_token_id=0, **mixture if E else {},
+        eos_token_id=1, pad_token_id=0, **mixture,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(hf)
     # torch's normal numbers depend on the width of the CPU's vectors. A sum of twelve uniform numbers in -1/2 .. 1/2

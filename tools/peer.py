@@ -161,7 +161,7 @@ def both_sides(args, python, size, task):
     ours = []
     theirs = []
     try:
-        scratch = dict(seed=1, agent="") | {f"scratch_{key}": x for key, x in size.items()}
+        scratch = dict(seed=1, agent="", scratch_experts=0) | {f"scratch_{key}": x for key, x in size.items()}
         folders.make_scratch_model(folder / "model", scratch)
         (folder / "task.json").write_text(json.dumps(task))
         for _ in range(2):
