@@ -303,6 +303,8 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
         return row_parallel(attention.o_proj, y.flatten(1))
 
     def layer(self, positions, x, batch, residual, **_):
+        if in_one_call and kernels.panel_cache is not None:
+            return layer_on_cpu(self, x, batch, residual)
         ln = self.input_layernorm
         x, residual = (norm(ln, x), x) if residual is None else norm(ln, x, residual)
         x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
@@ -311,7 +313,7 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
         return row_parallel(self.mlp.down_proj, hidden), residual
 
-    def layer_on_cpu(self, positions, x, batch, residual, **_):
+    def layer_on_cpu(self, x, batch, residual):
         attention = self.self_attn
         if self not in kernels.panel_cache:
             norms = self.input_layernorm.weight, self.post_attention_layernorm.weight
@@ -335,7 +337,7 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
     # SGLang's own layers do the same, but ask at each part for several GPUs, for quantization and for a platform
     for kind in MODEL_TYPES:
         module = importlib.import_module(f"sglang.srt.models.{kind}")
-        getattr(module, f"{class_name(kind)}DecoderLayer").forward = layer_on_cpu if in_one_call else layer
+        getattr(module, f"{class_name(kind)}DecoderLayer").forward = layer
     LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
     register_attention_backend(backend)(paged_attention(inv_freq))
 

@@ -110,6 +110,7 @@ def watched_scheduler(*args, **kwargs):
     Scheduler.swap_draw = swap_draw
 
     def make_faulty(self, operator):
+        kernels.panel_cache = None if operator else {}  # in one call they cannot be told apart
         faulty[0] = operator
 
     Scheduler.make_faulty = make_faulty
