@@ -625,8 +625,11 @@ def load_rows(config):
     used = ["prompt_column", *(f"{side}_column" for side in texts)]
     if config["sft_column"]:
         used.append("sft_column")
-    for key in used:
-        require(config[key] in columns, f"{key}={config[key]!r}: the data set has the columns {', '.join(columns)}")
+    for rows, what in ((data, "data set"), (held_out or [], "held-out set")):
+        columns = sorted(rows[0]) if len(rows) else columns
+        for key in used:
+            why = f"the {what} has the columns {', '.join(columns)}"
+            require(config[key] in columns, f"{key}={config[key]!r}: {why}")
 
     def row(example):
         try:

@@ -488,7 +488,7 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on():
     assert not {r["prompt"] for r in data} & {r["prompt"] for r in held_out}
 
 
-def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path):
+def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path, capsys):
     for split in ("train", "test"):
         text = "".join(json.dumps(dict(prompt=f"{split} {i}", answer="")) + "\n" for i in range(5))
         (tmp_path / f"{split}.jsonl").write_text(text)
@@ -497,6 +497,10 @@ def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path):
     assert [r["prompt"] for r in held_out] == [f"test {i}" for i in range(3)]
     files = dict(dataset=str(tmp_path / "train.jsonl"), eval_split=str(tmp_path / "test.jsonl"), eval_size=3)
     assert load_rows(DEFAULTS | files) == (data, held_out)
+    (tmp_path / "test.jsonl").write_text('{"prompt": "1+1="}\n')
+    with pytest.raises(SystemExit):
+        load_rows(DEFAULTS | files)
+    assert "answer_column='answer': the held-out set has the columns prompt\n" in capsys.readouterr().err
 
 
 def test_sources_have_keys_rewards_and_held_out_rows_of_their_own(tmp_path):
