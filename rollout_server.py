@@ -101,15 +101,12 @@ def receive_rows(self, names, dtypes, shapes, *_):
     """
     groups = self._model_update_group.values()  # in the order of the trainers
     weights = []
-    arriving = []  # all at once: to wait for each takes longer than a small tensor
     try:
         for name, dtype, shape in zip(names, dtypes, shapes):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             for group, rows in zip(groups, tensor.chunk(len(groups))):  # as FSDP2 cuts it
-                arriving.append(dist.broadcast(rows.view(torch.uint8), src=0, group=group, async_op=True))
+                dist.broadcast(rows.view(torch.uint8), src=0, group=group)
             weights.append((name, tensor))
-        for work in arriving:
-            work.wait()
         self.get_model().load_weights(weights)
     except Exception as e:
         return False, str(e)
