@@ -1202,10 +1202,10 @@ class Combine(torch.autograd.Function):
         return dy, dw, None
 
 
-def moe(x, router, gate_up, down, k):
+def moe(x, router, gate_up, down, k, routed=None):
     """
     x (N, C) through the k experts of each row -> (N, C). router (E, C), gate_up (E, 2 F, C), down (E, C, F).
-    Differentiable.
+    Differentiable. routed: a list that gets the router's logits (N, E) and the experts (N, k), the likeliest first.
     """
     E, C, F = down.shape
     fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (E, 2 * F, C)
@@ -1213,7 +1213,10 @@ def moe(x, router, gate_up, down, k):
     check(fits, message, x, router, gate_up, down)
     check(0 < k <= E, "{} experts of {} for a token: 1 to all are needed", k, E)
     check_operands(x, router, gate_up, down)
-    w, experts = _apply(Choose, _apply(RouterLogits, x, router), k)
+    z = _apply(RouterLogits, x, router)
+    w, experts = _apply(Choose, z, k)
+    if routed is not None:
+        routed += [z, experts]
     places = torch.empty_like(experts)
     starts = torch.zeros(E + 2, dtype=torch.int64)
     cpu_by_expert(*map(_flat, (experts, starts, places)))
