@@ -400,6 +400,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
             cuda_graph_max_bs_decode=min(512, requests),
             disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
             bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
+            moe_runner_backend="triton",  # on Blackwell another permutes the rows of the experts' weights
             mem_fraction_static=config["engine_memory"],
             enable_memory_saver=lends,
         )

@@ -129,9 +129,6 @@ def rope_frequencies(hf, device):
         require(rope[key] in values, f"init_from: {key}={why}")
     inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
     if device == "cuda":
-        require(
-            hf.model_type != moe.KIND, "init_from: mixtures of experts have no kernels for CUDA yet; use --device=cpu"
-        )
         dim = 2 * len(inv_freq)
         groups = hf.num_attention_heads / hf.num_key_value_heads
         require(dim in (64, 128), f"init_from: head_dim={dim}; on CUDA it must be 64 or 128")

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 # what every preset's engine is to be, by SGLang's own word
 ARGUMENTS = dict(
     device="cuda", dtype="bfloat16", attention_backend="triton", sampling_backend="pytorch", bf16_gemm_backend="torch",
+    moe_runner_backend="triton",
     enable_deterministic_inference=True, page_size=1, disable_radix_cache=False, disable_overlap_schedule=False,
     disable_cuda_graph=False, prefill_graphs="disabled", skip_tokenizer_init=True,
     max_total_tokens=None, max_running_requests=None, weight_version="0", sleep_on_idle=True, base_gpu_id=0,
