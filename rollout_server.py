@@ -81,12 +81,11 @@ def check_weights(scheduler, expected):
     Raises ValueError, with names, unless the parameters of the model that the engine's schedulers run together have the
     hashes `expected`, {Hugging Face's name: hash}.
     """
-    found = [x for x in hugging_face_parameters(scheduler.tp_worker.model_runner.model) if x[0].name in expected]
     hashes = {}
     group = scheduler.tp_group
-    for cut, among in ((False, None), (True, group.device_group)):
-        if shards := [shard for shard, is_cut in found if is_cut == cut]:
-            hashes |= tensor_hashes([s.data for s in shards], shards, among)
+    for shard, is_cut in hugging_face_parameters(scheduler.tp_worker.model_runner.model):
+        if shard.name in expected:
+            hashes |= tensor_hashes([shard.data], [shard], group.device_group if is_cut else None)
     wrong = [name for name in expected if hashes.get(name) != expected[name]]
     wrong = [*dict.fromkeys(itertools.chain(*from_all_ranks(wrong, group.cpu_group)))]
     if wrong:
