@@ -1305,21 +1305,23 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
 
 
 @loop
+def _copy(x, at, out, to, n):
+    for j in range(0, n, VECTOR):
+        store(load(1, 1, x, at + j, 0, n - j), out, to + j, 0, n - j)
+
+
+@loop
 def _gather(x, rows, first, n, heads, head, G, D, out):
     """Copies G heads from `head` on, of n rows of x (any, heads, D) from rows[first] on, to `out` (n, G, D)."""
     for i in range(n):
-        at = (np.int64(rows[first + i]) * heads + head) * D
-        for j in range(G * D):
-            out[i * G * D + j] = x[at + j]
+        _copy(x, (np.int64(rows[first + i]) * heads + head) * D, out, i * G * D, G * D)
 
 
 @loop
 def _scatter(x, x_n, rows, first, n, heads, head, G, D, out):
     """Copies n rows of G * D numbers of x, x_n apart, to where `_gather` would read them in `out` (any, heads, D)."""
     for i in range(n):
-        at = (np.int64(rows[first + i]) * heads + head) * D
-        for j in range(G * D):
-            out[at + j] = x[i * x_n + j]
+        _copy(x, i * x_n, out, (np.int64(rows[first + i]) * heads + head) * D, G * D)
 
 
 @loop
@@ -2425,16 +2427,18 @@ def murmur_hash32(seed, position, column):
 
 @loop
 def cpu_draw(first, last, logprobs, seeds, positions, tokens, V):
+    scores = np.empty(V, np.float64)
     for row in range(first, last):
-        best = -np.inf
         for i in range(V):
-            score = np.float64(logprobs[row * V + i])
-            if score > -np.inf:
-                h = min(murmur_hash32(seeds[row], positions[row], i), 0xFFFFFFFE)
-                u = np.float64(h) / 4294967295.0
-                score -= log(min(-log(u), 1.7976931348623157e308))
-            if score > best:
-                best = score
+            if logprobs[row * V + i] == -np.inf:
+                scores[i] = -np.inf
+                continue
+            h = min(murmur_hash32(seeds[row], positions[row], i), 0xFFFFFFFE)
+            u = np.float64(h) / 4294967295.0
+            noise = -log(min(-log(u), 1.7976931348623157e308))
+            scores[i] = np.float64(logprobs[row * V + i]) + noise
+        for i in range(V):
+            if scores[i] > scores[tokens[row]]:
                 tokens[row] = i
 
 
