@@ -1108,7 +1108,7 @@ def cpu_moe(x, N, C, gate_up, down, F, out, mixture):
     hidden = floats(N * k * F)
     cpu_choose(0, N, z, experts, w, E, k)
     cpu_by_expert(0, 1, experts, starts, places, N * k)
-    cpu_to_pairs(0, N, x, NOTHING, places, NOTHING, rows, NOTHING, k, C)
+    cpu_to_pairs(0, N, x, NOTHING, places, NOTHING, rows, w, k, C)
     cpu_expert_matmul(0, E * panels(2 * F), rows, gate_up, starts, y, C, 2 * F)
     cpu_swiglu(0, N * k, y, y[F:], hidden, 2 * F, 2 * F, F)
     cpu_expert_matmul(0, E * panels(C), hidden, down, starts, rows, F, C)
