@@ -314,17 +314,19 @@ POSITIVE = """
     judge_tries sandbox_seconds sandbox_memory lora_alpha scratch_experts_per_token""".split()
 NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p scratch_experts".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
-# {keys: what another key must be, or one of two (without a value: not 0) for these to have an effect}
-ONLY_WITH = {
-    "gae_lambda value_coef value_clip": "advantage=gae",
-    "queue_dir": "mode=replay",
-    "tp_split": "batch_invariant=True",
-    "chosen_column rejected_column": "mode=rm or dpo",
-    "groups_in_flight": "segment_tokens",
-    "engine_bits": "mode=grpo or replay",
-    "kl_in_reward": "kl_coef",
-    "lora lora_alpha lora_targets": "lora_rank",
-    "scratch_experts_per_token": "scratch_experts",
+# {what a key must be (without a value: not 0): the keys that then have an effect}
+HAVE_EFFECT = {
+    "advantage=gae": "gae_lambda value_coef value_clip",
+    "mode=replay": "queue_dir",
+    "batch_invariant=True": "tp_split",
+    "mode=rm or dpo": "chosen_column rejected_column",
+    "segment_tokens": "groups_in_flight",
+    "mode=grpo or replay": "engine_bits",
+    "kl_coef": "kl_in_reward",
+    "lora_rank": "lora lora_alpha lora_targets",
+    "scratch_experts": "scratch_experts_per_token",
+    "agent": "credit",
+    "advantage=grpo, dr_grpo, rloo or gae": "credit",
 }
 SEEDS = {"data", "noise", "init", "eval"}
 SOURCE = """
@@ -375,8 +377,7 @@ def resolve(namespace, defaults):
     saved = {}
     path = Path(config["out_dir"], "config.py")
     by_user = config["init_from"] == "resume"
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    restarted = not by_user and again and path.exists()
+    restarted = not by_user and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and path.exists()
     if by_user or restarted:
         require(path.is_file(), f"init_from='resume': out_dir={config['out_dir']!r} holds no run")
         if by_user:
@@ -425,7 +426,7 @@ def key_rules(c, world, defaults):
         yield key, values[key] >= 0, "use 0 or more"
     for key in ("lanes", "tp_split"):
         yield key, values[key].bit_count() == 1, "not a power of two; use 1, 2, 4, .."
-    for keys, condition in ONLY_WITH.items():
+    for condition, keys in HAVE_EFFECT.items():
         other, _, value = condition.partition("=")
         holds = str(values[other]) in value if value else values[other]
         for key in keys.split():
@@ -528,12 +529,8 @@ def feature_rules(c, world, defaults):
     yield "chat_template_args", renders, "is for an agent, or for --chat_template"
     for key, used in dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=mode.pairs).items():
         yield key, not (used and c.agent), "is for samples of one turn, which an agent's are not"
-    by_sample = c.credit == "sample"
-    yield "credit", by_sample or c.agent, "is for an agent"
-    known = c.advantage in ("grpo", "dr_grpo", "rloo", "gae")
-    yield "credit", by_sample or known, "is for advantage grpo, dr_grpo, rloo, gae"
     plain = not (c.kl_in_reward or c.overlong_cache)
-    yield "credit", by_sample or plain, "not with kl_in_reward or overlong_cache"
+    yield "credit", c.credit == "sample" or plain, "not with kl_in_reward or overlong_cache"
     tokens = c.max_prompt_tokens + c.max_new_tokens + 1
     cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
     yield "engine_args", cache >= tokens, f"one sample may take max_total_tokens={tokens}; use more"

@@ -218,8 +218,7 @@ def cpu_pack(first, last, b, b_k, b_n, K, N, packed):
             store(transpose(square), packed, to + k * PANEL, PANEL, VECTOR)
         for k in range(whole, K):
             if b_n == 1:
-                row = load(1, 1, b, k * b_k + n, 0, N - n)
-                store(row, packed, to + k * PANEL, 0, VECTOR)
+                store(load(1, 1, b, k * b_k + n, 0, N - n), packed, to + k * PANEL, 0, VECTOR)
             else:
                 for i in range(VECTOR):
                     packed[to + k * PANEL + i] = b[(n + i) * b_n + k] if n + i < N else ZERO
@@ -519,9 +518,7 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         d_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        dx = torch.mm(grad, weight)
-        d_weight = torch.mm(grad.t(), x)
-        return dx, d_weight, d_bias, None
+        return torch.mm(grad, weight), torch.mm(grad.t(), x), d_bias, None
 
 
 def tree_sum(parts):
@@ -542,8 +539,7 @@ def split_matmul(a, b, split):
         return matmul(a, b, out_dtype=torch.float32)
     half = a.shape[1] // 2
     left = split_matmul(a[:, :half], b[:half], split // 2)
-    right = split_matmul(a[:, half:], b[half:], split // 2)
-    return left.add_(right)
+    return left.add_(split_matmul(a[:, half:], b[half:], split // 2))
 
 
 def linear(x, weight, bias, split=1, gather=None):
@@ -610,15 +606,12 @@ class LoRALinear(torch.autograd.Function):
         grad = grad.float()
         g_B = torch.mm(grad, B) * ctx.scale
         x_A = torch.mm(x, A.t()) * ctx.scale
-        dA = torch.mm(g_B.t(), x)
-        dB = torch.mm(grad.t(), x_A)
-        return dx, None, None, dA, dB, None, None
+        return dx, None, None, torch.mm(g_B.t(), x), torch.mm(grad.t(), x_A), None, None
 
 
 def merge(weight, A, B, scale):
     """weight (N, K) + scale * B (N, r) @ A (r, K), in float32, rounded once to weight's dtype. A and B are float32."""
-    fits = B.shape[1] == len(A)
-    fits = fits and weight.shape == (len(B), A.shape[1])
+    fits = B.shape[1] == len(A) and weight.shape == (len(B), A.shape[1])
     check(fits, "weight, A, B {}, {}, {}: (N, K), (r, K), (N, r) are needed", weight, A, B)
     check_operands(A, B, weight.new_empty(0, dtype=torch.float32))
     if not use_triton(weight):
@@ -877,8 +870,7 @@ def rms_norm(x, weight, eps, residual=None):
 
     With a residual: s = x + residual, rounded, takes x's place, and (y, s) is returned.
     """
-    fits = weight.shape == x.shape[-1:]
-    fits = fits and (residual is None or residual.shape == x.shape)
+    fits = weight.shape == x.shape[-1:] and (residual is None or residual.shape == x.shape)
     check(fits, "weight {} or residual does not fit x {}", weight, x)
     s = x if residual is None else x + residual  # not in the kernel: the engine passes residuals, the trainer none
     check_operands(x, weight, s)
@@ -893,8 +885,7 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     (N, D/2) float32 as `rope_table` gives them. All in float32, rounded once; new tensors; differentiable in q, k and
     the weights.
     """
-    fits = q.dim() == k.dim() == 3 and q.shape[2] % 2 == 0
-    fits = fits and q.shape[::2] == k.shape[::2]
+    fits = q.dim() == k.dim() == 3 and q.shape[2] % 2 == 0 and q.shape[::2] == k.shape[::2]
     check(fits, "q {} and k {}: (N, heads, D) with an even D are needed", q, k)
     N, _, D = q.shape
     fits = all(x.dtype == torch.float32 and x.shape == (N, D // 2) for x in (cos, sin))
@@ -903,9 +894,7 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     fits = len(weights) != 1 and all(w.shape == (D,) for w in weights)
     check(fits, "weights of {}: none, or two of q's head dim {}", [len(w) for w in weights], D)
     check_operands(q, k, *weights)
-    q = _apply(NormRope, q, q_weight, cos, sin, eps)
-    k = _apply(NormRope, k, k_weight, cos, sin, eps)
-    return q, k
+    return _apply(NormRope, q, q_weight, cos, sin, eps), _apply(NormRope, k, k_weight, cos, sin, eps)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -988,9 +977,8 @@ class SwiGLU(torch.autograd.Function):
 def swiglu(gate, up):
     """silu(gate) * up, (..., C) each, in float32, rounded once; the rows may be strided. Differentiable."""
     check(gate.shape == up.shape, "gate {} and up {} differ", gate, up)
-    C = gate.shape[-1]
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (gate, up)]
-    rows = [x.reshape(-1, C) for x in rows]
+    rows = [x.reshape(-1, gate.shape[-1]) for x in rows]
     check_operands(*rows)
     return _apply(SwiGLU, *rows).view(gate.shape)
 
@@ -1321,10 +1309,10 @@ class Combine(torch.autograd.Function):
         return *_to_pairs(grad, y, places, w), None
 
 
-def moe(x, router, gate_up, down, k):
+def moe(x, router, gate_up, down, k, routed=None):
     """
     x (N, C) through the k experts of each row -> (N, C). router (E, C), gate_up (E, 2 F, C), down (E, C, F).
-    Differentiable.
+    Differentiable. routed: a list that gets the router's logits (N, E) and the experts (N, k), the likeliest first.
     """
     E, C, F = down.shape
     fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (E, 2 * F, C)
@@ -1332,7 +1320,10 @@ def moe(x, router, gate_up, down, k):
     check(fits, message, x, router, gate_up, down)
     check(0 < k <= E, "{} experts of {} for a token: 1 to all are needed", k, E)
     check_operands(x, router, gate_up, down)
-    w, experts = _apply(Choose, _apply(RouterLogits, x, router), k)
+    z = _apply(RouterLogits, x, router)
+    w, experts = _apply(Choose, z, k)
+    if routed is not None:
+        routed += [z, experts]
     places = torch.empty_like(experts)
     starts = experts.new_zeros(_block(E) + 2)
     pairs = experts.numel()
@@ -1432,35 +1423,29 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
     q_lens (B,) new tokens, kv_lens (B,) tokens in the cache with the new ones.
     """
     each = q_lens, kv_lens, requests
-    fits = all(x.device == page_table.device and x.is_contiguous() for x in each)
-    fits = fits and page_table.stride(1) == 1
-    cure = "the numbers and the entries of a page_table's row side by side"
-    check(fits, "paged_plan: all four on one device, {}", cure)
+    fits = page_table.stride(1) == 1 and all(x.device == page_table.device and x.is_contiguous() for x in each)
+    check(fits, "paged_plan: all four on one device, the numbers and the entries of a page_table's row side by side")
     return Plan(q_lens, kv_lens, page_table, requests)
 
 
 @loop
-def _gather(x, rows, first, n, heads, head, G, D, out):
-    """Copies G heads from `head` on, of n rows of x (any, heads, D) from rows[first] on, to `out` (n * G, D)."""
-    width = G * D
-    stride = heads * D
-    start = head * D
-    for i in range(n):
-        at = np.int64(rows[first + i]) * stride + start
-        for j in range(0, width, VECTOR):
-            part = load(1, 1, x, at + j, 0, width - j)
-            store(part, out, i * width + j, 0, width - j)
+def _copy(x, at, out, to, n):
+    for j in range(0, n, VECTOR):
+        store(load(1, 1, x, at + j, 0, n - j), out, to + j, 0, n - j)
 
 
 @loop
-def _scatter(x, first, n, heads, head, G, D, out):
-    """Copies x (n * G, D) to these heads of the rows from `first` on of out (any, heads, D)."""
-    width = G * D
+def _gather(x, rows, first, n, heads, head, G, D, out):
+    """Copies G heads from `head` on, of n rows of x (any, heads, D) from rows[first] on, to `out` (n, G, D)."""
     for i in range(n):
-        at = ((first + i) * heads + head) * D
-        for j in range(0, width, VECTOR):
-            part = load(1, 1, x, i * width + j, 0, width - j)
-            store(part, out, at + j, 0, width - j)
+        _copy(x, (np.int64(rows[first + i]) * heads + head) * D, out, i * G * D, G * D)
+
+
+@loop
+def _scatter(x, x_n, rows, first, n, heads, head, G, D, out):
+    """Copies n rows of G * D numbers of x, x_n apart, to where `_gather` would read them in `out` (any, heads, D)."""
+    for i in range(n):
+        _copy(x, i * x_n, out, (np.int64(rows[first + i]) * heads + head) * D, G * D)
 
 
 @loop
@@ -1573,9 +1558,9 @@ def cpu_attention_backward(
             cpu_multiply(p, 0, 1, seen, seen, R, do_panels, r, T * G, 0, panels(D), dv, 0, D, D, True)
             cpu_multiply(ds, 0, 1, seen, seen, R, q_panels, r, T * G, 0, panels(D), dk, 0, D, D, True)
             cpu_multiply(ds, 0, seen, 1, R, seen, k_panels, 0, T, 0, panels(D), dq, r * D, D, D, False)
-        _scatter(dq, starts[b], T, H, head * G, G, D, all_dq)
-        _scatter(dk, starts[b], T, HK, head, 1, D, all_dk)
-        _scatter(dv, starts[b], T, HK, head, 1, D, all_dv)
+        _scatter(dq, G * D, tokens, starts[b], T, H, head * G, G, D, all_dq)
+        _scatter(dk, D, tokens, starts[b], T, HK, head, 1, D, all_dk)
+        _scatter(dv, D, tokens, starts[b], T, HK, head, 1, D, all_dv)
 
 
 # On Triton the softmax is online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Per split of SPLIT keys, over
@@ -1912,13 +1897,15 @@ class TritonAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan, scale):
         # a clone has the strides of its shape; `contiguous` may leave those of a dim of 1
-        new = torch.contiguous_format
-        q, k, v = (x if _lies_for_tma(x) else x.clone(memory_format=new) for x in (q, k, v))
+        q, k, v = (x if _lies_for_tma(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
         N, H, D = q.shape
         heads = k.shape[1]
         groups = H // heads
+        shape = dict(HEADS=heads, GROUPS=groups, D=D)
+        strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
         c = scale * LOG2_E
         paged = plan.page_table is not None
+        tma = not paged and card(q).tma
         out = q.new_empty(N, H, D)
         lse = q.new_empty(N * H + BACKWARD_ROWS, dtype=torch.float32)
         pages, requests = (plan.page_table, plan.requests) if paged else (plan.q_ends, plan.q_ends)
@@ -1938,38 +1925,32 @@ class TritonAttention(torch.autograd.Function):
         if parts:
             part_o = q.new_empty(N, H, splits, D, dtype=torch.float32)
             part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32)
-        tma = not paged and card(q).tma
         key_tiles = _by_copy_engine(k, v, config["KEYS"]) if tma else (k, v)
         args = q, *key_tiles, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
-        args += pages.stride(0), c, N, plan.B, splits, lanes
-        args += *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        flags = dict(HEADS=heads, GROUPS=groups, D=D, SPLIT=SPLIT, PAGED=paged, PARTS=parts, TMA=tma)
+        args += pages.stride(0), c, N, plan.B, splits, lanes, *strides
+        flags = dict(shape, SPLIT=SPLIT, PAGED=paged, PARTS=parts, TMA=tma)
         _launch(triton_attention, (tiles, heads, lanes), *args, **flags, **config)
         if parts:
             args = part_o, part_m, part_l, out, plan.q_ends, plan.kv_lens, c, plan.B, splits
             config = dict(num_warps=1, **EXACT)
             _launch(triton_merge_parts, (N * H,), *args, H=H, D=D, SPLIT=SPLIT, **config)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = plan
-        ctx.scale = scale
+        ctx.tail = plan, scale, shape, strides, tma
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        plan = ctx.plan
-        scale = ctx.scale
-        N, H, D = q.shape
+        plan, scale, shape, strides, tma = ctx.tail
+        N, H, _ = q.shape
         heads = k.shape[1]
-        trained = plan.page_table is None
-        check(trained, "attention over a paged_plan has no gradient: train on a packed_plan")
         groups = H // heads
+        check(plan.page_table is None, "attention over a paged_plan has no gradient: train on a packed_plan")
         grad = _aligned(grad)
         delta = torch.empty_like(lse)
-        flags = dict(HEADS=heads, GROUPS=groups, D=D)
         args = grad, out, delta, N * H
         grid = (triton.cdiv(N * H, DELTA_ROWS),)
-        _launch(triton_attention_delta, grid, *args, **flags, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
+        _launch(triton_attention_delta, grid, *args, **shape, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
         dq, dk, dv = (_contiguous_like(x) for x in (q, k, v))
         dq_config = _attention_config(q, PREFILL_ROWS, 8, 3)
         # an odd group's lse are copied one by one, which takes registers: half the rows, or they spill
@@ -1979,16 +1960,14 @@ class TritonAttention(torch.autograd.Function):
         keys = dkv_config["KEYS"]
         sequences = min(N, plan.B)
         rest = grad, lse, delta
-        tail = scale * LOG2_E, scale, N, plan.B
-        tail += *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        tma = card(q).tma
+        tail = scale * LOG2_E, scale, N, plan.B, *strides
         key_tiles = _by_copy_engine(k, v, dq_config["KEYS"]) if tma else (k, v)
         args = q, *key_tiles, *rest, dq, plan.q_ends, plan.ends(groups, rows), *tail
         grid = N * groups // rows + sequences, heads
-        _launch(triton_attention_dq, grid, *args, **flags, TMA=tma, **dq_config)
+        _launch(triton_attention_dq, grid, *args, **shape, TMA=tma, **dq_config)
         args = q, k, v, *rest, dk, dv, plan.q_ends, plan.ends(1, keys), *tail
         grid = N // keys + sequences, heads
-        _launch(triton_attention_dkv, grid, *args, **flags, **dkv_config)
+        _launch(triton_attention_dkv, grid, *args, **shape, **dkv_config)
         return dq, dk, dv, None, None
 
 
@@ -2032,13 +2011,6 @@ def _linear(x, M, K, weight, bias, N):
 
 
 @loop
-def _scatter_rows(x, x_n, width, where, out):
-    for i in range(len(where)):
-        for j in range(width):
-            out[where[i] * width + j] = x[i * x_n + j]
-
-
-@loop
 def cpu_layer(
     first, last, x, residual, cos, sin, keys, values, where, indices, weights, eps, H, HK, D, F, scale, mixture=None
 ):
@@ -2049,32 +2021,32 @@ def cpu_layer(
     width = (H + 2 * HK) * D
     begin = starts[first]
     M = starts[last - 1] + q_lens[last - 1] - begin
-    mine = tokens, rows, starts[first:last] - begin, q_lens[first:last], kv_starts[first:last], kv_lens[first:last]
-    x = x[begin * C :]
+    mine = tokens, rows, starts - begin, q_lens, kv_starts, kv_lens
+    x = x[begin * C : (begin + M) * C]
     residual = residual[begin * C : (begin + M) * C]
     cos = cos[begin * D // 2 :]
     sin = sin[begin * D // 2 :]
     normed = floats(M * C)
     q = floats(M * H * D)
     k = floats(M * HK * D)
-    out = floats(M * H * D)
     hidden = floats(M * F)
-    residual += x[: M * C]
-    cpu_norm_rope(0, M, residual, norm, cos[:0], sin[:0], normed, eps, C, M, 1, C)
+    residual += x
+    cpu_norm_rope(0, M, residual, norm, NOTHING, NOTHING, normed, eps, C, M, 1, C)
     y = _linear(normed, M, C, qkv, qkv_bias, width)
     cpu_norm_rope(0, M, y, q_norm, cos, sin, q, eps, width, M * H, H, D)
     cpu_norm_rope(0, M, y[H * D :], k_norm, cos, sin, k, eps, width, M * HK, HK, D)
-    _scatter_rows(k, HK * D, HK * D, where[begin : begin + M], keys)
-    _scatter_rows(y[(H + HK) * D :], width, HK * D, where[begin : begin + M], values)
-    cpu_attention(0, (last - first) * HK, q, keys, values, out, floats(M * H * 2), mine, H, HK, D, scale)
-    residual += _linear(out, M, H * D, o, o_bias, C)
-    cpu_norm_rope(0, M, residual, second, cos[:0], sin[:0], normed, eps, C, M, 1, C)
+    _scatter(k, HK * D, where, begin, M, HK, 0, HK, D, keys)
+    _scatter(y[(H + HK) * D :], width, where, begin, M, HK, 0, HK, D, values)
+    # a unit copies its queries before it writes what takes their place
+    cpu_attention(first * HK, last * HK, q, keys, values, q, floats(M * H * 2), mine, H, HK, D, scale)
+    residual += _linear(q, M, H * D, o, o_bias, C)
+    cpu_norm_rope(0, M, residual, second, NOTHING, NOTHING, normed, eps, C, M, 1, C)
     if mixture is not None:
         cpu_moe(normed, M, C, gate_up, down, F, x, mixture)
         return
     y = _linear(normed, M, C, gate_up, gate_up_bias, 2 * F)
     cpu_swiglu(0, M, y, y[F:], hidden, 2 * F, 2 * F, F)
-    x[: M * C] = _linear(hidden, M, F, down, down_bias, C)
+    x[:] = _linear(hidden, M, F, down, down_bias, C)
 
 
 def layer_weights(norms, linear):
@@ -2114,16 +2086,6 @@ def head_logits(hidden, weight):
 
 
 @loop
-def _log_sum(z, at, V, terms):
-    """(the largest of V logits, the log of the sum of exp(z - largest)); terms (V,) gets what was added."""
-    m = largest(z, at, V)
-    row = z[at:]
-    for i in range(V):
-        terms[i] = exp(row[i] - m)
-    return m, np.float32(log(np.float64(sum_of(terms, 0, V))))
-
-
-@loop
 def cpu_softmax_stats(first, last, z, t, stats, V):
     """stats (M, 2): the largest z / t of a row, and the log of the row's sum of exp(z / t - largest)."""
     x = floats(V)
@@ -2131,18 +2093,11 @@ def cpu_softmax_stats(first, last, z, t, stats, V):
         z_row = z[row * V :]
         for i in range(V):
             x[i] = z_row[i] / t[0]
-        stats[2 * row], stats[2 * row + 1] = _log_sum(x, 0, V, x)
-
-
-@loop
-def cpu_log_softmax(first, last, z, out, V):
-    terms = floats(V)
-    for row in range(first, last):
-        m, log_sum = _log_sum(z, row * V, V, terms)
-        z_row = z[row * V :]
-        out_row = out[row * V :]
+        m = largest(x, 0, V)
         for i in range(V):
-            out_row[i] = (z_row[i] - m) - log_sum
+            x[i] = exp(x[i] - m)
+        stats[2 * row] = m
+        stats[2 * row + 1] = log(np.float64(sum_of(x, 0, V)))
 
 
 @loop
@@ -2153,6 +2108,12 @@ def _log_prob_row(z, row, t, stats, x, V):
     z_row = z[row * V :]
     for i in range(V):
         x[i] = (z_row[i] / t - m) - log_sum
+
+
+@loop
+def cpu_log_softmax(first, last, z, t, stats, out, V):
+    for row in range(first, last):
+        _log_prob_row(z, row, t, stats, out[row * V :], V)
 
 
 @loop
@@ -2254,6 +2215,13 @@ def _on_logits(loop, kernel, work, z, *args):
     on_rows(loop, kernel, M, work * M * V, (z, *args, V), (M,), _lanes(V))
 
 
+def softmax_stats(z, t):
+    """Of each row of logits z (M, V) the largest z / t and the log of the sum of exp(z / t - largest): (M, 2)."""
+    stats = z.new_empty(len(z), 2, dtype=torch.float32)
+    _on_logits(cpu_softmax_stats, triton_softmax_stats, 10, z, t, stats)
+    return stats
+
+
 def _kept_logits(first, h, weight, targets, t, rule):
     """The logits (m, V) of the rows h (m, C), `first` of all and the next, -inf where the rule leaves a token out."""
     z = head_logits(h, weight)
@@ -2275,7 +2243,7 @@ def _kept_logits(first, h, weight, targets, t, rule):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """(log-probs, entropies) (N,) of targets (N,); t (1,); rule: a Rule or None."""
+    """(log-probs, entropies) (N,) of targets (N,); t (1,); rule: ((1, 3) as for `cut`, kept, found), or None."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, t, rule):
@@ -2323,8 +2291,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, top_p=1.0, top_k=0,
     must be in the loss, the entropies need not be. kept (2, K) int64: pairs of a row and a token, all that these rows
     keep, in place of what the rule says. found: a list that gets such pairs of all rows, in parts.
     """
-    fits = hidden.shape[1:] == weight.shape[1:]
-    fits = fits and targets.shape == hidden.shape[:1]
+    fits = hidden.shape[1:] == weight.shape[1:] and targets.shape == hidden.shape[:1]
     check(fits, "hidden, weight, targets {}, {}, {}: (N, C), (V, C), (N,) are needed", hidden, weight, targets)
     check_operands(hidden, weight)
     if not use_triton(hidden) and len(targets):  # a loop would read what lies beside the row
@@ -2334,12 +2301,11 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, top_p=1.0, top_k=0,
     # divided by a tensor: by a Python number, CUDA would multiply by a rounded reciprocal
     t = torch.tensor([temperature], dtype=torch.float32, device=hidden.device)
     targets = _aligned(targets.long())
-    cuts = Sampling(temperature, top_p, top_k, min_p).cuts()
-    if not cuts:
-        return TokenLogprobs.apply(hidden, weight, targets, t, None)
-    rule = torch.tensor([[top_p, top_k, min_p]], dtype=torch.float32, device=hidden.device)
-    kept = targets.new_empty(2, 0) if kept is None else kept
-    return TokenLogprobs.apply(hidden, weight, targets, t, (rule, kept, found))
+    rule = None
+    if Sampling(temperature, top_p, top_k, min_p).cuts():
+        kept = targets.new_empty(2, 0) if kept is None else kept
+        rule = t.new_tensor([[top_p, top_k, min_p]]), kept, found
+    return TokenLogprobs.apply(hidden, weight, targets, t, rule)
 
 
 def log_softmax(x, dim, half_to_float):
@@ -2348,19 +2314,11 @@ def log_softmax(x, dim, half_to_float):
         return torch._log_softmax(x, dim, half_to_float, out=torch.empty_like(x))
     last = x.dim() > 0 and dim % x.dim() == x.dim() - 1
     check(last, "log_softmax: dim={} of {}; only the last one is written", dim, x.dim())
-    dtype = torch.float32 if half_to_float else x.dtype
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if not use_triton(x):
-        V = x.shape[-1]
-        rows = x.numel() // max(1, V)
-        _share(cpu_log_softmax, rows, 20 * x.numel(), x.contiguous(), out, V)
-        return out
     check_operands(x)
-    z = _aligned(x.reshape(-1, x.shape[-1]))
-    t = torch.ones(1, dtype=torch.float32, device=x.device)
-    stats = z.new_empty(len(z), 2, dtype=torch.float32)
-    _on_logits(None, triton_softmax_stats, 0, z, t, stats)
-    on_elements(None, triton_log_softmax, z.shape, 0, z, t, stats, out)
+    out = x.new_empty(x.shape, dtype=torch.float32 if half_to_float else None)
+    z = _aligned(x.reshape(-1, max(1, x.shape[-1])))
+    t = z.new_ones(1, dtype=torch.float32)
+    on_elements(cpu_log_softmax, triton_log_softmax, z.shape, 10, z, t, softmax_stats(z, t), out)
     return out
 
 
@@ -2412,7 +2370,7 @@ def _above(ranks, masses, rank):
 
 
 @loop
-def cpu_cut(first, last, z, t, rules, V):
+def cpu_cut(first, last, z, t, stats, rules, V):
     x = floats(V)
     ranks = np.empty(V, np.int32)
     masses = np.empty(V, np.int32)
@@ -2421,7 +2379,7 @@ def cpu_cut(first, last, z, t, rules, V):
         for i in range(V):
             x[i] = z_row[i] / t[0]
             ranks[i] = _rank(x[i])
-        m = largest(x, 0, V)
+        m = stats[2 * row]
         for i in range(V):
             masses[i] = np.int32(exp(x[i] - m) * MASS)
         top_p = rules[3 * row]
@@ -2515,12 +2473,7 @@ def cut(z, rules, t=None):
     fits = z.is_contiguous() and rules.shape == (len(z), 3)
     check(fits, "logits {}, rules {}: (M, V), contiguous, and (M, 3) are needed", z, rules)
     t = z.new_ones(1, dtype=torch.float32) if t is None else t
-    if use_triton(z):
-        stats = z.new_empty(len(z), 2, dtype=torch.float32)
-        _on_logits(None, triton_softmax_stats, 0, z, t, stats)
-        _on_logits(None, triton_cut, 0, z, t, stats, rules.contiguous())
-    else:
-        _on_logits(cpu_cut, None, 100, z, t, rules.contiguous())
+    _on_logits(cpu_cut, triton_cut, 100, z, t, softmax_stats(z, t), rules.contiguous())
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2841,8 +2794,7 @@ def enable_batch_invariant(cpu_threads=1):
     global _library, threads
     threads = cpu_threads
     torch.set_num_threads(1)
-    # A step's memory stays with the process; a C library other than glibc has no such switch.
-    keep_memory = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
+    keep_memory = ctypes.CDLL(None).mallopt  # a step's memory stays with the process
     keep_memory(M_TRIM_THRESHOLD, 2**30)
     keep_memory(M_MMAP_THRESHOLD, 2**30)
     if _library is not None:
@@ -2850,8 +2802,8 @@ def enable_batch_invariant(cpu_threads=1):
     add = _reduction(row_sums, torch.sum)
     average = _reduction(_mean, torch.mean)
     both = dict(mm=mm, addmm=addmm, _log_softmax=log_softmax, _softmax=softmax)
-    both["embedding_dense_backward"] = embedding_backward
     both |= {"sum": add, "sum.dim_IntList": add, "mean": average, "mean.dim": average}
+    both |= {"embedding_dense_backward": embedding_backward}
     on_cpu = {
         "exp": _element_wise(cpu_exp, torch.exp), "log": _element_wise(cpu_log, torch.log),
         "std.correction": _reduction(_std, torch.std), "pow.Scalar": power,
@@ -2950,11 +2902,8 @@ def on_rows(loop, kernel, units, work, args, grid, config):
 def on_elements(loop, kernel, shape, work, *args):
     """The twin for what is computed number by number in `shape`, `work` operations each; its last argument is C."""
     R, C = shape
-    if use_triton(args[0]):
-        grid = R, -(-C // ELEMENTS)
-        _launch(kernel, grid, *args, C, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
-    else:
-        _share(loop, R, work * R * C, *args, C)
+    config = dict(BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
+    on_rows(loop, kernel, R, work * R * C, (*args, C), (R, -(-C // ELEMENTS)), config)
 
 
 def _launch(kernel, grid, *args, **config):
@@ -3032,13 +2981,12 @@ _pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a
 
 def _share(loop, units, work, *args):
     """loop(first, last, *args) over all units, by several threads if `work`, the number of operations, is worth it."""
-    args = [x if isinstance(x, (int, tuple)) else _for_loop(x) for x in args]
+    args = [*map(_for_loop, args)]
     shares = min(threads, units)  # so that no share is empty: a loop may read its first unit
     if shares <= 1 or work < WORTH_THREADS:
         return loop(0, units, *args) if units else None
     ends = [units * i // shares for i in range(shares + 1)]
-    pool = _pool(os.getpid())
-    others = [pool.submit(loop, *part, *args) for part in zip(ends[1:], ends[2:])]
+    others = [_pool(os.getpid()).submit(loop, *part, *args) for part in zip(ends[1:], ends[2:])]
     loop(0, ends[1], *args)
     for other in others:
         other.result()
@@ -3147,8 +3095,7 @@ def _vectors(builder, tile, pointer, at, stride, left):
         row, first = divmod(i, tile.vectors)
         if row and not first:
             at = builder.add(at, stride)
-        numbers = range(first * VECTOR, (first + 1) * VECTOR)
-        columns = ir.Constant(ir.VectorType(INT64, VECTOR), list(numbers))
+        columns = ir.Constant(ir.VectorType(INT64, VECTOR), [*range(first * VECTOR, (first + 1) * VECTOR)])
         here = builder.gep(pointer, [builder.add(at, INT64(first * VECTOR))])
         inside = builder.icmp_signed("<", columns, _in_all_lanes(builder, left))
         yield i, (builder.bitcast(here, FLOATS.as_pointer()), INT32(4), inside)
@@ -3181,8 +3128,7 @@ def store(_, tile, x, at, stride, left):
     def generate(context, builder, signature, args):
         pointer = _pointer(context, builder, x, args[1])
         for i, where in _vectors(builder, tile, pointer, *args[2:]):
-            vector = builder.extract_value(args[0], i)
-            _llvm(builder, STORE, ir.VoidType(), vector, *where)
+            _llvm(builder, STORE, ir.VoidType(), builder.extract_value(args[0], i), *where)
         return context.get_dummy_value()
 
     return types.void(tile, x, at, stride, left), generate
@@ -3234,7 +3180,7 @@ def total(_, tile):
         while half:
             upper = ir.Constant(ir.VectorType(INT32, VECTOR), [*range(half, VECTOR)] + [0] * half)
             x = builder.fadd(x, builder.shuffle_vector(x, x, upper))
-            half = half // 2
+            half //= 2
         return builder.extract_element(x, INT32(0))
 
     return types.float32(tile), generate
@@ -3328,9 +3274,7 @@ def dot(x, at, y, to, n):
     """sum x[at + i] y[to + i] of n float32: VECTOR sums of every VECTOR-th product in order, then their `total`."""
     tile = load(1, 1, x, at, 0, 0)
     for i in range(0, n, VECTOR):
-        xs = load(1, 1, x, at + i, 0, n - i)
-        ys = load(1, 1, y, to + i, 0, n - i)
-        tile = add_product(tile, xs, ys)
+        tile = add_product(tile, load(1, 1, x, at + i, 0, n - i), load(1, 1, y, to + i, 0, n - i))
     return total(tile)
 
 
