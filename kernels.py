@@ -313,14 +313,10 @@ def _part(c, m, n, M, N, c_m, c_n, ROWS: constexpr, COLUMNS: constexpr):
 
 
 @triton.jit
-def triton_matmul(
-    a, b, c, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n,
-    ADD: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+def _multiply_tile(
+    a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
-    """Any strides, any alignment. ADD: the chain goes on from what c holds."""
-    row, col = _tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
-    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = col * BLOCK_N + tl.arange(0, BLOCK_N)
+    """The rows m below M and the columns n below N of c = a b. ADD: the chain goes on from what c holds."""
     k = tl.arange(0, BLOCK_K)
     inside_m = (m < M)[:, None]
     inside_n = (n < N)[None, :]
@@ -330,7 +326,7 @@ def triton_matmul(
     b += n * b_n + k[:, None].to(tl.int64) * b_k
     c += m * c_m + n * c_n
     inside = inside_m & inside_n
-    acc = tl.load(c, mask=inside, other=0.0) if ADD else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.load(c, mask=inside, other=0.0) if ADD else tl.zeros(inside.shape, tl.float32)
     for left in range(K, 0, -BLOCK_K):
         x = tl.load(a, mask=inside_m & (k < left)[None, :], other=0.0)
         y = tl.load(b, mask=inside_n & (k < left)[:, None], other=0.0)
@@ -338,6 +334,25 @@ def triton_matmul(
         a += a_k * BLOCK_K
         b += b_k * BLOCK_K
     tl.store(c, acc.to(c.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def triton_matmul(
+    a, b, c, starts, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n,
+    ADD: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):  # fmt: skip
+    """Any strides, any alignment. starts: of the parts of K, one for each of the matrices c; else there is one c."""
+    if starts is not None:
+        part = tl.program_id(1).to(tl.int64)
+        first = tl.load(starts + part)
+        K = (tl.load(starts + part + 1) - first).to(tl.int32)
+        a += first * a_k
+        b += first * b_k
+        c += part * M * N
+    row, col = _tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = col * BLOCK_N + tl.arange(0, BLOCK_N)
+    _multiply_tile(a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=["K", "PROGRAMS"])  # as a constant, K = 1 would be laid out in too much shared memory
@@ -465,7 +480,7 @@ def matmul(a, b, out_dtype=None, out=None):
         args = c, *descriptors, M, N, K, *c.stride(), programs, x[1], y[1], add
         _launch(triton_matmul_tma, (programs,), *args, **config)
     else:
-        args = a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(), add
+        args = a, b, c, None, M, N, K, *a.stride(), *b.stride(), *c.stride(), add
         _launch(triton_matmul, (tiles,), *args, **config)
     return result
 
@@ -1007,8 +1022,8 @@ def cpu_choose(first, last, z, experts, w, E, k):
 
 
 @loop
-def cpu_by_expert(experts, starts, places):
-    """Sorts pairs (N * k,) by expert: the place of each, and where each expert's begin, in `starts` (E + 2,) of 0."""
+def cpu_by_expert(_first, _last, experts, starts, places, _pairs):
+    """Sorts pairs (N * k,) by expert: the place of each, and where each expert's begin, in `starts` (E + 2,), of 0."""
     for e in experts:
         starts[e + 2] += 1
     for e in range(2, len(starts)):
@@ -1019,10 +1034,17 @@ def cpu_by_expert(experts, starts, places):
 
 
 @loop
-def cpu_to_pairs(first, last, x, places, y, k, C):
-    """Copies each row of x (N, C) to the places of its k pairs in y (N * k, C)."""
+def cpu_to_pairs(first, last, x, y, places, w, out, dots, k, C):
+    """
+    Each row of x (N, C), times its w (N, k) if there are any, at the places of its k pairs in out (N * k, C). dots
+    (N, k): the products of x with the pairs y (N * k, C), if there are any.
+    """
     for i in range(first * k, last * k):
-        y[places[i] * C : (places[i] + 1) * C] = x[i // k * C : (i // k + 1) * C]
+        at = i // k * C
+        to = places[i] * C
+        out[to : to + C] = (w[i] if len(w) else ONE) * x[at : at + C]
+        if len(y):
+            dots[i] = dot(x, at, y, to, C)
 
 
 @loop
@@ -1046,7 +1068,7 @@ def cpu_expert_matmul(first, last, a, packed, starts, c, K, N):
 
 
 @loop
-def cpu_expert_gradients(first, last, a, b, starts, c, M, N):
+def cpu_expert_gradients(first, last, a, b, c, starts, M, N, *_):
     """c (E, M, N) = a^T b over each expert's rows of a (N * k, M) and b (N * k, N); units are experts."""
     for e in range(first, last):
         K = starts[e + 1] - starts[e]
@@ -1068,14 +1090,6 @@ def cpu_combine(first, last, y, places, w, out, k, C):
 
 
 @loop
-def cpu_combine_backward(first, last, grad, y, places, w, dy, dw, k, C):
-    for i in range(first * k, last * k):
-        at = i // k * C
-        dw[i] = dot(grad, at, y, places[i] * C, C)
-        dy[places[i] * C : (places[i] + 1) * C] = w[i] * grad[at : at + C]
-
-
-@loop
 def cpu_moe(x, N, C, gate_up, down, F, out, mixture):
     """`moe` of rows x (N, C); weights are panels. mixture: (router, E, k)."""
     router, E, k = mixture
@@ -1088,20 +1102,131 @@ def cpu_moe(x, N, C, gate_up, down, F, out, mixture):
     y = floats(N * k * 2 * F)
     hidden = floats(N * k * F)
     cpu_choose(0, N, z, experts, w, E, k)
-    cpu_by_expert(experts, starts, places)
-    cpu_to_pairs(0, N, x, places, rows, k, C)
+    cpu_by_expert(0, 1, experts, starts, places, N * k)
+    cpu_to_pairs(0, N, x, NOTHING, places, NOTHING, rows, w, k, C)
     cpu_expert_matmul(0, E * panels(2 * F), rows, gate_up, starts, y, C, 2 * F)
     cpu_swiglu(0, N * k, y, y[F:], hidden, 2 * F, 2 * F, F)
     cpu_expert_matmul(0, E * panels(C), hidden, down, starts, rows, F, C)
     cpu_combine(0, N, rows, places, w, out, k, C)
 
 
+@triton.jit
+def triton_choose(z, experts, w, E, k, BLOCK: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    z += row * E
+    x = tl.load(z + i, mask=i < E, other=float("-inf"))
+    m = tl.max(x, 0)
+    keys = tl.where(i < E, (_rank_int64(x) << 24) - i, -(1 << 62))
+    p = tl.zeros([BLOCK], tl.float32)
+    total = 0.0
+    for j in range(k):
+        e = -tl.max(keys, 0) & 0xFFFFFF
+        tl.store(experts + row * k + j, e)
+        keys = tl.where(i == e, -(1 << 62), keys)
+        its = tl.exp(tl.load(z + e) - m)
+        p = tl.where(i == j, its, p)
+        total += its
+    tl.store(w + row * k + i, tl.div_rn(p, total), mask=i < k)
+
+
+@triton.jit
+def triton_by_expert(experts, starts, places, pairs, BLOCK: constexpr):
+    """An expert's program counts the pairs of those before it, and then numbers its own."""
+    e = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    at = 0
+    for first in range(0, pairs, BLOCK):
+        at += tl.sum((tl.load(experts + first + i, mask=first + i < pairs, other=e) < e).to(tl.int32), 0)
+    tl.store(starts + e, at)
+    for first in range(0, pairs, BLOCK):
+        mine = (tl.load(experts + first + i, mask=first + i < pairs, other=-1) == e).to(tl.int32)
+        tl.store(places + first + i, at + tl.cumsum(mine, 0) - mine, mask=mine > 0)
+        at += tl.sum(mine, 0)
+
+
+@triton.jit
+def triton_to_pairs(x, y, places, w, out, dots, k, C: constexpr, BLOCK: constexpr):
+    pair = tl.program_id(0).to(tl.int64)
+    x += pair // k * C
+    to = tl.load(places + pair) * C
+    acc = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, C, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        v = tl.load(x + c, mask=c < C, other=0.0).to(tl.float32)
+        if y is not None:
+            acc += v * tl.load(y + to + c, mask=c < C, other=0.0).to(tl.float32)
+            v *= tl.load(w + pair)
+        tl.store(out + to + c, v.to(out.dtype.element_ty), mask=c < C)
+    if y is not None:
+        tl.store(dots + pair, tl.sum(acc, 0))
+
+
+@triton.jit
+def triton_expert_matmul(
+    b, a, c, starts, N, K, b_n, b_k,
+    EXPERTS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):  # fmt: skip
+    """
+    A tile of c^T = b^T a^T, so that the weights are the 64 rows that wgmma needs: BLOCK_N rows of one expert, which
+    follows from how many each has. The last programs find none.
+    """
+    tile = tl.program_id(1)
+    i = tl.arange(0, EXPERTS)
+    tiles = tl.cdiv(tl.load(starts + 1 + i) - tl.load(starts + i), BLOCK_N)
+    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int64), 0)
+    if e == EXPERTS:
+        return
+    tile -= tl.sum(tl.where(i < e, tiles, 0), 0)
+    m = tl.load(starts + e) + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    end = tl.load(starts + e + 1)
+    _multiply_tile(b + e * N * K, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K)
+
+
+@triton.jit
+def triton_combine(y, places, w, out, k, C, BLOCK: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for i in range(row * k, (row + 1) * k):
+        v = tl.load(y + tl.load(places + i) * C + c, mask=c < C, other=0.0).to(tl.float32)
+        acc = tl.fma(tl.load(w + i), v, acc)
+    tl.store(out + row * C + c, acc.to(out.dtype.element_ty), mask=c < C)
+
+
+def _expert_config(weight, M, N):
+    """Tiles of products (M, N), one for each expert."""
+    sizes = _matmul_config(M, N, weight.dtype, True, False, card(weight))
+    names = "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"
+    return dict(zip(names, sizes))
+
+
 def _expert_matmul(a, b, starts):
     """a (N * k, K) @ b (E, K, N), each row of a with its expert's."""
     E, K, N = b.shape
-    c = a.new_empty(len(a), N)
-    _share(cpu_expert_matmul, E * -(-N // PANEL), 2 * len(a) * K * N, a, panels_of(b), starts, c, K, N)
+    pairs = len(a)
+    c = a.new_empty(pairs, N)
+    if not use_triton(a):
+        _share(cpu_expert_matmul, E * -(-N // PANEL), 2 * pairs * K * N, a, panels_of(b), starts, c, K, N)
+        return c
+    config = _expert_config(b, E * N, -(-pairs // E))  # as if all had as many rows
+    tiles = pairs // config["BLOCK_N"] + min(pairs, E)  # at most
+    grid = -(-N // config["BLOCK_M"]), tiles
+    args = b, a, c, starts, N, K, b.stride(2), b.stride(1)
+    _launch(triton_expert_matmul, grid, *args, EXPERTS=len(starts) - 2, **config)
     return c
+
+
+def _to_pairs(x, y, places, w):
+    """(rows of x (N, C), times w (N, k) if there are any, at their places: (N * k, C); their products with y's)."""
+    N, k = places.shape
+    C = x.shape[1]
+    out = x.new_empty(N * k, C)
+    dots = None if y is None else torch.empty_like(w)
+    args = _aligned(x), y, places, w, out, dots, k, C
+    on_rows(cpu_to_pairs, triton_to_pairs, N, 3 * out.numel(), args, (N * k,), _lanes(C))
+    return out, dots
 
 
 class RouterLogits(torch.autograd.Function):
@@ -1126,7 +1251,7 @@ class Choose(torch.autograd.Function):
         N, E = z.shape
         w = z.new_empty(N, k)
         experts = torch.empty_like(w, dtype=torch.int64)
-        _share(cpu_choose, N, 20 * N * E, z, experts, w, E, k)
+        on_rows(cpu_choose, triton_choose, N, 20 * N * E, (z, experts, w, E, k), (N,), _lanes(E))
         ctx.E = E
         ctx.save_for_backward(w, experts)
         ctx.mark_non_differentiable(experts)
@@ -1136,7 +1261,7 @@ class Choose(torch.autograd.Function):
     def backward(ctx, grad, _):
         w, experts = ctx.saved_tensors
         mean = row_sums((w * grad).double())[:, None].float()
-        return torch.zeros(len(w), ctx.E).scatter_(1, experts, w * (grad - mean)), None
+        return w.new_zeros(len(w), ctx.E).scatter_(1, experts, w * (grad - mean)), None
 
 
 class ToPairs(torch.autograd.Function):
@@ -1145,16 +1270,12 @@ class ToPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, places):
         ctx.save_for_backward(places)
-        N, k = places.shape
-        C = x.shape[1]
-        y = x.new_empty(N * k, C)
-        _share(cpu_to_pairs, N, y.numel(), x.contiguous(), places, y, k, C)
-        return y
+        return _to_pairs(x, None, places, None)[0]
 
     @staticmethod
     def backward(ctx, grad):
         (places,) = ctx.saved_tensors
-        return Combine.forward(_NoGradient(), grad, torch.ones(places.shape), places), None
+        return Combine.forward(_NoGradient(), grad, torch.ones_like(places, dtype=torch.float32), places), None
 
 
 class ExpertMatmul(torch.autograd.Function):
@@ -1171,7 +1292,10 @@ class ExpertMatmul(torch.autograd.Function):
         grad = grad.contiguous()
         E, N, K = weight.shape
         d_weight = torch.empty_like(weight)
-        _share(cpu_expert_gradients, E, 2 * len(x) * N * K, grad, x, starts, d_weight, N, K)
+        args = grad, x, d_weight, starts, N, K, 0, 1, N, K, 1, K, 1, False
+        config = _expert_config(weight, N, K * E)
+        grid = _tiles(N, K, config["BLOCK_M"], config["BLOCK_N"]), E
+        on_rows(cpu_expert_gradients, triton_matmul, E, 2 * len(x) * N * K, args, grid, config)
         return _expert_matmul(grad, weight, starts), d_weight, None
 
 
@@ -1182,25 +1306,20 @@ class Combine(torch.autograd.Function):
     def forward(ctx, y, w, places):
         ctx.save_for_backward(y, w, places)
         N, k = places.shape
-        C = y.shape[1]
-        out = y.new_empty(N, C)
-        _share(cpu_combine, N, 2 * y.numel(), y.contiguous(), places, w, out, k, C)
+        out = y.new_empty(N, y.shape[1])
+        on_elements(cpu_combine, triton_combine, out.shape, 2 * k, y.contiguous(), places, w, out, k)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         y, w, places = ctx.saved_tensors
-        N, k = places.shape
-        dy = torch.empty_like(y)
-        dw = torch.empty_like(w)
-        _share(cpu_combine_backward, N, 3 * y.numel(), grad.contiguous(), y, places, w, dy, dw, k, y.shape[1])
-        return dy, dw, None
+        return *_to_pairs(grad, y, places, w), None
 
 
-def moe(x, router, gate_up, down, k):
+def moe(x, router, gate_up, down, k, routed=None):
     """
     x (N, C) through the k experts of each row -> (N, C). router (E, C), gate_up (E, 2 F, C), down (E, C, F).
-    Differentiable.
+    Differentiable. routed: a list that gets the router's logits (N, E) and the experts (N, k), the likeliest first.
     """
     E, C, F = down.shape
     fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (E, 2 * F, C)
@@ -1208,10 +1327,15 @@ def moe(x, router, gate_up, down, k):
     check(fits, message, x, router, gate_up, down)
     check(0 < k <= E, "{} experts of {} for a token: 1 to all are needed", k, E)
     check_operands(x, router, gate_up, down)
-    w, experts = _apply(Choose, _apply(RouterLogits, x, router), k)
+    z = _apply(RouterLogits, x, router)
+    w, experts = _apply(Choose, z, k)
+    if routed is not None:
+        routed += [z, experts]
     places = torch.empty_like(experts)
-    starts = torch.zeros(E + 2, dtype=torch.int64)
-    cpu_by_expert(*map(_flat, (experts, starts, places)))
+    starts = experts.new_zeros(_block(E) + 2)
+    pairs = experts.numel()
+    args = experts, starts, places, pairs
+    on_rows(cpu_by_expert, triton_by_expert, 1, pairs, args, (len(starts) - 1,), _lanes(pairs))
     y = _apply(ExpertMatmul, _apply(ToPairs, x, places), gate_up, starts)
     y = _apply(ExpertMatmul, swiglu(*y.chunk(2, 1)), down, starts)
     return _apply(Combine, y, w, places)

@@ -31,6 +31,7 @@ import functools
 import hashlib
 import importlib
 import itertools
+import math
 import multiprocessing
 import os
 import pkgutil
@@ -78,15 +79,17 @@ LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 def check_weights(scheduler, expected):
     """
-    Raises ValueError, with names, unless the parameters of the model that the engine's schedulers run together have the
-    hashes `expected`, {Hugging Face's name: hash}.
+    Raises ValueError, with names, unless the parameters of the model that the engine's schedulers run together are
+    those of `expected`, {Hugging Face's name: hash}, and have these hashes. {} is not compared.
     """
+    found = list(hugging_face_parameters(scheduler.tp_worker.model_runner.model)) if expected else []
     hashes = {}
     group = scheduler.tp_group
-    for shard, is_cut in hugging_face_parameters(scheduler.tp_worker.model_runner.model):
-        if shard.name in expected:
-            hashes |= tensor_hashes([shard.data], [shard], group.device_group if is_cut else None)
+    for cut, among in ((False, None), (True, group.device_group)):
+        if shards := [shard for shard, is_cut in found if is_cut == cut]:
+            hashes |= tensor_hashes([s.data for s in shards], shards, among)
     wrong = [name for name in expected if hashes.get(name) != expected[name]]
+    wrong += [f"{shard.name} (nobody sends it)" for shard, _ in found if shard.name not in expected]
     wrong = [*dict.fromkeys(itertools.chain(*from_all_ranks(wrong, group.cpu_group)))]
     if wrong:
         raise ValueError(", ".join(wrong[:3]) + ", .." * (len(wrong) > 3))
@@ -110,6 +113,15 @@ def receive_rows(self, names, dtypes, shapes, *_):
     except Exception as e:
         return False, str(e)
     return True, ""
+
+
+def load_all(own, model, weights, device):
+    """SGLang's loading of a model folder, `own`. Raises ValueError, with names, if it leaves parameters out."""
+    for p in model.parameters():
+        p.data.fill_(math.nan)
+    own(model, weights, device)
+    if left := [name for name, p in model.named_parameters() if p.isnan().any()]:
+        raise ValueError(f"weights that are in no file, or not a number: {', '.join(left[:3])}")
 
 
 def allow_deterministic_backend():
@@ -191,6 +203,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
+    from sglang.srt.model_loader import loader
 
     enable = functools.partial(kernels.enable_batch_invariant, threads)
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
@@ -226,6 +239,8 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
         # for its own backend's sake SGLang would cut prefills at multiples of 4096, and wait for ever for larger chunks
         os.environ["SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE"] = "1"
     moe.install_in_engine()
+    own = loader.DefaultModelLoader.load_weights_and_postprocess
+    loader.DefaultModelLoader.load_weights_and_postprocess = functools.partial(load_all, own)
     # SGLang would import all its two hundred models before it picks one: seconds
     others = {module.name for module in pkgutil.iter_modules(models.__path__)} - set(MODEL_TYPES)
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
@@ -385,6 +400,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
             cuda_graph_max_bs_decode=min(512, requests),
             disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
             bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
+            moe_runner_backend="triton",  # on Blackwell another permutes the rows of the experts' weights
             mem_fraction_static=config["engine_memory"],
             enable_memory_saver=lends,
         )

@@ -163,25 +163,38 @@ def take_gpu(config, world, gpu):
     return torch.cuda.get_device_name()
 
 
-def least_memory(parameters, learned, config, world, reward=0):
+def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
     """
     {what a card is for: bytes that it needs at the very least}, for a model of so many parameters of which so many are
-    learned. reward: bytes of reward models, which an engine's rank has. Training: weights, AdamW's moments, and the
-    gradients of a row of leaves. Sampling: the engine gets a share of what the rest leaves of the card.
+    learned; on place='cpu' {'run': bytes that all ranks need together}. reward: bytes of reward models, which an
+    engine's rank has. Training: weights, AdamW's moments, and the gradients of a row of leaves. Sampling: the engine
+    gets a share of what the rest leaves of a card; on a CPU its weights do not sleep.
     """
     trainers, engines = roles(config, world)
+    compute = 4 if place == "cpu" else 2  # bytes of a number in the compute dtype
+    weights = compute * parameters / config["rollout_tp"]
     reward *= engines > 0
     needs = {}
     held = 0
     if trainers:
-        frozen = 2 * parameters * (learned < parameters)  # in bfloat16
+        frozen = compute * parameters * (learned < parameters)
         held = (frozen + 3 * 4 * learned) / trainers
         gradients = math.log2(config["lanes"] / trainers) + 1
         needs["train"] = held + 4 * learned / trainers * gradients + reward * (trainers == world)
     if engines:
-        weights = 2 * parameters / config["rollout_tp"]
         needs["sample"] = held * (trainers == world) + reward + weights / config["engine_memory"]
+    if place == "cpu":
+        of_engines = weights * config["rollout_tp"] + reward * (trainers < world)
+        return dict(run=trainers * needs.get("train", 0) + engines * of_engines)
     return needs
+
+
+def machine_memory():
+    """Bytes of memory that this machine, or this container, has."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    bound = limit.read_text().strip() if limit.is_file() else "max"
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return has if bound == "max" else min(has, int(bound))
 
 
 DRIVER = Path("/proc/driver/nvidia/version")

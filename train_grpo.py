@@ -160,6 +160,7 @@ importance = ""
 importance_floor = 0.0  # 'truncate' clamps the weight to floor .. cap, 'mask' makes it 0 outside
 importance_cap = 2.0
 entropy_coef = 0.0  # weight of the entropy bonus
+router_aux_loss_coef = 0.0  # of a mixture of experts: weight of the loss that spreads the tokens over the experts
 kl_coef = 0.0  # weight of the KL to the frozen reference
 kl_in_reward = False  # True: subtract the KL from a sample's reward (with gae each token's); False: add it to the loss
 kl_estimator = "k3"  # k1, k2 or k3
@@ -220,7 +221,8 @@ with lean_imports():
     import rewards
     import sync
     from models import adapters, folders
-    from models.dense import build_model, check_card, check_model
+    from models.dense import build_model, check_memory, check_model
+    from models.moe import Routers
     from rewards import own_function
     from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
 
@@ -746,6 +748,7 @@ class Trainer:
         self.model.train()
         kind = adapters.Adapters if lora else folders.FullWeights
         self.parts = kind(self.model, c, self.mesh, device)
+        self.routers = Routers(self.model, c)
         self.shards = self.parts.trained
         self.policy = self.parts.policy
         # Heads begin with 0: so the first advantages come from the rewards alone, and no side of a pair is preferred.
@@ -971,8 +974,16 @@ class Trainer:
                 samples = self.forward_only(samples)
         total = sync.LeafSum(self.c.lanes // self.mesh.size())
         rows = []
+        routers = self.routers if self.routers.blocks and objective.unit == 1 else None
+        if routers and check and self.c.engine_bits != "fp32" and not self.c.lora_rank:
+            rounded = [s._replace(data=sync.rounded_to(s.data, self.c.engine_bits)) for s in self.policy]
+            with torch.no_grad():
+                routers.dialled = [routers.choices() for _ in self.passes(samples, self.model, weights=rounded)]
         for chosen, leaf, output in self.passes(samples, self.model, objective):
             loss, figures = objective.loss(output, leaf, self.c, len(samples), tokens)
+            if routers:
+                share = len(leaf.ids) / sum(len(s.tokens) for s in samples) if chosen else 0
+                loss = loss + routers.note(figures, leaf, share)
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
                 # A parameter that took no part has no gradient, such as the critic's in supervised steps.
@@ -997,6 +1008,8 @@ class Trainer:
         if square := metrics.pop("ratio_square", None):
             mean_square = metrics["ratio_mean"] ** 2
             metrics |= dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
+        if routers:
+            metrics |= routers.metrics(self.process_group)
         return total.total, metrics
 
     def apply(self, grads, lr, where, loss=0.0):
@@ -1172,8 +1185,8 @@ if __name__ == "__main__":
     sync.check_shared(folder, ranks.rank)
     model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
-    if place == "cuda":
-        check_card(hf, config, [judge.hf for judge in rewards.MODELS.values()])
+    if place == "cuda" or folders.large(model_path):
+        check_memory(hf, config, place, [judge.hf for judge in rewards.MODELS.values()])
     tokenizer, stop_tokens = folders.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
     episodes = None  # what an agent's runs have in place of samples of one turn

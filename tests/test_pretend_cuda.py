@@ -85,7 +85,14 @@ def adapted(once):
     return once("pretend_adapted", lambda folder: pretend(folder, *LORA, ranks=3))
 
 
-@pytest.fixture(params=["alone", "resumed", "overlapped", "adapted"])
+@pytest.fixture(scope="session")
+def mixture(once):
+    """A mixture of experts, in one process."""
+    flags = "--tp_split=1", "--scratch_experts=4", "--scratch_experts_per_token=2"
+    return once("pretend_mixture", lambda folder: pretend(folder, *flags))
+
+
+@pytest.fixture(params=["alone", "resumed", "overlapped", "adapted", "mixture"])
 def run(request):
     return request.getfixturevalue(request.param)
 
