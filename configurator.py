@@ -484,9 +484,10 @@ def roles(config, world):
         return world, 0
     if not mode.trains:
         return 0, max(1, world // config["rollout_tp"])
-    both = world == 1 or config["colocate"]
+    if world == 1 or config["colocate"]:
+        return world, world
     last = config["rollout_ranks"]
-    return (world, world) if both else (world - last, last // config["rollout_tp"])
+    return world - last, last // config["rollout_tp"]
 
 
 def key_rules(c, world, defaults):
@@ -605,8 +606,8 @@ def feature_rules(c, world, defaults):
     yield "chat_template_args", renders, "is for an agent, or for --chat_template"
     for key, used in dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=mode.pairs).items():
         yield key, not (used and c.agent), "is for samples of one turn, which an agent's are not"
-    plain = not (c.kl_in_reward or c.overlong_cache)
-    yield "credit", c.credit == "sample" or plain, "not with kl_in_reward or overlong_cache"
+    by_turn = c.credit == "turn" and (c.kl_in_reward or c.overlong_cache)
+    yield "credit", not by_turn, "not with kl_in_reward or overlong_cache"
     tokens = c.max_prompt_tokens + c.max_new_tokens + 1
     cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
     yield "engine_args", cache >= tokens, f"one sample may take max_total_tokens={tokens}; use more"

@@ -218,7 +218,8 @@ def cpu_pack(first, last, b, b_k, b_n, K, N, packed):
             store(transpose(square), packed, to + k * PANEL, PANEL, VECTOR)
         for k in range(whole, K):
             if b_n == 1:
-                store(load(1, 1, b, k * b_k + n, 0, N - n), packed, to + k * PANEL, 0, VECTOR)
+                row = load(1, 1, b, k * b_k + n, 0, N - n)
+                store(row, packed, to + k * PANEL, 0, VECTOR)
             else:
                 for i in range(VECTOR):
                     packed[to + k * PANEL + i] = b[(n + i) * b_n + k] if n + i < N else ZERO
@@ -518,7 +519,9 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         d_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return torch.mm(grad, weight), torch.mm(grad.t(), x), d_bias, None
+        dx = torch.mm(grad, weight)
+        d_weight = torch.mm(grad.t(), x)
+        return dx, d_weight, d_bias, None
 
 
 def tree_sum(parts):
@@ -539,7 +542,8 @@ def split_matmul(a, b, split):
         return matmul(a, b, out_dtype=torch.float32)
     half = a.shape[1] // 2
     left = split_matmul(a[:, :half], b[:half], split // 2)
-    return left.add_(split_matmul(a[:, half:], b[half:], split // 2))
+    right = split_matmul(a[:, half:], b[half:], split // 2)
+    return left.add_(right)
 
 
 def linear(x, weight, bias, split=1, gather=None):
@@ -606,7 +610,9 @@ class LoRALinear(torch.autograd.Function):
         grad = grad.float()
         g_B = torch.mm(grad, B) * ctx.scale
         x_A = torch.mm(x, A.t()) * ctx.scale
-        return dx, None, None, torch.mm(g_B.t(), x), torch.mm(grad.t(), x_A), None, None
+        dA = torch.mm(g_B.t(), x)
+        dB = torch.mm(grad.t(), x_A)
+        return dx, None, None, dA, dB, None, None
 
 
 def merge(weight, A, B, scale):
@@ -739,10 +745,9 @@ def cpu_norm_rope_backward(first, last, grad, x, weight, cos, sin, dx, dw, eps, 
     for row in range(first * SUM_ROWS * H, min(last * SUM_ROWS * H, R)):
         at = row // H * x_n + row % H * D
         x_row = x[at:]
-        grad_row = grad[row * D :]
         g = dx[row * D :]
         for i in range(D):
-            g[i] = grad_row[i]
+            g[i] = grad[row * D + i]
         if len(cos):
             angle = row // H * half
             _turn_row(g, cos[angle:], sin[angle:], half, -ONE)
@@ -894,7 +899,9 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     fits = len(weights) != 1 and all(w.shape == (D,) for w in weights)
     check(fits, "weights of {}: none, or two of q's head dim {}", [len(w) for w in weights], D)
     check_operands(q, k, *weights)
-    return _apply(NormRope, q, q_weight, cos, sin, eps), _apply(NormRope, k, k_weight, cos, sin, eps)
+    q = _apply(NormRope, q, q_weight, cos, sin, eps)
+    k = _apply(NormRope, k, k_weight, cos, sin, eps)
+    return q, k
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1514,16 +1521,16 @@ def cpu_attention_backward(
     tokens, _, starts, lens, _, _ = indices
     G = H // HK
     longest = lens.max()
-    q = floats(longest * G * D)
-    do = floats(longest * G * D)
-    dq = floats(longest * G * D)
-    k = floats(padded(longest) * D)
-    v = floats(padded(longest) * D)
-    dk = floats(padded(longest) * D)
-    dv = floats(padded(longest) * D)
     p = floats(QUERIES * longest)
     ds = floats(QUERIES * longest)
-    size = (longest * G + PANEL) * (D + PANEL)
+    size = (longest * G + PANEL) * (D + PANEL)  # room for each of these
+    q = floats(size)
+    do = floats(size)
+    dq = floats(size)
+    k = floats(size)
+    v = floats(size)
+    dk = floats(size)
+    dv = floats(size)
     k_T = floats(size)
     v_T = floats(size)
     k_panels = floats(size)
@@ -1542,8 +1549,8 @@ def cpu_attention_backward(
         cpu_pack(0, panels(D), k, D, 1, T, D, k_panels)
         cpu_pack(0, panels(D), q, D, 1, T * G, D, q_panels)
         cpu_pack(0, panels(D), do, D, 1, T * G, D, do_panels)
-        dk[:] = ZERO
-        dv[:] = ZERO
+        dk[: T * D] = ZERO
+        dv[: T * D] = ZERO
         for r in range(0, T * G, QUERIES):
             R = min(QUERIES, T * G - r)
             seen = (r + R - 1) // G + 1
@@ -2389,7 +2396,7 @@ def cpu_cut(first, last, z, t, stats, rules, V):
         top_p = rules[3 * row]
         top_k = rules[3 * row + 1]
         min_p = rules[3 * row + 2]
-        whole = _above(ranks, masses, -(1 << 32))[1]
+        whole = masses.sum()
         enough = max(1, np.int64(whole * np.float64(top_p))) if top_p < 1 else whole + 1
         most = np.int64(top_k) if top_k > 0 else V
         high = _rank(m)
@@ -2990,7 +2997,8 @@ def _share(loop, units, work, *args):
     if shares <= 1 or work < WORTH_THREADS:
         return loop(0, units, *args) if units else None
     ends = [units * i // shares for i in range(shares + 1)]
-    others = [_pool(os.getpid()).submit(loop, *part, *args) for part in zip(ends[1:], ends[2:])]
+    pool = _pool(os.getpid())
+    others = [pool.submit(loop, *part, *args) for part in zip(ends[1:], ends[2:])]
     loop(0, ends[1], *args)
     for other in others:
         other.result()
@@ -3099,7 +3107,8 @@ def _vectors(builder, tile, pointer, at, stride, left):
         row, first = divmod(i, tile.vectors)
         if row and not first:
             at = builder.add(at, stride)
-        columns = ir.Constant(ir.VectorType(INT64, VECTOR), [*range(first * VECTOR, (first + 1) * VECTOR)])
+        numbers = range(first * VECTOR, (first + 1) * VECTOR)
+        columns = ir.Constant(ir.VectorType(INT64, VECTOR), list(numbers))
         here = builder.gep(pointer, [builder.add(at, INT64(first * VECTOR))])
         inside = builder.icmp_signed("<", columns, _in_all_lanes(builder, left))
         yield i, (builder.bitcast(here, FLOATS.as_pointer()), INT32(4), inside)
@@ -3132,7 +3141,8 @@ def store(_, tile, x, at, stride, left):
     def generate(context, builder, signature, args):
         pointer = _pointer(context, builder, x, args[1])
         for i, where in _vectors(builder, tile, pointer, *args[2:]):
-            _llvm(builder, STORE, ir.VoidType(), builder.extract_value(args[0], i), *where)
+            vector = builder.extract_value(args[0], i)
+            _llvm(builder, STORE, ir.VoidType(), vector, *where)
         return context.get_dummy_value()
 
     return types.void(tile, x, at, stride, left), generate
@@ -3278,7 +3288,9 @@ def dot(x, at, y, to, n):
     """sum x[at + i] y[to + i] of n float32: VECTOR sums of every VECTOR-th product in order, then their `total`."""
     tile = load(1, 1, x, at, 0, 0)
     for i in range(0, n, VECTOR):
-        tile = add_product(tile, load(1, 1, x, at + i, 0, n - i), load(1, 1, y, to + i, 0, n - i))
+        xs = load(1, 1, x, at + i, 0, n - i)
+        ys = load(1, 1, y, to + i, 0, n - i)
+        tile = add_product(tile, xs, ys)
     return total(tile)
 
 

@@ -286,12 +286,12 @@ def text_metrics(groups):
             bigrams += pairs
             repeated.append(1 - len({*pairs}) / len(pairs) if pairs else 0)
     characters = "".join(texts)
-    symbols = sum(not (c.isalnum() or c.isspace()) for c in characters)
+
     return dict(
         unique_answers=len({*texts}) / len(groups),
         distinct_2=len({*bigrams}) / max(1, len(bigrams)),
         repetition=fmean(repeated),
-        symbols=symbols / max(1, len(characters)),
+        symbols=sum(not (c.isalnum() or c.isspace()) for c in characters) / max(1, len(characters)),
     )
 
 
@@ -506,11 +506,15 @@ def programs():
     return rows
 
 
+def chance(*key):
+    """A generator of random numbers that follow from a hash of the key."""
+    return torch.Generator().manual_seed(int(content_hash(key), 16) % 2**63)
+
+
 @lru_cache(maxsize=2)
 def permutation(n, *key):
     """A random order of 0 .. n-1, drawn from a hash of the key."""
-    source = torch.Generator().manual_seed(int(content_hash(list(key)), 16) % 2**63)
-    return torch.randperm(n, generator=source).tolist()
+    return torch.randperm(n, generator=chance(*key)).tolist()
 
 
 def rows_of_step(n, per_step, step, *key):
@@ -530,7 +534,7 @@ def learnable_rows(right, curriculum, samples, per_step, *key):
     """
     spread = [4 * m * (samples - m) if m is not None else samples**2 for m in right]
     weights = torch.tensor([samples**2 + curriculum * x for x in spread])
-    source = torch.Generator().manual_seed(int(content_hash(list(key)), 16) % 2**63)
+    source = chance(*key)
     left = weights.clone()
     rows = []
     for _ in range(per_step):

@@ -679,7 +679,7 @@ class Sampler:
 
     def params(self, job, seed, **others):
         """What SGLang is told of a request."""
-        drawn = job.sampling._asdict() | dict(top_k=max(job.sampling.top_k, 0) or -1, sampling_seed=seed)
+        drawn = job.sampling._asdict() | dict(top_k=job.sampling.top_k or -1, sampling_seed=seed)
         return drawn | dict(ignore_eos=self.config["ignore_eos"], stop_token_ids=self.stop_tokens) | others
 
     def sample(self, folder, job, prompts):

@@ -216,6 +216,7 @@ if __name__ == "__main__":
 with lean_imports():
     import torch
     import torch.distributed as dist
+    from torch import Tensor
     from tqdm import tqdm
 
     import kernels
@@ -387,24 +388,24 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
 
 
 class Sample(NamedTuple):
-    tokens: torch.Tensor  # (T,) prompt and response
+    tokens: Tensor  # (T,) prompt and response
     prompt_tokens: int  # how many of them are the prompt's
-    loss_at: torch.Tensor  # (M,) indices of the loss tokens in `tokens`; the tensors below are of these tokens alone
-    turn: torch.Tensor  # (M,) index of each token's turn
-    staleness: torch.Tensor  # (M,) steps from the weights that sampled the token to those that are trained now
-    logprobs: torch.Tensor  # (M,) the engine's
-    old_logprobs: torch.Tensor  # (M,) the ratio's denominator: the engine's, or the trainer's before the first update
-    advantages: torch.Tensor  # (M,)
-    reference: torch.Tensor  # (M,) log-probs of the reference
-    values: torch.Tensor  # (M,) of the critic before the first update
-    returns: torch.Tensor  # (M,) what the critic learns
-    mark: torch.Tensor  # (M,) what the `before` of a loss in a file has noted for it
+    loss_at: Tensor  # (M,) indices of the loss tokens in `tokens`; the tensors below are of these tokens alone
+    turn: Tensor  # (M,) index of each token's turn
+    staleness: Tensor  # (M,) steps from the weights that sampled the token to those that are trained now
+    logprobs: Tensor  # (M,) the engine's
+    old_logprobs: Tensor  # (M,) the ratio's denominator: the engine's, or the trainer's before the first update
+    advantages: Tensor  # (M,)
+    reference: Tensor  # (M,) log-probs of the reference
+    values: Tensor  # (M,) of the critic before the first update
+    returns: Tensor  # (M,) what the critic learns
+    mark: Tensor  # (M,) what the `before` of a loss in a file has noted for it
     bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
     name: str = ""  # 'prompt 3, sample 5', for errors
     truncated: bool = False  # cut off at max_new_tokens
     of: int = 0  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
-    turn_rewards: torch.Tensor = torch.zeros(1)  # (turns,)
-    kept: torch.Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
+    turn_rewards: Tensor = torch.zeros(1)  # (turns,)
+    kept: Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
 
 
 COLUMNS = "staleness logprobs old_logprobs advantages reference values returns mark".split()  # of Sample and Leaf
@@ -638,10 +639,10 @@ def policy_step_loss(output, leaf, c, samples, tokens):
         losses = losses * w
         figures |= dict(importance_mean=w, importance_not_one=w != 1)
     if max_staleness(c) or c.engine_bits != "fp32":
-        ratio = torch.exp(logprobs.detach() - leaf.logprobs)
-        figures["logprob_distance"] = (logprobs.detach() - leaf.logprobs).abs()
-        figures |= dict(staleness=leaf.staleness, ratio_mean=ratio, ratio_square=ratio.square())
-        figures["kl_behaviour"] = kl(leaf.logprobs, logprobs.detach(), "k3")
+        moved = logprobs.detach() - leaf.logprobs
+        ratio = torch.exp(moved)
+        figures |= dict(logprob_distance=moved.abs(), staleness=leaf.staleness, ratio_mean=ratio)
+        figures |= dict(ratio_square=ratio.square(), kl_behaviour=kl(leaf.logprobs, logprobs.detach(), "k3"))
     if c.entropy_coef:  # Schulman et al. 2017, equation 9
         losses = losses - c.entropy_coef * entropy
     if c.kl_coef or c.advantage == "distill":

@@ -330,9 +330,8 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
             kernels.panel_cache[self] = kernels.layer_weights((*norms, *of_heads), linear)
         backend = get_attn_backend()
         caches = backend.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
-        where = batch.out_cache_loc, backend.plan
         return kernels.layer_on_cpu(
-            x, residual, backend.rope_table, caches, *where, kernels.panel_cache[self],
+            x, residual, backend.rope_table, caches, batch.out_cache_loc, backend.plan, kernels.panel_cache[self],
             self.input_layernorm.variance_epsilon, attention.num_heads, attention.num_kv_heads, attention.head_dim,
             self.mlp.down_proj.weight.shape[-1], attention.attn.scaling, *moe.sizes_on_cpu(self.mlp),
         )  # fmt: skip
