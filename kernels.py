@@ -996,6 +996,10 @@ def swiglu(gate, up):
 # j are a pair. Pairs are sorted by expert, those of one in the order of the tokens, and their products are rows of
 # matmuls, which do not see how many pairs an expert has. Sums over a token's pairs go slot by slot, and an expert's
 # gradient is one chain over its pairs in order: exact zeros where there are none.
+#
+# On Triton nothing is asked of the host, so that a decode step can be a CUDA graph: an expert's program counts the
+# pairs before its own, and a product's program finds its expert and rows from these counts. As many are started as so
+# many pairs and experts can need at most. A tile is computed as `triton_matmul` does it, so no tile is seen in a row.
 
 
 @loop

@@ -625,7 +625,7 @@ def load_rows(config):
     used = ["prompt_column", *(f"{side}_column" for side in texts)]
     if config["sft_column"]:
         used.append("sft_column")
-    for rows, what in ((data, "data set"), (held_out or [], "held-out set")):
+    for rows, what in ((data, "data set"), (size and held_out or [], "held-out set")):
         columns = sorted(rows[0]) if len(rows) else columns
         for key in used:
             why = f"the {what} has the columns {', '.join(columns)}"

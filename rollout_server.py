@@ -52,7 +52,16 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, lean_imports, named_arguments, noise_seed, printable
+from configurator import (
+    close_bars,
+    early,
+    lean_imports,
+    named_arguments,
+    noise_seed,
+    output_to,
+    printable,
+    start_schedulers,
+)
 from models import moe
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, draw_rows, score_all
@@ -261,42 +270,16 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
     run_scheduler_process(*args, **kwargs)
 
 
-def early_scheduler(run, orders, writer):
-    """A process that imports SGLang while its rank does, and then does what SGLang has the rank's child do: `run`."""
-    import setproctitle
-
-    setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
-    with lean_imports():
-        import sglang.srt.managers.scheduler
-        import sglang.srt.models.qwen3  # noqa: F401
-
-    try:
-        environment, args = orders.recv()
-    except EOFError:  # the rank is no more, or SGLang has refused its arguments
-        return
-    os.environ.update(environment)
-    run(*args, writer)
-
-
 @contextmanager
 def started_early(run, count):
     """
-    Starts SGLang's scheduler processes before SGLang is imported here: on a CPU the imports are most of an engine's
-    start, and they do not have to wait for each other. Inside, SGLang's engine gets these when it wants its `count`.
-
-    Spawned, not forked: a rank has threads of gloo and OpenMP, whose locks a fork would copy in whatever state they
-    are, and its lock on the run's folder.
+    Inside, SGLang's engine gets the processes of `start_schedulers` when it wants its `count`, and they do what it has
+    them do: `run`.
     """
-    spawn = multiprocessing.get_context("spawn")
-    started = []
+    started = [early.pop() for _ in early[:count]] or start_schedulers(count)
     with ExitStack() as stack:
-        for _ in range(count):
-            orders, commands = spawn.Pipe(duplex=False)
-            reader, writer = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=early_scheduler, args=(run, orders, writer))
-            process.start()
-            orders.close(), writer.close()  # so that each end notices when the other dies
-            started.append((process, stack.enter_context(commands), reader))
+        for _, commands, _ in started:
+            stack.enter_context(commands)
         with lean_imports():
             from sglang.srt.entrypoints import engine
 
@@ -305,7 +288,8 @@ def started_early(run, count):
 
         def stand_in(target, args):  # its last argument is the writer, which the process has
             process, commands, _ = next(processes)
-            process.start = lambda: commands.send((dict(os.environ), args[:-1]))
+            log = os.readlink("/proc/self/fd/1")
+            process.start = lambda: commands.send((log, dict(os.environ), run, args[:-1]))
             return process
 
         pipe = lambda duplex: (next(readers), None)  # noqa: E731
@@ -316,25 +300,6 @@ def started_early(run, count):
 
 # ------------------------------------------------------------------------------------------------------------------
 # the engine, in its rank
-
-
-@contextmanager
-def output_to(path):
-    """Sends this process's and its new children's stdout and stderr to the file: SGLang starts noisily."""
-    kept = os.dup(1), os.dup(2)
-    with open(path, "a") as log:
-        _write_to(log.fileno(), log.fileno())
-    try:
-        yield
-    finally:
-        _write_to(*kept)
-        for fd in kept:
-            os.close(fd)
-
-
-def _write_to(stdout, stderr):
-    sys.stdout.flush(), sys.stderr.flush()
-    os.dup2(stdout, 1), os.dup2(stderr, 2)
 
 
 @contextmanager

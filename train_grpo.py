@@ -42,6 +42,7 @@ from configurator import (
     resolve,
     roles,
     sources_of,
+    start_engine_early,
 )
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -210,6 +211,7 @@ if __name__ == "__mp_main__" or __name__ == "__main__" and "TORCHELASTIC_RUN_ID"
 if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
     config, resumed, restarted = resolve(globals(), DEFAULTS)
+    start_engine_early(config)
 
 with lean_imports():
     import torch

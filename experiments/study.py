@@ -181,6 +181,11 @@ def mean_of(numbers):
     return statistics.fmean(numbers), half
 
 
+def paired(after, before):
+    """In words: the mean difference of two settings' numbers, seed by seed, and its 95 % interval."""
+    return "{:+.3f} +- {:.3f}".format(*mean_of([x - y for x, y in zip(after, before)]))
+
+
 def spread_of(numbers):
     """(standard deviation, the two ends of its 95 % interval): by chi-squared, as if they were normal."""
     n = len(numbers)
@@ -201,8 +206,19 @@ def panels(*titles):
     return figure, axes
 
 
+def forest(axis, rows, colors, at=0.0):
+    """A row for each name in {name: the seeds' numbers}: dots, under them the mean with its 95 % interval; a line."""
+    axis.axvline(at, color="#444444", linewidth=0.7)
+    for i, (numbers, color) in enumerate(zip(rows.values(), colors)):
+        mean, half = mean_of(numbers)
+        axis.plot(numbers, [i - 0.15] * len(numbers), ".", color=color, alpha=0.5)
+        axis.errorbar([mean], [i + 0.15], xerr=[half], fmt="o", color=color, capsize=3, markersize=4)
+    axis.set_yticks(range(len(rows)), [*rows])
+    axis.invert_yaxis()
+
+
 def label_ends(axis, ends):
-    """Names lines at their right ends, {name: (y, color)}, a line of text apart from each other."""
+    """Names lines at their right ends, {name: (y, color)}, a line of text apart, each tied to its line's end."""
     axis.set_ylim(axis.get_ylim())
     to_axes = axis.transData + axis.transAxes.inverted()
     height = {name: to_axes.transform((0, y))[1] for name, (y, _) in ends.items()}
@@ -211,4 +227,5 @@ def label_ends(axis, ends):
         room = 0.06 * (len(height) - 1 - i)  # for those below
         above = max(room, min(height[name], above - 0.06))
         place = dict(xycoords="axes fraction", va="center", annotation_clip=False)
-        axis.annotate(name, (1.02, above), color=ends[name][1], **place)
+        tie = dict(arrowstyle="-", color=ends[name][1], linewidth=0.5, relpos=(0, 0.5))
+        axis.annotate(name, (0.97, height[name]), (1.05, above), color=ends[name][1], arrowprops=tie, **place)

@@ -498,6 +498,7 @@ def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path, capsys):
     files = dict(dataset=str(tmp_path / "train.jsonl"), eval_split=str(tmp_path / "test.jsonl"), eval_size=3)
     assert load_rows(DEFAULTS | files) == (data, held_out)
     (tmp_path / "test.jsonl").write_text('{"prompt": "1+1="}\n')
+    assert load_rows(DEFAULTS | files | dict(eval_size=0)) == (data, [])
     with pytest.raises(SystemExit):
         load_rows(DEFAULTS | files)
     assert "answer_column='answer': the held-out set has the columns prompt\n" in capsys.readouterr().err

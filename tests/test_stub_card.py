@@ -44,6 +44,7 @@ PRESETS = dict(
     qwen3_8b_colocated=(256, 8192, 0.7, True, 1),
     qwen3_8b_lora=(256, 8192, 0.7, True, 1),
     qwen3_1p7b_lora=(256, 2048, 0.65, True, 1),
+    qwen3_30b_a3b=(256, 8192, 0.75, True, 1),
     qwen3_32b=(256, 8192, 0.85, False, 2),
     llama_70b_lora=(256, 8192, 0.85, False, 4),
 )

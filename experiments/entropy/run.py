@@ -4,13 +4,14 @@ Entropy: reward against the policy's entropy over a run, one trajectory for each
     uv run experiments/entropy/run.py
 """
 
-import math
-import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import Study, label_ends, lines, panels, plot  # noqa: E402
+from study import Study, forest, label_ends, paired, panels, plot  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))
+from law import fit, mean_points, points  # noqa: E402
 
 KNOBS = {
     "GRPO": "",
@@ -21,7 +22,6 @@ KNOBS = {
     "KL-Cov": "--loss=experiments/losses.py:kl_cov",
     "temperature 1.3": "--temperature=1.3",
 }
-WINDOW = 10  # steps of a point
 study = Study(__file__)
 seeds, names, steps = (1, ["GRPO"], 20) if study.quick else (3, [*KNOBS], 60)
 task = "config/small.py experiments/sums.py --arithmetic_size=20 --eval_size=64 --leaf_tokens=2048".split()
@@ -35,40 +35,44 @@ for name in names:
 made = study.make(wanted)
 
 
-def trajectory(name):
-    """(entropies, rewards) of a knob: a point is the mean of all seeds and of WINDOW steps."""
-    runs = [lines(made[f"{name} {seed}"], phase="rl") for seed in range(1, seeds + 1)]
-    points = [[x for run in runs for x in run[i : i + WINDOW]] for i in range(0, steps, WINDOW)]
-    return [[statistics.fmean(x[key] for x in point) for point in points] for key in ("entropy", "reward_mean")]
+def runs_of(name):
+    return [made[f"{name} {seed}"] for seed in range(1, seeds + 1)]
 
 
-def law(entropies, rewards):
-    """(a, b) of the least squares of R = -a exp(H) + b."""
-    fit = statistics.linear_regression([math.exp(h) for h in entropies], rewards)
-    return -fit.slope, fit.intercept
+def ends_of(name):
+    """(entropies, rewards, rewards minus GRPO's law) of each seed's last point."""
+    entropies, rewards = zip(*([x[-1] for x in points(run)] for run in runs_of(name)))
+    return entropies, rewards, [r - of_grpo(h) for h, r in zip(entropies, rewards)]
 
 
-figure, (left, right) = panels("Reward against entropy, each point 10 steps; dashed: GRPO's law", "Entropy, nats")
-rows, ends, labels = [], {}, {}
-grpo = law(*trajectory("GRPO"))
-for name, color in zip(names, [*plot.COLORS, "#999999"]):
-    entropies, rewards = trajectory(name)
+figure, (left, right) = panels("Each point 10 steps; dashed: GRPO's law", "Last ten steps, minus GRPO, paired")
+inset = left.inset_axes([0.13, 0.7, 0.4, 0.22])
+colors = ["#222222", *plot.COLORS[:4], "#E69F00", "#999999"]
+rows, ends, differences = [], {}, {}
+of_grpo, _ = fit(*mean_points(runs_of("GRPO")))
+for name, color in zip(names, colors):
+    entropies, rewards = mean_points(runs_of(name))
     half = max(2, len(rewards) // 2)
-    left.plot(entropies, rewards, "o-", color=color, linewidth=1.5, markersize=3)
-    right.plot([WINDOW * (k + 0.5) for k in range(len(entropies))], entropies, color=color, linewidth=1.5)
-    ends[name] = rewards[-1], color
-    labels[name] = entropies[-1], color
-    last = math.exp(entropies[-1])
-    off = (rewards[-1] - (b - a * last) for a, b in (law(entropies[:half], rewards[:half]), grpo))
-    figures = *law(entropies, rewards), statistics.correlation([*map(math.exp, entropies)], rewards) ** 2
-    row = [name, *(f"{x[0]:.2f} to {x[-1]:.2f}" for x in (entropies, rewards)), *(f"{x:.2f}" for x in figures)]
-    rows.append([*row, *(f"{x:+.2f}" for x in off)])
-line = [k / 100 for k in range(33, 57)]
-left.plot(line, [grpo[1] - grpo[0] * math.exp(h) for h in line], "--", color="#888888", linewidth=1)
-left.set(xlabel="entropy of the policy, nats per token")
-right.set(xlabel="RL steps done")
+    early, _ = fit(entropies[:half], rewards[:half])
+    axis = inset if "temperature" in name else left
+    axis.plot(entropies, rewards, "o-", color=color, linewidth=1.5, markersize=3)
+    ends |= {name: (rewards[-1], color)} if axis is left else {}
+    row = [name, *(f"{x[0]:.2f} to {x[-1]:.2f}" for x in (entropies, rewards)), f"{fit(entropies, rewards)[1]:.2f}"]
+    row += [f"{rewards[-1] - x:+.2f}" for x in (early(entropies[-1]), rewards[half - 1])]
+    rows.append([*row, "", "", ""])
+    if name != "GRPO":
+        rows[-1][-3:] = map(paired, ends_of(name), ends_of("GRPO"))
+        differences[name] = [x - y for x, y in zip(ends_of(name)[1], ends_of("GRPO")[1])]
+line = [k / 100 for k in range(33, 41)]
+left.plot(line, [*map(of_grpo, line)], "--", color="#888888", linewidth=1)
+left.set(xlabel="entropy of the policy, nats per token", ylabel="reward in training", ylim=(0.5, 0.7))
+left.invert_xaxis()
+inset.invert_xaxis()
+inset.tick_params(labelsize=7)
+inset.set_title("temperature 1.3", fontsize=8, color="#777777")
 label_ends(left, ends)
-label_ends(right, labels)
-head = "knob, entropy, reward, a, b, R2, last reward off its early law, off GRPO's law"
-study.table(head.split(", "), rows)
+forest(right, differences, colors[1:])
+right.set(xlabel="difference of reward")
+head = "knob, entropy, reward, R2, minus its early law, minus half-way, entropy minus GRPO's, reward minus GRPO's"
+study.table([*head.split(", "), "at equal entropy"], rows)
 study.end(figure)

@@ -5,10 +5,11 @@ LoRA in RL: rank 1, 4, 16 and full training, each at the better of two learning 
 """
 
 import sys
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import Study, label_ends, mean_of, panels, plot, score  # noqa: E402
+from study import Study, forest, mean_of, paired, panels, plot, score  # noqa: E402
 
 FULL = ["2e-4", "5e-4"]  # learning rates
 ADAPTERS = ["1.5e-3", "5e-3"]
@@ -26,35 +27,26 @@ for rank in ranks:
 made = study.make(wanted)
 
 
+@cache
 def scores(rank, rate):
     return [score(made[f"{rank} {rate} {seed}"]) for seed in range(1, seeds + 1)]
 
 
 best = {rank: max(rates[rank], key=lambda rate: mean_of(scores(rank, rate))[0]) for rank in ranks}
 full = scores(0, best[0])
-figure, (left, right) = panels(
-    "Held-out pass@1 by learning rate, mean", "At the better rate, minus full training, paired"
-)
-rows, ends = [], {}
-for i, (rank, color) in enumerate(zip(ranks, plot.COLORS)):
+rows, differences = [], {}
+for rank in ranks:
     name = f"rank {rank}" if rank else "full"
-    means = [mean_of(scores(rank, rate))[0] for rate in rates[rank]]
-    left.plot([float(rate) for rate in rates[rank]], means, "o-", color=color, linewidth=1.5)
-    ends[name] = means[-1], color
     for rate in rates[rank]:
         found = scores(rank, rate)
-        less = [x - y for x, y in zip(found, full)]
-        mean, half = mean_of(less)
-        rows.append([name, rate, ", ".join(f"{x:.3f}" for x in found), f"{mean_of(found)[0]:.3f}"])
-        rows[-1].append(f"{mean:+.3f} +- {half:.3f}" if (rank, rate) != (0, best[0]) else "")
+        row = [name, rate, ", ".join(f"{x:.3f}" for x in found), f"{mean_of(found)[0]:.3f}", paired(found, full)]
         if rate == best[rank]:
-            rows[-1][1] += ", its better"
-            right.plot([i] * seeds, less, "o", color=color, alpha=0.6)
-            right.errorbar([i + 0.15], [mean], [half], color=color, capsize=3)
-right.set_xticks(range(len(ranks)), [f"rank {rank}" if rank else "full" for rank in ranks])
-left.set(xscale="log", xlabel="learning rate")
-left.set_xticks([float(rate) for rate in FULL + ADAPTERS], FULL + ADAPTERS)
-left.set_xticks([], minor=True)
-label_ends(left, ends)
+            row[1] += ", its better"
+            differences[name] = [x - y for x, y in zip(found, full)]
+        rows.append(row if found is not full else [*row[:4], ""])
 study.table(["trained", "learning rate", "pass@1, each seed", "mean", "minus full at its better, paired"], rows)
+del differences["full"]
+figure, (axis,) = panels("At its better rate, minus full training, paired")
+forest(axis, differences, plot.COLORS)
+axis.set_xlabel("difference of held-out pass@1")
 study.end(figure)

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import Study, label_ends, lines, mean_of, panels, plot, score  # noqa: E402
+from study import Study, forest, label_ends, lines, mean_of, paired, panels, plot  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tokens import draw, early_and_late, sizes  # noqa: E402
+from tokens import BINS, changes, draw, late_over_early, sizes  # noqa: E402
 
 TREATMENTS = {
     "none": "--loss=pg",
@@ -20,7 +20,8 @@ TREATMENTS = {
     "mask": "--loss=pg --importance=mask --importance_floor=0.5",
     "sequence mask": "--loss=experiments/losses.py:off_policy_mask",
 }
-TOKENS = {"fixed": "bf16, fixed", "bf16 none": "bf16, learning", "fp8:act none": "fp8:act, learning"}
+TOKENS = {"bf16 fixed": "bf16, fixed", "bf16 none": "bf16, learning"}
+TOKENS |= {"fp8:act fixed": "fp8:act, fixed", "fp8:act none": "fp8:act, learning"}
 study = Study(__file__)
 seeds, steps = (1, 4) if study.quick else (3, 40)
 arms = [(bits, "none") for bits in ("fp32", "fp16", "bf16")] + [("fp8:act", name) for name in TREATMENTS]
@@ -32,7 +33,8 @@ for seed in range(1, seeds + 1):
     for bits, name in arms:
         flags = [f"--seed={seed}", f"--engine_bits={bits}", *TREATMENTS[name].split()]
         wanted[f"{bits} {name} {seed}"] = [*task, *flags]
-    wanted[f"fixed {seed}"] = [*task, f"--seed={seed}", "--engine_bits=bf16", "--learning_rate=0.0"]
+    for bits in ("bf16", "fp8:act"):
+        wanted[f"{bits} fixed {seed}"] = [*task, f"--seed={seed}", f"--engine_bits={bits}", "--learning_rate=0.0"]
 made = study.make(wanted)
 
 
@@ -40,34 +42,30 @@ def runs_of(arm):
     return [made[f"{arm} {seed}"] for seed in range(1, seeds + 1)]
 
 
-figure, (left, right) = panels(
-    "Reward in training, mean of seeds and 9 steps", "Mismatch of tokens; dotted: late steps"
-)
-rows, ends, fresh = [], {}, []
-for (bits, name), color in zip(arms, ["#444444", *plot.COLORS, "#999999"]):
+rows, differences, fresh = [], {}, []
+for bits, name in arms:
     runs = runs_of(f"{bits} {name}")
-    rewards = [[x["reward_mean"] for x in lines(run, phase="rl")] for run in runs]
-    means = [mean_of(same)[0] for same in zip(*rewards)]
-    curve = [mean_of(means[max(0, k - 4) : k + 5])[0] for k in range(steps)]
-    left.plot(curve, color=color, linewidth=1.5)
-    ends[f"{bits} {name}".replace(" none", "")] = curve[-1], color
-    held_out = zip(*([x["pass@1"] for x in lines(run, phase="eval")] for run in runs))
-    found = [(mean_of(curve)[0], score(run)) for curve, run in zip(rewards, runs)]
-    fresh = fresh or found  # of the first, fp32
-    changes = [mean_of([x[i] - y[i] for x, y in zip(found, fresh)]) for i in (0, 1)]
-    cells = [f"{mean_of(same)[0]:.3f}" for same in held_out]
-    cells += ["{:+.3f} +- {:.3f}".format(*change) for change in reversed(changes)]
+    rewards = [mean_of([x["reward_mean"] for x in lines(run, phase="rl")])[0] for run in runs]
+    before, after = zip(*([x["pass@1"] for x in lines(run, phase="eval")] for run in runs))
+    fresh = fresh or [after, rewards]  # of the first, fp32
+    cells = [f"{mean_of(before)[0]:.3f}", f"{mean_of(after)[0]:.3f}", *map(paired, (after, rewards), fresh)]
     rows.append([bits, name, *cells, *(["0"] * 4 if bits == "fp32" else sizes(runs, steps))])
+    differences[f"{bits} {name}"] = [x - y for x, y in zip(after, fresh[0])]
 head = "engine, treatment, pass@1 before, after, minus fp32, reward minus fp32, distance, largest, over 1.2, over 2"
 study.table(head.split(", "), rows)
-rows, labels = [], {}
-for (arm, name), color in zip(TOKENS.items(), plot.COLORS):
-    found = [mean_of(column) for column in zip(*(early_and_late(run, steps) for run in runs_of(arm)))]
-    rows.append([*name.split(", "), *("{:.2g} +- {:.1g}".format(*x) for x in found)])
-    labels[name] = draw(right, runs_of(arm), steps, color), color
-study.table("engine; weights; entropy early; distance early; entropy late; late; late, expected".split("; "), rows)
-left.set_xlabel("RL steps done")
-right.set(yscale="log", xlabel="entropy of the policy there, nats", ylabel="nats")
-label_ends(left, ends)
-label_ends(right, labels)
+titles = "Pass@1 minus fp32's, paired", "How far engine and trainer are apart at a token", "Late steps over early ones"
+figure, (left, middle, right) = panels(*titles)
+differences.pop("fp32 none", None)
+forest(left, differences, [*plot.COLORS, "#999999"])
+rows, bins, ends = [], [], {}
+for i, ((arm, name), color) in enumerate(zip(TOKENS.items(), plot.COLORS)):
+    rows.append([*name.split(", "), *changes(runs_of(arm), steps)])
+    bins.append([name, *late_over_early(right, runs_of(arm), steps, color, i)])
+    ends[name] = draw(middle, runs_of(arm), steps, color), color
+head = "engine; weights; entropy early; late minus early; distance early; late minus early; expected"
+study.table(head.split("; "), rows)
+study.table(["late / early, at entropy", *BINS], bins)
+left.set(xlabel="difference of held-out pass@1")
+middle.set(yscale="log", xlabel="entropy of the policy there, nats", ylabel="mean |log-prob difference|, nats")
+label_ends(middle, ends)
 study.end(figure)

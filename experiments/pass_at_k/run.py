@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import Study, label_ends, mean_of, panels, plot, read_group  # noqa: E402
+from study import Study, label_ends, mean_of, paired, panels, plot, read_group  # noqa: E402
 
 from rewards import pass_at_k  # noqa: E402
 
@@ -50,29 +50,29 @@ def curve(name, chosen):
 
 # Which prompts are hard is seen in other samples than those that are counted: else the base would look worse on them.
 hard = [m <= n / 16 for m in right("base 2")]
-prompts = {"all prompts": [True] * len(hard), "the base's hard ones": hard, "the others": [not x for x in hard]}
-figure, axes = panels(*(f"pass@k, {sum(chosen)} prompts: {which}" for which, chosen in prompts.items()))
+prompts = {"all prompts": [True] * len(hard), "hard for the base": hard, "the others": [not x for x in hard]}
+figure, axes = panels(*(f"{which}: {sum(chosen)}" for which, chosen in prompts.items()))
 rows, found = [], {}
 for axis, (which, chosen) in zip(axes, prompts.items()):
     before, labels = curve("base 1", chosen), {}
     axis.plot(ks, before, color="#444444", linewidth=1.5, linestyle="--")
     labels["base"] = before[-1], "#444444"
     rows.append([which, "base", *(f"{x:.3f}" for x in before)])
-    for name, color in zip(names, plot.COLORS):
+    for i, (name, color) in enumerate(zip(names, plot.COLORS)):
         found[which, name] = [curve(f"after {name} {seed}", chosen) for seed in range(1, seeds + 1)]
         changes = [mean_of([x - at for x in same]) for same, at in zip(zip(*found[which, name]), before)]
         means = [at + change for at, (change, _) in zip(before, changes)]
-        axis.plot(ks, means, color=color, linewidth=1.5)
+        dodged = [k * 1.06 ** (i - 1.5) for k in ks]
+        axis.errorbar(dodged, means, [half for _, half in changes], color=color, linewidth=1.5, elinewidth=0.6)
         labels[name] = means[-1], color
         rows.append([which, name, *(f"{mean:.3f} +- {half:.3f}" for mean, (_, half) in zip(means, changes))])
     axis.set_xscale("log", base=2)
-    axis.set(xlabel="k", xticks=ks, xticklabels=ks)
+    axis.set(xlabel="k", xticks=ks, xticklabels=ks, ylabel="pass@k", ylim=(0, 1.05))
     label_ends(axis, labels)
 study.table(["prompts", "policy", *(f"pass@{k}" for k in ks)], rows)
 rows = []
 for name in names[1:]:
     pairs = zip(*(zip(*found["all prompts", x]) for x in (name, "GRPO")))
-    changes = (mean_of([x - y for x, y in zip(*pair)]) for pair in pairs)
-    rows.append([f"{name} minus GRPO", *("{:+.3f} +- {:.3f}".format(*change) for change in changes)])
+    rows.append([f"{name} minus GRPO", *(paired(*pair) for pair in pairs)])
 study.table(["all prompts, paired", *(f"pass@{k}" for k in ks)], rows)
 study.end(figure)

@@ -4,6 +4,7 @@ Where seed variance comes from: one source of chance at a time, all else equal t
     uv run experiments/seed_variance/run.py
 """
 
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -44,24 +45,39 @@ def apart(twins):
     return [statistics.median(each[max(0, i - 4) : i + 5]) or None for i in range(len(each))]
 
 
-figure, (left, right) = panels("Held-out pass@1 after RL, each run", "Gradient norm: how far twins are from the base")
-rows, ends = [], {}
+titles = "Held-out pass@1 after RL, each run", "Twins' gradient norms, supervised updates", "The same, updates of RL"
+figure, (left, *others) = panels(*titles)
+print("base", *(f"{x['pass@1']:.3f}" for x in lines(base, phase="eval")))
+left.axvline(score(base), color="#444444", linewidth=0.7)
+warmup = len(norms(base)) - len(lines(base, phase="rl"))
+parts = [(others[0], 0, warmup, {}), (others[1], warmup, None, {})]
+rows, deviations = [], []
 for color, source in zip(plot.COLORS, dict.fromkeys(name[:-2] for name in wanted)):
     twins = [made[f"{source} {k}"] for k in range(2, count + 1)]
     scores = [score(run) for run in (base, *twins)]
     left.plot(scores, [source] * count, "o", color=color, alpha=0.6)
-    first = [lines(run, phase="eval")[0]["pass@1"] for run in twins]
+    first = ", ".join(f"{lines(run, phase='eval')[0]['pass@1']:.3f}" for run in twins)
+    row = [
+        source,
+        {EVAL: "-", FIRST: first, INIT: first}.get(source, "the base's"),
+        ", ".join(f"{x:.3f}" for x in scores[1:]),
+    ]
     deviation, low, high = spread_of(scores)
-    row = [source, *(", ".join(f"{x:.3f}" for x in every) for every in (first, scores[1:]))]
+    deviations.append(deviation)
     rows.append([*row, f"{deviation:.3f}", f"{low:.3f} .. {high:.3f}" if deviation else "none", "0"])
     if source != EVAL:  # whose weights are the base's
         rows[-1][-1] = f"{statistics.median(float((weights_of(run) - weights_of(base)).norm()) for run in twins):.2g}"
         curve = apart(twins)
-        right.plot(curve, color=color, linewidth=1.5)
-        ends[source] = curve[-1], color
+        for axis, begin, end, ends in parts:
+            part = [x or math.nan for x in curve[begin:end]]
+            axis.plot(range(begin, begin + len(part)), part, color=color, linewidth=1.5)
+            ends |= {source: (part[-1], color)} if part[-1] > 0 else {}
 head = ["source", "twins before RL", "twins after RL", "standard deviation", "its 95 % interval", "distance of weights"]
 study.table(head, rows)
-print("base", *(f"{x['pass@1']:.3f}" for x in lines(base, phase="eval")))
-right.set(yscale="log", xlabel="updates: supervised, then RL", ylabel="relative difference")
-label_ends(right, ends)
+both = math.hypot(*deviations[:3])  # of evaluation, data order and sampling
+study.expect(f"two single runs must differ by {1.96 * 2**0.5 * both:.2f}")
+for axis, begin, _, ends in parts:
+    axis.set(yscale="log", xlabel="update", ylabel="relative difference to the base's", ylim=(1e-9, 3))
+    label_ends(axis, ends)
+left.set_xlabel("pass@1; line: the base")
 study.end(figure)

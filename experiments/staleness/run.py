@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import Study, label_ends, lines, mean_of, panels, plot, score  # noqa: E402
+from study import Study, forest, lines, mean_of, paired, panels, plot, score  # noqa: E402
 
 LOSSES = {
     "PPO": "",
@@ -40,26 +40,27 @@ def late(setting, metric):
 
 
 fresh = scores("fresh")
-figure, (left, right) = panels(
-    "Held-out pass@1, minus that of lag 0", "The same, by the share of samples that is effective"
-)
+figure, (left, right) = panels("Minus lag 0, paired, each seed and the mean", "The means, by the effective samples")
 rows = [["any", 0, f"{mean_of(fresh)[0]:.3f}", "0", "0", "1"]]
-ends = {}
-for loss, color in zip(LOSSES, plot.COLORS):
-    changes = [[b - a for a, b in zip(fresh, scores(f"{loss} {lag}"))] for lag in lags]
-    means, halves = zip(*map(mean_of, changes))
-    samples = [late(f"{loss} {lag}", "effective_sample_size") for lag in lags]
-    left.plot([0, *lags], [0, *means], color=color, linewidth=1.5)
-    left.plot(lags, changes, ".", color=color, alpha=0.6)
-    right.plot([1, *samples], [0, *means], "o-", color=color, linewidth=1.5)
-    ends[loss] = means[-1], color
-    for lag, mean, half, share in zip(lags, means, halves, samples):
-        after = mean_of(scores(f"{loss} {lag}"))[0]
-        kl = late(f"{loss} {lag}", "kl_behaviour")
-        rows.append([loss, lag, f"{after:.3f}", f"{mean:+.3f} +- {half:.3f}", f"{kl:.2g}", f"{share:.2g}"])
+changes = {}
+for lag, fill in zip(lags, ("none", "full")):
+    for i, (loss, color) in enumerate(zip(LOSSES, plot.COLORS)):
+        found = scores(f"{loss} {lag}")
+        changes[f"{loss}, lag {lag}"] = [x - y for x, y in zip(found, fresh)]
+        kl, share = (late(f"{loss} {lag}", metric) for metric in ("kl_behaviour", "effective_sample_size"))
+        rows.append([loss, lag, f"{mean_of(found)[0]:.3f}", paired(found, fresh), f"{kl:.2g}", f"{share:.2g}"])
+        place = share, mean_of(changes[f"{loss}, lag {lag}"])[0]
+        right.plot(*place, "o", color=color, fillstyle=fill)
+        if lag == lags[-1]:
+            side = dict(xytext=(6, -4), ha="left") if i % 2 else dict(xytext=(-6, 4), ha="right")
+            right.annotate(loss, place, textcoords="offset points", color=color, **side)
 study.table(["loss", "lag", "pass@1", "minus lag 0, paired", "KL to behaviour", "effective samples"], rows)
-left.set(xlabel="lag, steps")
-right.set(xlabel="effective sample size, over the samples")
-right.invert_xaxis()
-label_ends(left, ends)
+rows = []
+for loss in [*LOSSES][1:]:
+    rows.append([f"{loss} minus PPO", paired(scores(f"{loss} {lags[-1]}"), scores(f"PPO {lags[-1]}"))])
+study.table([f"lag of {lags[-1]}", "pass@1, paired"], rows)
+forest(left, changes, [*plot.COLORS[:5]] * 2)
+left.set(xlabel="change of held-out pass@1")
+right.set(xlim=(0.4, 1.02), xlabel="effective samples, share of the drawn", ylabel="change of held-out pass@1")
+right.axhline(0, color="#444444", linewidth=0.7)
 study.end(figure)
