@@ -456,9 +456,9 @@ def matmul(a, b, out_dtype=None, out=None):
     result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
     if 0 in c.shape:
         return result
-    x = _for_tma(a) if K else None
-    y = _for_tma(b.t()) if K else None
-    wide = bool(x and y)
+    x = _for_tma(a)
+    y = _for_tma(b.t())
+    wide = bool(K and x and y)
     aligned = c.stride(0) % 16 == 0
     on = card(a)
     block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, wide, aligned, on)
