@@ -224,7 +224,7 @@ with lean_imports():
     import sync
     from models import adapters, folders
     from models.dense import build_model, check_memory, check_model
-    from models.moe import Routers
+    from models.moe import routers_of
     from rewards import own_function
     from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
 
@@ -705,7 +705,7 @@ def check_logprobs(leaf, logprobs, age, samples):
 def token_table(samples, parts):
     """
     {name: (M,)} of a batch's loss tokens, in the order of the samples: what engine and trainer say of each. parts: of
-    each rank {index of a sample: (log-probs, entropies)}; {} of all ranks gives {}.
+    each rank {index of a sample: (log-probs, entropies, of a mixture `choice_changed`)}; {} of all ranks gives {}.
     """
     ours = ChainMap(*parts)
     if not ours:
@@ -715,9 +715,8 @@ def token_table(samples, parts):
         position=[s.loss_at - s.prompt_tokens for s in samples],
         staleness=[s.staleness for s in samples],
         sample=[torch.full_like(s.loss_at, s.of) for s in samples],
-        logprobs=[ours[i][0] for i in range(len(samples))],
-        entropy=[ours[i][1] for i in range(len(samples))],
     )
+    columns |= zip(("logprobs", "entropy", "choice_changed"), zip(*(ours[i] for i in range(len(samples)))))
     return {name: torch.cat(parts) for name, parts in columns.items()}
 
 
@@ -750,7 +749,7 @@ class Trainer:
         self.model.train()
         kind = adapters.Adapters if lora else folders.FullWeights
         self.parts = kind(self.model, c, self.mesh, device)
-        self.routers = Routers(self.model, c)
+        self.routers = routers_of(self.model, c)
         self.shards = self.parts.trained
         self.policy = self.parts.policy
         # Heads begin with 0: so the first advantages come from the rewards alone, and no side of a pair is preferred.
@@ -773,7 +772,7 @@ class Trainer:
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
         self.versions = {version: self.snapshot() for version in saved.get("earlier", ())}
         self.mismatches = []  # what `check_logprobs` has found in this rank's leaves since the last update
-        self.token_stats = {}  # the same of a dialled run: {sample: its log-probs and entropies}
+        self.token_stats = {}  # the same of a dialled run: {sample: columns of the table}
         self.token_table = {}  # `token_table` of the step
         if checkpoint:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
@@ -962,6 +961,14 @@ class Trainer:
             samples = [s._replace(values=v, bootstrap=last if s.truncated else 0.0) for s, (*_, v, last) in valued]
         return samples
 
+    @torch.no_grad()
+    def dialled_choices(self, samples):
+        """Which experts a mixture chooses in each leaf with weights rounded like the engine's; [] without a dial."""
+        if self.c.engine_bits == "fp32" or self.c.lora_rank:
+            return []
+        rounded = [s._replace(data=sync.rounded_to(s.data, self.c.engine_bits)) for s in self.policy]
+        return [self.routers.choices() for _ in self.passes(samples, self.model, weights=rounded)]
+
     def gradients(self, samples, objective=POLICY, check=False):
         """
         The gradients of a step's loss (this rank's rows of each parameter's), and the metrics of its loss tokens. Sums
@@ -976,16 +983,13 @@ class Trainer:
                 samples = self.forward_only(samples)
         total = sync.LeafSum(self.c.lanes // self.mesh.size())
         rows = []
-        routers = self.routers if self.routers.blocks and objective.unit == 1 else None
-        if routers and check and self.c.engine_bits != "fp32" and not self.c.lora_rank:
-            rounded = [s._replace(data=sync.rounded_to(s.data, self.c.engine_bits)) for s in self.policy]
-            with torch.no_grad():
-                routers.dialled = [routers.choices() for _ in self.passes(samples, self.model, weights=rounded)]
+        if self.routers and check:
+            self.routers.dialled = self.dialled_choices(samples)
         for chosen, leaf, output in self.passes(samples, self.model, objective):
             loss, figures = objective.loss(output, leaf, self.c, len(samples), tokens)
-            if routers:
+            if self.routers:
                 share = len(leaf.ids) / sum(len(s.tokens) for s in samples) if chosen else 0
-                loss = loss + routers.note(figures, leaf, share)
+                loss = loss + self.routers.note(figures, leaf, share)
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
                 # A parameter that took no part has no gradient, such as the critic's in supervised steps.
@@ -997,7 +1001,8 @@ class Trainer:
             if check:
                 self.mismatches += check_logprobs(leaf, output[0].detach(), age=0, samples=[samples[i] for i in chosen])
             if check and self.c.engine_bits != "fp32":
-                columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in output[:2]]
+                noted = *output[:2], *(figures[name] for name in ("choice_changed",) if name in figures)
+                columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted]
                 self.token_stats |= zip(chosen, zip(*columns))
             rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
@@ -1010,8 +1015,8 @@ class Trainer:
         if square := metrics.pop("ratio_square", None):
             mean_square = metrics["ratio_mean"] ** 2
             metrics |= dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
-        if routers:
-            metrics |= routers.metrics(self.process_group)
+        if self.routers:
+            metrics |= self.routers.metrics(self.process_group)
         return total.total, metrics
 
     def apply(self, grads, lr, where, loss=0.0):

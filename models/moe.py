@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import require
+from configurator import MODES, require
 
 KIND = "qwen3_moe"
 OF_SGLANG = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
@@ -75,13 +75,13 @@ def balance_loss(p, counts):
 
 class Routers:
     """
-    The routers of a mixture in the trainer, and what is noted of their choices in a step. `blocks` is [] of a dense
-    model, and without our operators. c: the config as a namespace.
+    The routers of a mixture's blocks in the trainer, and what is noted of their choices in a step. coefficient: of
+    `balance_loss`.
     """
 
-    def __init__(self, model, c):
-        self.blocks = [m for m in model.modules() if is_mixture(m) and c.batch_invariant]
-        self.coefficient = c.router_aux_loss_coef
+    def __init__(self, blocks, coefficient):
+        self.blocks = blocks
+        self.coefficient = coefficient
         self.counts = 0  # (layers, E) tokens of each expert in this rank's leaves
         self.dialled = []  # of leaves still to come, what `choices` would be under a dialled engine's weights
 
@@ -113,6 +113,13 @@ class Routers:
         self.counts = 0
         dist.all_reduce(total, group=group)
         return dict(expert_load_max=float((total.amax(1) / total.double().mean(1)).max()))
+
+
+def routers_of(model, c):
+    """The Routers of a model; None of a dense one, without our operators, and where pairs are trained on."""
+    blocks = [m for m in model.modules() if is_mixture(m)]
+    noted = blocks and c.batch_invariant and not MODES[c.mode].pairs
+    return Routers(blocks, c.router_aux_loss_coef) if noted else None
 
 
 def sizes_on_cpu(mlp):

@@ -59,8 +59,7 @@ def test_routers_give_the_balance_loss_of_transformers_and_count_what_they_chose
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     model, _ = built(folder, mesh)
-    c = types.SimpleNamespace(batch_invariant=True, router_aux_loss_coef=0.5)
-    routers = moe.Routers(model, c)
+    routers = moe.routers_of(model, types.SimpleNamespace(**CONFIG | dict(router_aux_loss_coef=0.5)))
     leaf = train.pack([train.make_sample(*torch.randint(97, (2, 20)), torch.arange(20) > 3, torch.zeros(20))], "cpu")
     model.token_logprobs(leaf)
     z = tuple(block.routed[0].detach().clone().requires_grad_() for block in routers.blocks)
