@@ -161,11 +161,11 @@ def printable(text):
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.splitlines()))
 
 
-def fail(message, status=2):
-    """Ends this process with one line on stderr, whatever its rank."""
+def fail(message):
+    """Ends this process with one line on stderr and status 2, whatever its rank."""
     close_bars()
     print("error:", printable(message), file=sys.stderr)
-    sys.exit(status)
+    sys.exit(2)
 
 
 def require(condition, message):

@@ -218,34 +218,33 @@ def cpu_pack(first, last, b, b_k, b_n, K, N, packed):
             store(transpose(square), packed, to + k * PANEL, PANEL, VECTOR)
         for k in range(whole, K):
             if b_n == 1:
-                row = load(1, 1, b, k * b_k + n, 0, N - n)
-                store(row, packed, to + k * PANEL, 0, VECTOR)
+                store(vector(b, k * b_k + n, N - n), packed, to + k * PANEL, 0, VECTOR)
             else:
                 for i in range(VECTOR):
                     packed[to + k * PANEL + i] = b[(n + i) * b_n + k] if n + i < N else ZERO
 
 
 @loop
-def cpu_multiply(a, at, a_m, a_k, M, K, packed, start, depth, first, last, c, to, c_m, N, add):
+def cpu_multiply(a, at, a_m, a_k, M, K, packed, start, depth, c, to, N, add, first=0, last=1 << 30):
     """
-    c[to + m c_m + n] = sum_k a[at + m a_m + k a_k] b[k, n], added to what is there if `add`: one chain of `fma` in the
-    order of K. b: the rows from `start` on of the panels first .. last of `packed` (panels, depth, PANEL).
+    c[to + m N + n] = sum_k a[at + m a_m + k a_k] b[k, n], added to what is there if `add`: one chain of `fma` in the
+    order of K. b: the rows from `start` on of `packed` (panels, depth, PANEL). first, last: of the panels; else all.
     """
-    for panel in range(first, last):
+    for panel in range(first, min(last, panels(N))):
         b = (panel * depth + start) * PANEL
         n = panel * PANEL
         whole = M // TILE_ROWS * TILE_ROWS
         read = N - n if add else 0
         for m in range(0, whole, TILE_ROWS):
-            tile = load(TILE_ROWS, TILE_VECTORS, c, to + m * c_m + n, c_m, read)
+            tile = load(TILE_ROWS, TILE_VECTORS, c, to + m * N + n, N, read)
             for k in range(K):
                 tile = add_outer(tile, a, at + m * a_m + k * a_k, a_m, packed, b + k * PANEL)
-            store(tile, c, to + m * c_m + n, c_m, N - n)
+            store(tile, c, to + m * N + n, N, N - n)
         for m in range(whole, M):
-            row = load(1, TILE_VECTORS, c, to + m * c_m + n, c_m, read)
+            row = load(1, TILE_VECTORS, c, to + m * N + n, N, read)
             for k in range(K):
                 row = add_outer(row, a, at + m * a_m + k * a_k, a_m, packed, b + k * PANEL)
-            store(row, c, to + m * c_m + n, c_m, N - n)
+            store(row, c, to + m * N + n, N, N - n)
 
 
 @loop
@@ -256,7 +255,7 @@ def cpu_matmul_blocks(first, last, a, a_m, a_k, packed, c, M, N, K, add):
         m = unit // across * BLOCK_ROWS
         panel = unit % across
         rows = min(BLOCK_ROWS, M - m)
-        cpu_multiply(a, m * a_m, a_m, a_k, rows, K, packed, 0, K, panel, panel + 1, c, m * N, N, N, add)
+        cpu_multiply(a, m * a_m, a_m, a_k, rows, K, packed, 0, K, c, m * N, N, add, panel, panel + 1)
 
 
 # An engine makes this a dict, {where b is: (b, its panels)}, and clears it when its weights change. Its b are weights
@@ -457,9 +456,9 @@ def matmul(a, b, out_dtype=None, out=None):
     result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
     if 0 in c.shape:
         return result
-    x = _for_tma(a) if K else None
-    y = _for_tma(b.t()) if K else None
-    wide = bool(x and y)
+    x = _for_tma(a)
+    y = _for_tma(b.t())
+    wide = bool(K and x and y)
     aligned = c.stride(0) % 16 == 0
     on = card(a)
     block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, wide, aligned, on)
@@ -712,20 +711,22 @@ def _rms(x, at, D, eps):
 
 
 @loop
-def _turn_row(y, cos, sin, half, sign):
+def _turn_row(y, cos, sin, token, D, sign):
+    half = D // 2
     other = y[half:]
+    c = cos[token * half :]
+    s = sin[token * half :]
     for i in range(half):
         a = y[i]
         b = other[i]
-        s = sign * sin[i]
-        y[i] = a * cos[i] - b * s
-        other[i] = b * cos[i] + a * s
+        turned = sign * s[i]
+        y[i] = a * c[i] - b * turned
+        other[i] = b * c[i] + a * turned
 
 
 @loop
 def cpu_norm_rope(first, last, x, weight, cos, sin, y, eps, x_n, R, H, D):
     """Tokens first .. last of x, H rows of D each, x_n apart. An empty weight skips the norm, an empty cos the turn."""
-    half = D // 2
     for row in range(first * H, last * H):
         at = row // H * x_n + row % H * D
         x_row = x[at:]
@@ -734,14 +735,12 @@ def cpu_norm_rope(first, last, x, weight, cos, sin, y, eps, x_n, R, H, D):
         for i in range(D):
             y_row[i] = x_row[i] * r * weight[i] if len(weight) else x_row[i]
         if len(cos):
-            angle = row // H * half
-            _turn_row(y_row, cos[angle:], sin[angle:], half, ONE)
+            _turn_row(y_row, cos, sin, row // H, D, ONE)
 
 
 @loop
 def cpu_norm_rope_backward(first, last, grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H, D):
     """dw (blocks, D) gets the sum over each block's rows in order; first .. last are blocks of SUM_ROWS tokens."""
-    half = D // 2
     for row in range(first * SUM_ROWS * H, min(last * SUM_ROWS * H, R)):
         at = row // H * x_n + row % H * D
         x_row = x[at:]
@@ -749,8 +748,7 @@ def cpu_norm_rope_backward(first, last, grad, x, weight, cos, sin, dx, dw, eps, 
         for i in range(D):
             g[i] = grad[row * D + i]
         if len(cos):
-            angle = row // H * half
-            _turn_row(g, cos[angle:], sin[angle:], half, -ONE)
+            _turn_row(g, cos, sin, row // H, D, -ONE)
         if len(weight):
             r = _rms(x, at, D, eps)
             block = dw[row // H // SUM_ROWS * D :]
@@ -1068,7 +1066,7 @@ def cpu_expert_matmul(first, last, a, packed, starts, c, K, N):
         b = packed[e * across * PANEL * K :]
         for m in range(starts[e], starts[e + 1], BLOCK_ROWS):
             rows = min(BLOCK_ROWS, starts[e + 1] - m)
-            cpu_multiply(a, m * K, K, 1, rows, K, b, 0, K, panel, panel + 1, c, m * N, N, N, False)
+            cpu_multiply(a, m * K, K, 1, rows, K, b, 0, K, c, m * N, N, False, panel, panel + 1)
 
 
 @loop
@@ -1078,7 +1076,7 @@ def cpu_expert_gradients(first, last, a, b, c, starts, M, N, *_):
         K = starts[e + 1] - starts[e]
         packed = floats(panels(N) * PANEL * K)
         cpu_pack(0, panels(N), b[starts[e] * N :], N, 1, K, N, packed)
-        cpu_multiply(a, starts[e] * M, 1, M, M, K, packed, 0, K, 0, panels(N), c, e * M * N, N, N, False)
+        cpu_multiply(a, starts[e] * M, 1, M, M, K, packed, 0, K, c, e * M * N, N, False)
 
 
 @loop
@@ -1442,21 +1440,21 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
 @loop
 def _copy(x, at, out, to, n):
     for j in range(0, n, VECTOR):
-        store(load(1, 1, x, at + j, 0, n - j), out, to + j, 0, n - j)
+        store(vector(x, at + j, n - j), out, to + j, 0, n - j)
 
 
 @loop
-def _gather(x, rows, first, n, heads, head, G, D, out):
-    """Copies G heads from `head` on, of n rows of x (any, heads, D) from rows[first] on, to `out` (n, G, D)."""
+def _gather(x, rows, first, n, parts, part, width, out):
+    """Copies this part of n rows of x (any, parts, width), from rows[first] on, to `out` (n, width)."""
     for i in range(n):
-        _copy(x, (np.int64(rows[first + i]) * heads + head) * D, out, i * G * D, G * D)
+        _copy(x, (np.int64(rows[first + i]) * parts + part) * width, out, i * width, width)
 
 
 @loop
-def _scatter(x, x_n, rows, first, n, heads, head, G, D, out):
-    """Copies n rows of G * D numbers of x, x_n apart, to where `_gather` would read them in `out` (any, heads, D)."""
+def _scatter(x, x_n, rows, first, n, parts, part, width, out):
+    """Copies n rows of x, x_n apart, to where `_gather` would read them in `out` (any, parts, width)."""
     for i in range(n):
-        _copy(x, i * x_n, out, (np.int64(rows[first + i]) * heads + head) * D, G * D)
+        _copy(x, i * x_n, out, (np.int64(rows[first + i]) * parts + part) * width, width)
 
 
 @loop
@@ -1489,22 +1487,22 @@ def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, H, 
         head = unit % HK
         T = q_lens[b]
         L = kv_lens[b]
-        _gather(all_q, tokens, q_starts[b], T, H, head * G, G, D, q)
-        _gather(all_k, rows, kv_starts[b], L, HK, head, 1, D, k)
+        _gather(all_q, tokens, q_starts[b], T, HK, head, G * D, q)
+        _gather(all_k, rows, kv_starts[b], L, HK, head, D, k)
         cpu_pack(0, panels(L), k, 1, D, D, padded(L), k_T)
-        _gather(all_v, rows, kv_starts[b], L, HK, head, 1, D, k)
+        _gather(all_v, rows, kv_starts[b], L, HK, head, D, k)
         cpu_pack(0, panels(D), k, D, 1, L, D, v_panels)
         for r in range(0, T * G, QUERIES):
             R = min(QUERIES, T * G - r)
             seen = L - T + (r + R - 1) // G + 1  # keys that some row of the block sees
-            cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, 0, panels(seen), p, 0, seen, seen, False)
+            cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, p, 0, seen, False)
             for i in range(R):
                 mine = L - T + (r + i) // G + 1
                 row = (q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G
                 stats[2 * row] = largest(p, i * seen, mine) * scale
                 _scores_to_probabilities(p, i * seen, mine, seen, scale, stats[2 * row])
                 stats[2 * row + 1] = sum_of(p, i * seen, mine)
-            cpu_multiply(p, 0, seen, 1, R, seen, v_panels, 0, L, 0, panels(D), out, 0, D, D, False)
+            cpu_multiply(p, 0, seen, 1, R, seen, v_panels, 0, L, out, 0, D, False)
             for i in range(R):
                 row = (q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G
                 mean = out[i * D :]
@@ -1540,10 +1538,10 @@ def cpu_attention_backward(
         b = unit // HK
         head = unit % HK
         T = lens[b]
-        _gather(all_q, tokens, starts[b], T, H, head * G, G, D, q)
-        _gather(all_do, tokens, starts[b], T, H, head * G, G, D, do)
-        _gather(all_k, tokens, starts[b], T, HK, head, 1, D, k)
-        _gather(all_v, tokens, starts[b], T, HK, head, 1, D, v)
+        _gather(all_q, tokens, starts[b], T, HK, head, G * D, q)
+        _gather(all_do, tokens, starts[b], T, HK, head, G * D, do)
+        _gather(all_k, tokens, starts[b], T, HK, head, D, k)
+        _gather(all_v, tokens, starts[b], T, HK, head, D, v)
         cpu_pack(0, panels(T), k, 1, D, D, padded(T), k_T)
         cpu_pack(0, panels(T), v, 1, D, D, padded(T), v_T)
         cpu_pack(0, panels(D), k, D, 1, T, D, k_panels)
@@ -1554,8 +1552,8 @@ def cpu_attention_backward(
         for r in range(0, T * G, QUERIES):
             R = min(QUERIES, T * G - r)
             seen = (r + R - 1) // G + 1
-            cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, 0, panels(seen), p, 0, seen, seen, False)
-            cpu_multiply(do, r * D, D, 1, R, D, v_T, 0, D, 0, panels(seen), ds, 0, seen, seen, False)
+            cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, p, 0, seen, False)
+            cpu_multiply(do, r * D, D, 1, R, D, v_T, 0, D, ds, 0, seen, False)
             for i in range(R):
                 row = (starts[b] + (r + i) // G) * H + head * G + (r + i) % G
                 mine = (r + i) // G + 1
@@ -1566,12 +1564,12 @@ def cpu_attention_backward(
                 for j in range(seen):
                     p_row[j] /= stats[2 * row + 1]
                     ds_row[j] = p_row[j] * (ds_row[j] - delta) * scale
-            cpu_multiply(p, 0, 1, seen, seen, R, do_panels, r, T * G, 0, panels(D), dv, 0, D, D, True)
-            cpu_multiply(ds, 0, 1, seen, seen, R, q_panels, r, T * G, 0, panels(D), dk, 0, D, D, True)
-            cpu_multiply(ds, 0, seen, 1, R, seen, k_panels, 0, T, 0, panels(D), dq, r * D, D, D, False)
-        _scatter(dq, G * D, tokens, starts[b], T, H, head * G, G, D, all_dq)
-        _scatter(dk, D, tokens, starts[b], T, HK, head, 1, D, all_dk)
-        _scatter(dv, D, tokens, starts[b], T, HK, head, 1, D, all_dv)
+            cpu_multiply(p, 0, 1, seen, seen, R, do_panels, r, T * G, dv, 0, D, True)
+            cpu_multiply(ds, 0, 1, seen, seen, R, q_panels, r, T * G, dk, 0, D, True)
+            cpu_multiply(ds, 0, seen, 1, R, seen, k_panels, 0, T, dq, r * D, D, False)
+        _scatter(dq, G * D, tokens, starts[b], T, HK, head, G * D, all_dq)
+        _scatter(dk, D, tokens, starts[b], T, HK, head, D, all_dk)
+        _scatter(dv, D, tokens, starts[b], T, HK, head, D, all_dv)
 
 
 # On Triton the softmax is online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Per split of SPLIT keys, over
@@ -2046,8 +2044,8 @@ def cpu_layer(
     y = _linear(normed, M, C, qkv, qkv_bias, width)
     cpu_norm_rope(0, M, y, q_norm, cos, sin, q, eps, width, M * H, H, D)
     cpu_norm_rope(0, M, y[H * D :], k_norm, cos, sin, k, eps, width, M * HK, HK, D)
-    _scatter(k, HK * D, where, begin, M, HK, 0, HK, D, keys)
-    _scatter(y[(H + HK) * D :], width, where, begin, M, HK, 0, HK, D, values)
+    _scatter(k, HK * D, where, begin, M, 1, 0, HK * D, keys)
+    _scatter(y[(H + HK) * D :], width, where, begin, M, 1, 0, HK * D, values)
     # a unit copies its queries before it writes what takes their place
     cpu_attention(first * HK, last * HK, q, keys, values, q, floats(M * H * 2), mine, H, HK, D, scale)
     residual += _linear(q, M, H * D, o, o_bias, C)
@@ -3233,6 +3231,12 @@ def floats(n):
 
 
 @loop
+def vector(x, at, left):
+    """VECTOR numbers of x from x[at] on; those from `left` on are 0."""
+    return load(1, 1, x, at, 0, left)
+
+
+@loop
 def polynomial(x, coefficients):
     """The polynomial of x with these coefficients, the highest degree first (Horner)."""
     y = coefficients[0]
@@ -3286,21 +3290,19 @@ def cos_sin(x):
 @loop
 def dot(x, at, y, to, n):
     """sum x[at + i] y[to + i] of n float32: VECTOR sums of every VECTOR-th product in order, then their `total`."""
-    tile = load(1, 1, x, at, 0, 0)
+    tile = vector(x, at, 0)
     for i in range(0, n, VECTOR):
-        xs = load(1, 1, x, at + i, 0, n - i)
-        ys = load(1, 1, y, to + i, 0, n - i)
-        tile = add_product(tile, xs, ys)
+        tile = add_product(tile, vector(x, at + i, n - i), vector(y, to + i, n - i))
     return total(tile)
 
 
 @loop
 def sum_of(x, at, n):
     """The sum of n float32 from x[at] on, in the order of `dot`."""
-    tile = load(1, 1, x, at, 0, 0)
-    ones = load(1, 1, ONES, 0, 0, VECTOR)
+    tile = vector(x, at, 0)
+    ones = vector(ONES, 0, VECTOR)
     for i in range(0, n, VECTOR):
-        tile = add_product(tile, load(1, 1, x, at + i, 0, n - i), ones)
+        tile = add_product(tile, vector(x, at + i, n - i), ones)
     return total(tile)
 
 

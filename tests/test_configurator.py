@@ -417,8 +417,8 @@ def test_require_passes_what_holds_and_ends_rank_0_with_one_line(capsys, monkeyp
 def test_fail_speaks_from_any_rank(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit) as stop:
-        fail("queue/000007.safetensors: the header\nis broken", status=3)
-    assert stop.value.code == 3
+        fail("queue/000007.safetensors: the header\nis broken")
+    assert stop.value.code == 2
     assert capsys.readouterr().err == "error: queue/000007.safetensors: the header is broken\n"
 
 
