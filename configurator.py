@@ -13,8 +13,10 @@ block that stands at the left margin.
 All of it serves any script; only the last section knows the keys of train_grpo.py.
 """
 
+import atexit
 import ctypes
 import gc
+import multiprocessing
 import os
 import platform
 import re
@@ -56,6 +58,8 @@ def end_with_parent():
         alive = b"libtorch" in (parent / "maps").read_bytes() or b"TORCHELASTIC" in (parent / "environ").read_bytes()
     except OSError:
         pass  # it is another user's, as init is
+    if spawned := re.search(r"spawn_main\(parent_pid=(\d+)", " ".join(sys.orig_argv)):  # by multiprocessing
+        alive = spawned[1] == parent.name
     if not alive:
         os._exit(1)
 
@@ -80,16 +84,88 @@ def lean_imports():
             del sys.modules[name]
 
 
+@contextmanager
+def output_to(path):
+    """Sends this process's and its new children's stdout and stderr to the file: SGLang starts noisily."""
+    kept = os.dup(1), os.dup(2)
+    with open(path, "a") as log:
+        _write_to(log.fileno(), log.fileno())
+    try:
+        yield
+    finally:
+        _write_to(*kept)
+        for fd in kept:
+            os.close(fd)
+
+
+def _write_to(stdout, stderr):
+    sys.stdout.flush(), sys.stderr.flush()
+    os.dup2(stdout, 1), os.dup2(stderr, 2)
+
+
+early = []  # (process, where its orders go, where its answers come from) of schedulers that wait for an engine
+
+
+def early_scheduler(orders, writer):
+    """A process that imports SGLang while its rank does other things, and then does what it is ordered to."""
+    import setproctitle
+
+    setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
+    with lean_imports():
+        import sglang.srt.managers.scheduler
+        import sglang.srt.models.qwen3  # noqa: F401
+
+    try:
+        log, environment, run, args = orders.recv()
+    except EOFError:  # the rank is no more, or SGLang has refused its arguments
+        return
+    log = os.open(log, os.O_WRONLY | os.O_APPEND)
+    _write_to(log, log)
+    os.environ.clear()
+    os.environ.update(environment)
+    run(*args, writer)
+
+
+def start_schedulers(count):
+    """
+    Starts processes for SGLang's schedulers. On a CPU imports are most of an engine's start, and they do not have to
+    wait for those of the rank. Spawned, not forked: a rank has threads of gloo and OpenMP, whose locks a fork would
+    copy in whatever state they are, and its lock on the run's folder.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    started = []
+    for _ in range(count):
+        orders, commands = spawn.Pipe(duplex=False)
+        reader, writer = spawn.Pipe(duplex=False)
+        process = spawn.Process(target=early_scheduler, args=(orders, writer))
+        with output_to(os.devnull):
+            process.start()
+        orders.close(), writer.close()  # so that each end notices when the other dies
+        started.append((process, commands, reader))
+    return started
+
+
+def start_engine_early(config):
+    """Has the process of an engine that this rank will have on a CPU begin with its imports."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    _, engines = roles(config, world)
+    mine = int(os.environ.get("RANK", 0)) >= world - engines
+    on_cpu = config["device"] == "cpu" or not (config["device"] or Path("/proc/driver/nvidia").exists())
+    if mine and on_cpu and config["rollout_tp"] == 1:
+        early.extend(start_schedulers(1))
+        atexit.register(lambda: [process.kill() for process, *_ in early])
+
+
 def printable(text):
     """`text` as one line that a terminal shows and does not obey: what others wrote may have escape sequences in it."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.splitlines()))
 
 
-def fail(message, status=2):
-    """Ends this process with one line on stderr, whatever its rank."""
+def fail(message):
+    """Ends this process with one line on stderr and status 2, whatever its rank."""
     close_bars()
     print("error:", printable(message), file=sys.stderr)
-    sys.exit(status)
+    sys.exit(2)
 
 
 def require(condition, message):
@@ -314,17 +390,19 @@ POSITIVE = """
     judge_tries sandbox_seconds sandbox_memory lora_alpha scratch_experts_per_token""".split()
 NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p scratch_experts".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
-# {keys: what another key must be, or one of two (without a value: not 0) for these to have an effect}
-ONLY_WITH = {
-    "gae_lambda value_coef value_clip": "advantage=gae",
-    "queue_dir": "mode=replay",
-    "tp_split": "batch_invariant=True",
-    "chosen_column rejected_column": "mode=rm or dpo",
-    "groups_in_flight": "segment_tokens",
-    "engine_bits": "mode=grpo or replay",
-    "kl_in_reward": "kl_coef",
-    "lora lora_alpha lora_targets": "lora_rank",
-    "scratch_experts_per_token": "scratch_experts",
+# {what a key must be (without a value: not 0): the keys that then have an effect}
+HAVE_EFFECT = {
+    "advantage=gae": "gae_lambda value_coef value_clip",
+    "mode=replay": "queue_dir",
+    "batch_invariant=True": "tp_split",
+    "mode=rm or dpo": "chosen_column rejected_column",
+    "segment_tokens": "groups_in_flight",
+    "mode=grpo or replay": "engine_bits",
+    "kl_coef": "kl_in_reward",
+    "lora_rank": "lora lora_alpha lora_targets",
+    "scratch_experts": "scratch_experts_per_token",
+    "agent": "credit",
+    "advantage=grpo, dr_grpo, rloo or gae": "credit",
 }
 SEEDS = {"data", "noise", "init", "eval"}
 SOURCE = """
@@ -375,8 +453,7 @@ def resolve(namespace, defaults):
     saved = {}
     path = Path(config["out_dir"], "config.py")
     by_user = config["init_from"] == "resume"
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    restarted = not by_user and again and path.exists()
+    restarted = not by_user and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and path.exists()
     if by_user or restarted:
         require(path.is_file(), f"init_from='resume': out_dir={config['out_dir']!r} holds no run")
         if by_user:
@@ -407,9 +484,10 @@ def roles(config, world):
         return world, 0
     if not mode.trains:
         return 0, max(1, world // config["rollout_tp"])
-    both = world == 1 or config["colocate"]
+    if world == 1 or config["colocate"]:
+        return world, world
     last = config["rollout_ranks"]
-    return (world, world) if both else (world - last, last // config["rollout_tp"])
+    return world - last, last // config["rollout_tp"]
 
 
 def key_rules(c, world, defaults):
@@ -425,7 +503,7 @@ def key_rules(c, world, defaults):
         yield key, values[key] >= 0, "use 0 or more"
     for key in ("lanes", "tp_split"):
         yield key, values[key].bit_count() == 1, "not a power of two; use 1, 2, 4, .."
-    for keys, condition in ONLY_WITH.items():
+    for condition, keys in HAVE_EFFECT.items():
         other, _, value = condition.partition("=")
         holds = str(values[other]) in value if value else values[other]
         for key in keys.split():
@@ -528,12 +606,8 @@ def feature_rules(c, world, defaults):
     yield "chat_template_args", renders, "is for an agent, or for --chat_template"
     for key, used in dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=mode.pairs).items():
         yield key, not (used and c.agent), "is for samples of one turn, which an agent's are not"
-    by_sample = c.credit == "sample"
-    yield "credit", by_sample or c.agent, "is for an agent"
-    known = c.advantage in ("grpo", "dr_grpo", "rloo", "gae")
-    yield "credit", by_sample or known, "is for advantage grpo, dr_grpo, rloo, gae"
-    plain = not (c.kl_in_reward or c.overlong_cache)
-    yield "credit", by_sample or plain, "not with kl_in_reward or overlong_cache"
+    by_turn = c.credit == "turn" and (c.kl_in_reward or c.overlong_cache)
+    yield "credit", not by_turn, "not with kl_in_reward or overlong_cache"
     tokens = c.max_prompt_tokens + c.max_new_tokens + 1
     cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
     yield "engine_args", cache >= tokens, f"one sample may take max_total_tokens={tokens}; use more"

@@ -218,34 +218,33 @@ def cpu_pack(first, last, b, b_k, b_n, K, N, packed):
             store(transpose(square), packed, to + k * PANEL, PANEL, VECTOR)
         for k in range(whole, K):
             if b_n == 1:
-                row = load(1, 1, b, k * b_k + n, 0, N - n)
-                store(row, packed, to + k * PANEL, 0, VECTOR)
+                store(vector(b, k * b_k + n, N - n), packed, to + k * PANEL, 0, VECTOR)
             else:
                 for i in range(VECTOR):
                     packed[to + k * PANEL + i] = b[(n + i) * b_n + k] if n + i < N else ZERO
 
 
 @loop
-def cpu_multiply(a, at, a_m, a_k, M, K, packed, start, depth, first, last, c, to, c_m, N, add):
+def cpu_multiply(a, at, a_m, a_k, M, K, packed, start, depth, c, to, N, add, first=0, last=1 << 30):
     """
-    c[to + m c_m + n] = sum_k a[at + m a_m + k a_k] b[k, n], added to what is there if `add`: one chain of `fma` in the
-    order of K. b: the rows from `start` on of the panels first .. last of `packed` (panels, depth, PANEL).
+    c[to + m N + n] = sum_k a[at + m a_m + k a_k] b[k, n], added to what is there if `add`: one chain of `fma` in the
+    order of K. b: the rows from `start` on of `packed` (panels, depth, PANEL). first, last: of the panels; else all.
     """
-    for panel in range(first, last):
+    for panel in range(first, min(last, panels(N))):
         b = (panel * depth + start) * PANEL
         n = panel * PANEL
         whole = M // TILE_ROWS * TILE_ROWS
         read = N - n if add else 0
         for m in range(0, whole, TILE_ROWS):
-            tile = load(TILE_ROWS, TILE_VECTORS, c, to + m * c_m + n, c_m, read)
+            tile = load(TILE_ROWS, TILE_VECTORS, c, to + m * N + n, N, read)
             for k in range(K):
                 tile = add_outer(tile, a, at + m * a_m + k * a_k, a_m, packed, b + k * PANEL)
-            store(tile, c, to + m * c_m + n, c_m, N - n)
+            store(tile, c, to + m * N + n, N, N - n)
         for m in range(whole, M):
-            row = load(1, TILE_VECTORS, c, to + m * c_m + n, c_m, read)
+            row = load(1, TILE_VECTORS, c, to + m * N + n, N, read)
             for k in range(K):
                 row = add_outer(row, a, at + m * a_m + k * a_k, a_m, packed, b + k * PANEL)
-            store(row, c, to + m * c_m + n, c_m, N - n)
+            store(row, c, to + m * N + n, N, N - n)
 
 
 @loop
@@ -256,7 +255,7 @@ def cpu_matmul_blocks(first, last, a, a_m, a_k, packed, c, M, N, K, add):
         m = unit // across * BLOCK_ROWS
         panel = unit % across
         rows = min(BLOCK_ROWS, M - m)
-        cpu_multiply(a, m * a_m, a_m, a_k, rows, K, packed, 0, K, panel, panel + 1, c, m * N, N, N, add)
+        cpu_multiply(a, m * a_m, a_m, a_k, rows, K, packed, 0, K, c, m * N, N, add, panel, panel + 1)
 
 
 # An engine makes this a dict, {where b is: (b, its panels)}, and clears it when its weights change. Its b are weights
@@ -313,14 +312,10 @@ def _part(c, m, n, M, N, c_m, c_n, ROWS: constexpr, COLUMNS: constexpr):
 
 
 @triton.jit
-def triton_matmul(
-    a, b, c, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n,
-    ADD: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+def _multiply_tile(
+    a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
-    """Any strides, any alignment. ADD: the chain goes on from what c holds."""
-    row, col = _tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
-    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = col * BLOCK_N + tl.arange(0, BLOCK_N)
+    """The rows m below M and the columns n below N of c = a b. ADD: the chain goes on from what c holds."""
     k = tl.arange(0, BLOCK_K)
     inside_m = (m < M)[:, None]
     inside_n = (n < N)[None, :]
@@ -330,7 +325,7 @@ def triton_matmul(
     b += n * b_n + k[:, None].to(tl.int64) * b_k
     c += m * c_m + n * c_n
     inside = inside_m & inside_n
-    acc = tl.load(c, mask=inside, other=0.0) if ADD else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.load(c, mask=inside, other=0.0) if ADD else tl.zeros(inside.shape, tl.float32)
     for left in range(K, 0, -BLOCK_K):
         x = tl.load(a, mask=inside_m & (k < left)[None, :], other=0.0)
         y = tl.load(b, mask=inside_n & (k < left)[:, None], other=0.0)
@@ -338,6 +333,25 @@ def triton_matmul(
         a += a_k * BLOCK_K
         b += b_k * BLOCK_K
     tl.store(c, acc.to(c.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def triton_matmul(
+    a, b, c, starts, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n,
+    ADD: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):  # fmt: skip
+    """Any strides, any alignment. starts: of the parts of K, one for each of the matrices c; else there is one c."""
+    if starts is not None:
+        part = tl.program_id(1).to(tl.int64)
+        first = tl.load(starts + part)
+        K = (tl.load(starts + part + 1) - first).to(tl.int32)
+        a += first * a_k
+        b += first * b_k
+        c += part * M * N
+    row, col = _tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = col * BLOCK_N + tl.arange(0, BLOCK_N)
+    _multiply_tile(a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=["K", "PROGRAMS"])  # as a constant, K = 1 would be laid out in too much shared memory
@@ -442,9 +456,9 @@ def matmul(a, b, out_dtype=None, out=None):
     result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
     if 0 in c.shape:
         return result
-    x = _for_tma(a) if K else None
-    y = _for_tma(b.t()) if K else None
-    wide = bool(x and y)
+    x = _for_tma(a)
+    y = _for_tma(b.t())
+    wide = bool(K and x and y)
     aligned = c.stride(0) % 16 == 0
     on = card(a)
     block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, wide, aligned, on)
@@ -465,7 +479,7 @@ def matmul(a, b, out_dtype=None, out=None):
         args = c, *descriptors, M, N, K, *c.stride(), programs, x[1], y[1], add
         _launch(triton_matmul_tma, (programs,), *args, **config)
     else:
-        args = a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(), add
+        args = a, b, c, None, M, N, K, *a.stride(), *b.stride(), *c.stride(), add
         _launch(triton_matmul, (tiles,), *args, **config)
     return result
 
@@ -602,8 +616,7 @@ class LoRALinear(torch.autograd.Function):
 
 def merge(weight, A, B, scale):
     """weight (N, K) + scale * B (N, r) @ A (r, K), in float32, rounded once to weight's dtype. A and B are float32."""
-    fits = B.shape[1] == len(A)
-    fits = fits and weight.shape == (len(B), A.shape[1])
+    fits = B.shape[1] == len(A) and weight.shape == (len(B), A.shape[1])
     check(fits, "weight, A, B {}, {}, {}: (N, K), (r, K), (N, r) are needed", weight, A, B)
     check_operands(A, B, weight.new_empty(0, dtype=torch.float32))
     if not use_triton(weight):
@@ -698,20 +711,22 @@ def _rms(x, at, D, eps):
 
 
 @loop
-def _turn_row(y, cos, sin, half, sign):
+def _turn_row(y, cos, sin, token, D, sign):
+    half = D // 2
     other = y[half:]
+    c = cos[token * half :]
+    s = sin[token * half :]
     for i in range(half):
         a = y[i]
         b = other[i]
-        s = sign * sin[i]
-        y[i] = a * cos[i] - b * s
-        other[i] = b * cos[i] + a * s
+        turned = sign * s[i]
+        y[i] = a * c[i] - b * turned
+        other[i] = b * c[i] + a * turned
 
 
 @loop
 def cpu_norm_rope(first, last, x, weight, cos, sin, y, eps, x_n, R, H, D):
     """Tokens first .. last of x, H rows of D each, x_n apart. An empty weight skips the norm, an empty cos the turn."""
-    half = D // 2
     for row in range(first * H, last * H):
         at = row // H * x_n + row % H * D
         x_row = x[at:]
@@ -720,24 +735,20 @@ def cpu_norm_rope(first, last, x, weight, cos, sin, y, eps, x_n, R, H, D):
         for i in range(D):
             y_row[i] = x_row[i] * r * weight[i] if len(weight) else x_row[i]
         if len(cos):
-            angle = row // H * half
-            _turn_row(y_row, cos[angle:], sin[angle:], half, ONE)
+            _turn_row(y_row, cos, sin, row // H, D, ONE)
 
 
 @loop
 def cpu_norm_rope_backward(first, last, grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H, D):
     """dw (blocks, D) gets the sum over each block's rows in order; first .. last are blocks of SUM_ROWS tokens."""
-    half = D // 2
     for row in range(first * SUM_ROWS * H, min(last * SUM_ROWS * H, R)):
         at = row // H * x_n + row % H * D
         x_row = x[at:]
-        grad_row = grad[row * D :]
         g = dx[row * D :]
         for i in range(D):
-            g[i] = grad_row[i]
+            g[i] = grad[row * D + i]
         if len(cos):
-            angle = row // H * half
-            _turn_row(g, cos[angle:], sin[angle:], half, -ONE)
+            _turn_row(g, cos, sin, row // H, D, -ONE)
         if len(weight):
             r = _rms(x, at, D, eps)
             block = dw[row // H // SUM_ROWS * D :]
@@ -862,8 +873,7 @@ def rms_norm(x, weight, eps, residual=None):
 
     With a residual: s = x + residual, rounded, takes x's place, and (y, s) is returned.
     """
-    fits = weight.shape == x.shape[-1:]
-    fits = fits and (residual is None or residual.shape == x.shape)
+    fits = weight.shape == x.shape[-1:] and (residual is None or residual.shape == x.shape)
     check(fits, "weight {} or residual does not fit x {}", weight, x)
     s = x if residual is None else x + residual  # not in the kernel: the engine passes residuals, the trainer none
     check_operands(x, weight, s)
@@ -878,8 +888,7 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     (N, D/2) float32 as `rope_table` gives them. All in float32, rounded once; new tensors; differentiable in q, k and
     the weights.
     """
-    fits = q.dim() == k.dim() == 3 and q.shape[2] % 2 == 0
-    fits = fits and q.shape[::2] == k.shape[::2]
+    fits = q.dim() == k.dim() == 3 and q.shape[2] % 2 == 0 and q.shape[::2] == k.shape[::2]
     check(fits, "q {} and k {}: (N, heads, D) with an even D are needed", q, k)
     N, _, D = q.shape
     fits = all(x.dtype == torch.float32 and x.shape == (N, D // 2) for x in (cos, sin))
@@ -973,9 +982,8 @@ class SwiGLU(torch.autograd.Function):
 def swiglu(gate, up):
     """silu(gate) * up, (..., C) each, in float32, rounded once; the rows may be strided. Differentiable."""
     check(gate.shape == up.shape, "gate {} and up {} differ", gate, up)
-    C = gate.shape[-1]
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (gate, up)]
-    rows = [x.reshape(-1, C) for x in rows]
+    rows = [x.reshape(-1, gate.shape[-1]) for x in rows]
     check_operands(*rows)
     return _apply(SwiGLU, *rows).view(gate.shape)
 
@@ -988,6 +996,10 @@ def swiglu(gate, up):
 # j are a pair. Pairs are sorted by expert, those of one in the order of the tokens, and their products are rows of
 # matmuls, which do not see how many pairs an expert has. Sums over a token's pairs go slot by slot, and an expert's
 # gradient is one chain over its pairs in order: exact zeros where there are none.
+#
+# On Triton nothing is asked of the host, so that a decode step can be a CUDA graph: an expert's program counts the
+# pairs before its own, and a product's program finds its expert and rows from these counts. As many are started as so
+# many pairs and experts can need at most. A tile is computed as `triton_matmul` does it, so no tile is seen in a row.
 
 
 @loop
@@ -1012,8 +1024,8 @@ def cpu_choose(first, last, z, experts, w, E, k):
 
 
 @loop
-def cpu_by_expert(experts, starts, places):
-    """Sorts pairs (N * k,) by expert: the place of each, and where each expert's begin, in `starts` (E + 2,) of 0."""
+def cpu_by_expert(_first, _last, experts, starts, places, _pairs):
+    """Sorts pairs (N * k,) by expert: the place of each, and where each expert's begin, in `starts` (E + 2,), of 0."""
     for e in experts:
         starts[e + 2] += 1
     for e in range(2, len(starts)):
@@ -1024,10 +1036,17 @@ def cpu_by_expert(experts, starts, places):
 
 
 @loop
-def cpu_to_pairs(first, last, x, places, y, k, C):
-    """Copies each row of x (N, C) to the places of its k pairs in y (N * k, C)."""
+def cpu_to_pairs(first, last, x, y, places, w, out, dots, k, C):
+    """
+    Each row of x (N, C), times its w (N, k) if there are any, at the places of its k pairs in out (N * k, C). dots
+    (N, k): the products of x with the pairs y (N * k, C), if there are any.
+    """
     for i in range(first * k, last * k):
-        y[places[i] * C : (places[i] + 1) * C] = x[i // k * C : (i // k + 1) * C]
+        at = i // k * C
+        to = places[i] * C
+        out[to : to + C] = (w[i] if len(w) else ONE) * x[at : at + C]
+        if len(y):
+            dots[i] = dot(x, at, y, to, C)
 
 
 @loop
@@ -1047,17 +1066,17 @@ def cpu_expert_matmul(first, last, a, packed, starts, c, K, N):
         b = packed[e * across * PANEL * K :]
         for m in range(starts[e], starts[e + 1], BLOCK_ROWS):
             rows = min(BLOCK_ROWS, starts[e + 1] - m)
-            cpu_multiply(a, m * K, K, 1, rows, K, b, 0, K, panel, panel + 1, c, m * N, N, N, False)
+            cpu_multiply(a, m * K, K, 1, rows, K, b, 0, K, c, m * N, N, False, panel, panel + 1)
 
 
 @loop
-def cpu_expert_gradients(first, last, a, b, starts, c, M, N):
+def cpu_expert_gradients(first, last, a, b, c, starts, M, N, *_):
     """c (E, M, N) = a^T b over each expert's rows of a (N * k, M) and b (N * k, N); units are experts."""
     for e in range(first, last):
         K = starts[e + 1] - starts[e]
         packed = floats(panels(N) * PANEL * K)
         cpu_pack(0, panels(N), b[starts[e] * N :], N, 1, K, N, packed)
-        cpu_multiply(a, starts[e] * M, 1, M, M, K, packed, 0, K, 0, panels(N), c, e * M * N, N, N, False)
+        cpu_multiply(a, starts[e] * M, 1, M, M, K, packed, 0, K, c, e * M * N, N, False)
 
 
 @loop
@@ -1073,14 +1092,6 @@ def cpu_combine(first, last, y, places, w, out, k, C):
 
 
 @loop
-def cpu_combine_backward(first, last, grad, y, places, w, dy, dw, k, C):
-    for i in range(first * k, last * k):
-        at = i // k * C
-        dw[i] = dot(grad, at, y, places[i] * C, C)
-        dy[places[i] * C : (places[i] + 1) * C] = w[i] * grad[at : at + C]
-
-
-@loop
 def cpu_moe(x, N, C, gate_up, down, F, out, mixture):
     """`moe` of rows x (N, C); weights are panels. mixture: (router, E, k)."""
     router, E, k = mixture
@@ -1093,20 +1104,131 @@ def cpu_moe(x, N, C, gate_up, down, F, out, mixture):
     y = floats(N * k * 2 * F)
     hidden = floats(N * k * F)
     cpu_choose(0, N, z, experts, w, E, k)
-    cpu_by_expert(experts, starts, places)
-    cpu_to_pairs(0, N, x, places, rows, k, C)
+    cpu_by_expert(0, 1, experts, starts, places, N * k)
+    cpu_to_pairs(0, N, x, NOTHING, places, NOTHING, rows, w, k, C)
     cpu_expert_matmul(0, E * panels(2 * F), rows, gate_up, starts, y, C, 2 * F)
     cpu_swiglu(0, N * k, y, y[F:], hidden, 2 * F, 2 * F, F)
     cpu_expert_matmul(0, E * panels(C), hidden, down, starts, rows, F, C)
     cpu_combine(0, N, rows, places, w, out, k, C)
 
 
+@triton.jit
+def triton_choose(z, experts, w, E, k, BLOCK: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    z += row * E
+    x = tl.load(z + i, mask=i < E, other=float("-inf"))
+    m = tl.max(x, 0)
+    keys = tl.where(i < E, (_rank_int64(x) << 24) - i, -(1 << 62))
+    p = tl.zeros([BLOCK], tl.float32)
+    total = 0.0
+    for j in range(k):
+        e = -tl.max(keys, 0) & 0xFFFFFF
+        tl.store(experts + row * k + j, e)
+        keys = tl.where(i == e, -(1 << 62), keys)
+        its = tl.exp(tl.load(z + e) - m)
+        p = tl.where(i == j, its, p)
+        total += its
+    tl.store(w + row * k + i, tl.div_rn(p, total), mask=i < k)
+
+
+@triton.jit
+def triton_by_expert(experts, starts, places, pairs, BLOCK: constexpr):
+    """An expert's program counts the pairs of those before it, and then numbers its own."""
+    e = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    at = 0
+    for first in range(0, pairs, BLOCK):
+        at += tl.sum((tl.load(experts + first + i, mask=first + i < pairs, other=e) < e).to(tl.int32), 0)
+    tl.store(starts + e, at)
+    for first in range(0, pairs, BLOCK):
+        mine = (tl.load(experts + first + i, mask=first + i < pairs, other=-1) == e).to(tl.int32)
+        tl.store(places + first + i, at + tl.cumsum(mine, 0) - mine, mask=mine > 0)
+        at += tl.sum(mine, 0)
+
+
+@triton.jit
+def triton_to_pairs(x, y, places, w, out, dots, k, C: constexpr, BLOCK: constexpr):
+    pair = tl.program_id(0).to(tl.int64)
+    x += pair // k * C
+    to = tl.load(places + pair) * C
+    acc = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, C, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        v = tl.load(x + c, mask=c < C, other=0.0).to(tl.float32)
+        if y is not None:
+            acc += v * tl.load(y + to + c, mask=c < C, other=0.0).to(tl.float32)
+            v *= tl.load(w + pair)
+        tl.store(out + to + c, v.to(out.dtype.element_ty), mask=c < C)
+    if y is not None:
+        tl.store(dots + pair, tl.sum(acc, 0))
+
+
+@triton.jit
+def triton_expert_matmul(
+    b, a, c, starts, N, K, b_n, b_k,
+    EXPERTS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):  # fmt: skip
+    """
+    A tile of c^T = b^T a^T, so that the weights are the 64 rows that wgmma needs: BLOCK_N rows of one expert, which
+    follows from how many each has. The last programs find none.
+    """
+    tile = tl.program_id(1)
+    i = tl.arange(0, EXPERTS)
+    tiles = tl.cdiv(tl.load(starts + 1 + i) - tl.load(starts + i), BLOCK_N)
+    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int64), 0)
+    if e == EXPERTS:
+        return
+    tile -= tl.sum(tl.where(i < e, tiles, 0), 0)
+    m = tl.load(starts + e) + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    end = tl.load(starts + e + 1)
+    _multiply_tile(b + e * N * K, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K)
+
+
+@triton.jit
+def triton_combine(y, places, w, out, k, C, BLOCK: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for i in range(row * k, (row + 1) * k):
+        v = tl.load(y + tl.load(places + i) * C + c, mask=c < C, other=0.0).to(tl.float32)
+        acc = tl.fma(tl.load(w + i), v, acc)
+    tl.store(out + row * C + c, acc.to(out.dtype.element_ty), mask=c < C)
+
+
+def _expert_config(weight, M, N):
+    """Tiles of products (M, N), one for each expert."""
+    sizes = _matmul_config(M, N, weight.dtype, True, False, card(weight))
+    names = "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"
+    return dict(zip(names, sizes))
+
+
 def _expert_matmul(a, b, starts):
     """a (N * k, K) @ b (E, K, N), each row of a with its expert's."""
     E, K, N = b.shape
-    c = a.new_empty(len(a), N)
-    _share(cpu_expert_matmul, E * -(-N // PANEL), 2 * len(a) * K * N, a, panels_of(b), starts, c, K, N)
+    pairs = len(a)
+    c = a.new_empty(pairs, N)
+    if not use_triton(a):
+        _share(cpu_expert_matmul, E * -(-N // PANEL), 2 * pairs * K * N, a, panels_of(b), starts, c, K, N)
+        return c
+    config = _expert_config(b, E * N, -(-pairs // E))  # as if all had as many rows
+    tiles = pairs // config["BLOCK_N"] + min(pairs, E)  # at most
+    grid = -(-N // config["BLOCK_M"]), tiles
+    args = b, a, c, starts, N, K, b.stride(2), b.stride(1)
+    _launch(triton_expert_matmul, grid, *args, EXPERTS=len(starts) - 2, **config)
     return c
+
+
+def _to_pairs(x, y, places, w):
+    """(rows of x (N, C), times w (N, k) if there are any, at their places: (N * k, C); their products with y's)."""
+    N, k = places.shape
+    C = x.shape[1]
+    out = x.new_empty(N * k, C)
+    dots = None if y is None else torch.empty_like(w)
+    args = _aligned(x), y, places, w, out, dots, k, C
+    on_rows(cpu_to_pairs, triton_to_pairs, N, 3 * out.numel(), args, (N * k,), _lanes(C))
+    return out, dots
 
 
 class RouterLogits(torch.autograd.Function):
@@ -1131,7 +1253,7 @@ class Choose(torch.autograd.Function):
         N, E = z.shape
         w = z.new_empty(N, k)
         experts = torch.empty_like(w, dtype=torch.int64)
-        _share(cpu_choose, N, 20 * N * E, z, experts, w, E, k)
+        on_rows(cpu_choose, triton_choose, N, 20 * N * E, (z, experts, w, E, k), (N,), _lanes(E))
         ctx.E = E
         ctx.save_for_backward(w, experts)
         ctx.mark_non_differentiable(experts)
@@ -1141,7 +1263,7 @@ class Choose(torch.autograd.Function):
     def backward(ctx, grad, _):
         w, experts = ctx.saved_tensors
         mean = row_sums((w * grad).double())[:, None].float()
-        return torch.zeros(len(w), ctx.E).scatter_(1, experts, w * (grad - mean)), None
+        return w.new_zeros(len(w), ctx.E).scatter_(1, experts, w * (grad - mean)), None
 
 
 class ToPairs(torch.autograd.Function):
@@ -1150,16 +1272,12 @@ class ToPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, places):
         ctx.save_for_backward(places)
-        N, k = places.shape
-        C = x.shape[1]
-        y = x.new_empty(N * k, C)
-        _share(cpu_to_pairs, N, y.numel(), x.contiguous(), places, y, k, C)
-        return y
+        return _to_pairs(x, None, places, None)[0]
 
     @staticmethod
     def backward(ctx, grad):
         (places,) = ctx.saved_tensors
-        return Combine.forward(_NoGradient(), grad, torch.ones(places.shape), places), None
+        return Combine.forward(_NoGradient(), grad, torch.ones_like(places, dtype=torch.float32), places), None
 
 
 class ExpertMatmul(torch.autograd.Function):
@@ -1176,7 +1294,10 @@ class ExpertMatmul(torch.autograd.Function):
         grad = grad.contiguous()
         E, N, K = weight.shape
         d_weight = torch.empty_like(weight)
-        _share(cpu_expert_gradients, E, 2 * len(x) * N * K, grad, x, starts, d_weight, N, K)
+        args = grad, x, d_weight, starts, N, K, 0, 1, N, K, 1, K, 1, False
+        config = _expert_config(weight, N, K * E)
+        grid = _tiles(N, K, config["BLOCK_M"], config["BLOCK_N"]), E
+        on_rows(cpu_expert_gradients, triton_matmul, E, 2 * len(x) * N * K, args, grid, config)
         return _expert_matmul(grad, weight, starts), d_weight, None
 
 
@@ -1187,25 +1308,20 @@ class Combine(torch.autograd.Function):
     def forward(ctx, y, w, places):
         ctx.save_for_backward(y, w, places)
         N, k = places.shape
-        C = y.shape[1]
-        out = y.new_empty(N, C)
-        _share(cpu_combine, N, 2 * y.numel(), y.contiguous(), places, w, out, k, C)
+        out = y.new_empty(N, y.shape[1])
+        on_elements(cpu_combine, triton_combine, out.shape, 2 * k, y.contiguous(), places, w, out, k)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         y, w, places = ctx.saved_tensors
-        N, k = places.shape
-        dy = torch.empty_like(y)
-        dw = torch.empty_like(w)
-        _share(cpu_combine_backward, N, 3 * y.numel(), grad.contiguous(), y, places, w, dy, dw, k, y.shape[1])
-        return dy, dw, None
+        return *_to_pairs(grad, y, places, w), None
 
 
-def moe(x, router, gate_up, down, k):
+def moe(x, router, gate_up, down, k, routed=None):
     """
     x (N, C) through the k experts of each row -> (N, C). router (E, C), gate_up (E, 2 F, C), down (E, C, F).
-    Differentiable.
+    Differentiable. routed: a list that gets the router's logits (N, E) and the experts (N, k), the likeliest first.
     """
     E, C, F = down.shape
     fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (E, 2 * F, C)
@@ -1213,10 +1329,15 @@ def moe(x, router, gate_up, down, k):
     check(fits, message, x, router, gate_up, down)
     check(0 < k <= E, "{} experts of {} for a token: 1 to all are needed", k, E)
     check_operands(x, router, gate_up, down)
-    w, experts = _apply(Choose, _apply(RouterLogits, x, router), k)
+    z = _apply(RouterLogits, x, router)
+    w, experts = _apply(Choose, z, k)
+    if routed is not None:
+        routed += [z, experts]
     places = torch.empty_like(experts)
-    starts = torch.zeros(E + 2, dtype=torch.int64)
-    cpu_by_expert(*map(_flat, (experts, starts, places)))
+    starts = experts.new_zeros(_block(E) + 2)
+    pairs = experts.numel()
+    args = experts, starts, places, pairs
+    on_rows(cpu_by_expert, triton_by_expert, 1, pairs, args, (len(starts) - 1,), _lanes(pairs))
     y = _apply(ExpertMatmul, _apply(ToPairs, x, places), gate_up, starts)
     y = _apply(ExpertMatmul, swiglu(*y.chunk(2, 1)), down, starts)
     return _apply(Combine, y, w, places)
@@ -1311,35 +1432,29 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
     q_lens (B,) new tokens, kv_lens (B,) tokens in the cache with the new ones.
     """
     each = q_lens, kv_lens, requests
-    fits = all(x.device == page_table.device and x.is_contiguous() for x in each)
-    fits = fits and page_table.stride(1) == 1
-    cure = "the numbers and the entries of a page_table's row side by side"
-    check(fits, "paged_plan: all four on one device, {}", cure)
+    fits = page_table.stride(1) == 1 and all(x.device == page_table.device and x.is_contiguous() for x in each)
+    check(fits, "paged_plan: all four on one device, the numbers and the entries of a page_table's row side by side")
     return Plan(q_lens, kv_lens, page_table, requests)
 
 
 @loop
-def _gather(x, rows, first, n, heads, head, G, D, out):
-    """Copies G heads from `head` on, of n rows of x (any, heads, D) from rows[first] on, to `out` (n * G, D)."""
-    width = G * D
-    stride = heads * D
-    start = head * D
-    for i in range(n):
-        at = np.int64(rows[first + i]) * stride + start
-        for j in range(0, width, VECTOR):
-            part = load(1, 1, x, at + j, 0, width - j)
-            store(part, out, i * width + j, 0, width - j)
+def _copy(x, at, out, to, n):
+    for j in range(0, n, VECTOR):
+        store(vector(x, at + j, n - j), out, to + j, 0, n - j)
 
 
 @loop
-def _scatter(x, first, n, heads, head, G, D, out):
-    """Copies x (n * G, D) to these heads of the rows from `first` on of out (any, heads, D)."""
-    width = G * D
+def _gather(x, rows, first, n, parts, part, width, out):
+    """Copies this part of n rows of x (any, parts, width), from rows[first] on, to `out` (n, width)."""
     for i in range(n):
-        at = ((first + i) * heads + head) * D
-        for j in range(0, width, VECTOR):
-            part = load(1, 1, x, i * width + j, 0, width - j)
-            store(part, out, at + j, 0, width - j)
+        _copy(x, (np.int64(rows[first + i]) * parts + part) * width, out, i * width, width)
+
+
+@loop
+def _scatter(x, x_n, rows, first, n, parts, part, width, out):
+    """Copies n rows of x, x_n apart, to where `_gather` would read them in `out` (any, parts, width)."""
+    for i in range(n):
+        _copy(x, i * x_n, out, (np.int64(rows[first + i]) * parts + part) * width, width)
 
 
 @loop
@@ -1372,22 +1487,22 @@ def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, H, 
         head = unit % HK
         T = q_lens[b]
         L = kv_lens[b]
-        _gather(all_q, tokens, q_starts[b], T, H, head * G, G, D, q)
-        _gather(all_k, rows, kv_starts[b], L, HK, head, 1, D, k)
+        _gather(all_q, tokens, q_starts[b], T, HK, head, G * D, q)
+        _gather(all_k, rows, kv_starts[b], L, HK, head, D, k)
         cpu_pack(0, panels(L), k, 1, D, D, padded(L), k_T)
-        _gather(all_v, rows, kv_starts[b], L, HK, head, 1, D, k)
+        _gather(all_v, rows, kv_starts[b], L, HK, head, D, k)
         cpu_pack(0, panels(D), k, D, 1, L, D, v_panels)
         for r in range(0, T * G, QUERIES):
             R = min(QUERIES, T * G - r)
             seen = L - T + (r + R - 1) // G + 1  # keys that some row of the block sees
-            cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, 0, panels(seen), p, 0, seen, seen, False)
+            cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, p, 0, seen, False)
             for i in range(R):
                 mine = L - T + (r + i) // G + 1
                 row = (q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G
                 stats[2 * row] = largest(p, i * seen, mine) * scale
                 _scores_to_probabilities(p, i * seen, mine, seen, scale, stats[2 * row])
                 stats[2 * row + 1] = sum_of(p, i * seen, mine)
-            cpu_multiply(p, 0, seen, 1, R, seen, v_panels, 0, L, 0, panels(D), out, 0, D, D, False)
+            cpu_multiply(p, 0, seen, 1, R, seen, v_panels, 0, L, out, 0, D, False)
             for i in range(R):
                 row = (q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G
                 mean = out[i * D :]
@@ -1404,16 +1519,16 @@ def cpu_attention_backward(
     tokens, _, starts, lens, _, _ = indices
     G = H // HK
     longest = lens.max()
-    q = floats(longest * G * D)
-    do = floats(longest * G * D)
-    dq = floats(longest * G * D)
-    k = floats(padded(longest) * D)
-    v = floats(padded(longest) * D)
-    dk = floats(padded(longest) * D)
-    dv = floats(padded(longest) * D)
     p = floats(QUERIES * longest)
     ds = floats(QUERIES * longest)
-    size = (longest * G + PANEL) * (D + PANEL)
+    size = (longest * G + PANEL) * (D + PANEL)  # room for each of these
+    q = floats(size)
+    do = floats(size)
+    dq = floats(size)
+    k = floats(size)
+    v = floats(size)
+    dk = floats(size)
+    dv = floats(size)
     k_T = floats(size)
     v_T = floats(size)
     k_panels = floats(size)
@@ -1423,22 +1538,22 @@ def cpu_attention_backward(
         b = unit // HK
         head = unit % HK
         T = lens[b]
-        _gather(all_q, tokens, starts[b], T, H, head * G, G, D, q)
-        _gather(all_do, tokens, starts[b], T, H, head * G, G, D, do)
-        _gather(all_k, tokens, starts[b], T, HK, head, 1, D, k)
-        _gather(all_v, tokens, starts[b], T, HK, head, 1, D, v)
+        _gather(all_q, tokens, starts[b], T, HK, head, G * D, q)
+        _gather(all_do, tokens, starts[b], T, HK, head, G * D, do)
+        _gather(all_k, tokens, starts[b], T, HK, head, D, k)
+        _gather(all_v, tokens, starts[b], T, HK, head, D, v)
         cpu_pack(0, panels(T), k, 1, D, D, padded(T), k_T)
         cpu_pack(0, panels(T), v, 1, D, D, padded(T), v_T)
         cpu_pack(0, panels(D), k, D, 1, T, D, k_panels)
         cpu_pack(0, panels(D), q, D, 1, T * G, D, q_panels)
         cpu_pack(0, panels(D), do, D, 1, T * G, D, do_panels)
-        dk[:] = ZERO
-        dv[:] = ZERO
+        dk[: T * D] = ZERO
+        dv[: T * D] = ZERO
         for r in range(0, T * G, QUERIES):
             R = min(QUERIES, T * G - r)
             seen = (r + R - 1) // G + 1
-            cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, 0, panels(seen), p, 0, seen, seen, False)
-            cpu_multiply(do, r * D, D, 1, R, D, v_T, 0, D, 0, panels(seen), ds, 0, seen, seen, False)
+            cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, p, 0, seen, False)
+            cpu_multiply(do, r * D, D, 1, R, D, v_T, 0, D, ds, 0, seen, False)
             for i in range(R):
                 row = (starts[b] + (r + i) // G) * H + head * G + (r + i) % G
                 mine = (r + i) // G + 1
@@ -1449,12 +1564,12 @@ def cpu_attention_backward(
                 for j in range(seen):
                     p_row[j] /= stats[2 * row + 1]
                     ds_row[j] = p_row[j] * (ds_row[j] - delta) * scale
-            cpu_multiply(p, 0, 1, seen, seen, R, do_panels, r, T * G, 0, panels(D), dv, 0, D, D, True)
-            cpu_multiply(ds, 0, 1, seen, seen, R, q_panels, r, T * G, 0, panels(D), dk, 0, D, D, True)
-            cpu_multiply(ds, 0, seen, 1, R, seen, k_panels, 0, T, 0, panels(D), dq, r * D, D, D, False)
-        _scatter(dq, starts[b], T, H, head * G, G, D, all_dq)
-        _scatter(dk, starts[b], T, HK, head, 1, D, all_dk)
-        _scatter(dv, starts[b], T, HK, head, 1, D, all_dv)
+            cpu_multiply(p, 0, 1, seen, seen, R, do_panels, r, T * G, dv, 0, D, True)
+            cpu_multiply(ds, 0, 1, seen, seen, R, q_panels, r, T * G, dk, 0, D, True)
+            cpu_multiply(ds, 0, seen, 1, R, seen, k_panels, 0, T, dq, r * D, D, False)
+        _scatter(dq, G * D, tokens, starts[b], T, HK, head, G * D, all_dq)
+        _scatter(dk, D, tokens, starts[b], T, HK, head, D, all_dk)
+        _scatter(dv, D, tokens, starts[b], T, HK, head, D, all_dv)
 
 
 # On Triton the softmax is online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Per split of SPLIT keys, over
@@ -1791,13 +1906,15 @@ class TritonAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan, scale):
         # a clone has the strides of its shape; `contiguous` may leave those of a dim of 1
-        new = torch.contiguous_format
-        q, k, v = (x if _lies_for_tma(x) else x.clone(memory_format=new) for x in (q, k, v))
+        q, k, v = (x if _lies_for_tma(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
         N, H, D = q.shape
         heads = k.shape[1]
         groups = H // heads
+        shape = dict(HEADS=heads, GROUPS=groups, D=D)
+        strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
         c = scale * LOG2_E
         paged = plan.page_table is not None
+        tma = not paged and card(q).tma
         out = q.new_empty(N, H, D)
         lse = q.new_empty(N * H + BACKWARD_ROWS, dtype=torch.float32)
         pages, requests = (plan.page_table, plan.requests) if paged else (plan.q_ends, plan.q_ends)
@@ -1817,38 +1934,32 @@ class TritonAttention(torch.autograd.Function):
         if parts:
             part_o = q.new_empty(N, H, splits, D, dtype=torch.float32)
             part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32)
-        tma = not paged and card(q).tma
         key_tiles = _by_copy_engine(k, v, config["KEYS"]) if tma else (k, v)
         args = q, *key_tiles, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
-        args += pages.stride(0), c, N, plan.B, splits, lanes
-        args += *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        flags = dict(HEADS=heads, GROUPS=groups, D=D, SPLIT=SPLIT, PAGED=paged, PARTS=parts, TMA=tma)
+        args += pages.stride(0), c, N, plan.B, splits, lanes, *strides
+        flags = dict(shape, SPLIT=SPLIT, PAGED=paged, PARTS=parts, TMA=tma)
         _launch(triton_attention, (tiles, heads, lanes), *args, **flags, **config)
         if parts:
             args = part_o, part_m, part_l, out, plan.q_ends, plan.kv_lens, c, plan.B, splits
             config = dict(num_warps=1, **EXACT)
             _launch(triton_merge_parts, (N * H,), *args, H=H, D=D, SPLIT=SPLIT, **config)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = plan
-        ctx.scale = scale
+        ctx.tail = plan, scale, shape, strides, tma
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        plan = ctx.plan
-        scale = ctx.scale
-        N, H, D = q.shape
+        plan, scale, shape, strides, tma = ctx.tail
+        N, H, _ = q.shape
         heads = k.shape[1]
-        trained = plan.page_table is None
-        check(trained, "attention over a paged_plan has no gradient: train on a packed_plan")
         groups = H // heads
+        check(plan.page_table is None, "attention over a paged_plan has no gradient: train on a packed_plan")
         grad = _aligned(grad)
         delta = torch.empty_like(lse)
-        flags = dict(HEADS=heads, GROUPS=groups, D=D)
         args = grad, out, delta, N * H
         grid = (triton.cdiv(N * H, DELTA_ROWS),)
-        _launch(triton_attention_delta, grid, *args, **flags, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
+        _launch(triton_attention_delta, grid, *args, **shape, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
         dq, dk, dv = (_contiguous_like(x) for x in (q, k, v))
         dq_config = _attention_config(q, PREFILL_ROWS, 8, 3)
         # an odd group's lse are copied one by one, which takes registers: half the rows, or they spill
@@ -1858,16 +1969,14 @@ class TritonAttention(torch.autograd.Function):
         keys = dkv_config["KEYS"]
         sequences = min(N, plan.B)
         rest = grad, lse, delta
-        tail = scale * LOG2_E, scale, N, plan.B
-        tail += *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        tma = card(q).tma
+        tail = scale * LOG2_E, scale, N, plan.B, *strides
         key_tiles = _by_copy_engine(k, v, dq_config["KEYS"]) if tma else (k, v)
         args = q, *key_tiles, *rest, dq, plan.q_ends, plan.ends(groups, rows), *tail
         grid = N * groups // rows + sequences, heads
-        _launch(triton_attention_dq, grid, *args, **flags, TMA=tma, **dq_config)
+        _launch(triton_attention_dq, grid, *args, **shape, TMA=tma, **dq_config)
         args = q, k, v, *rest, dk, dv, plan.q_ends, plan.ends(1, keys), *tail
         grid = N // keys + sequences, heads
-        _launch(triton_attention_dkv, grid, *args, **flags, **dkv_config)
+        _launch(triton_attention_dkv, grid, *args, **shape, **dkv_config)
         return dq, dk, dv, None, None
 
 
@@ -1911,13 +2020,6 @@ def _linear(x, M, K, weight, bias, N):
 
 
 @loop
-def _scatter_rows(x, x_n, width, where, out):
-    for i in range(len(where)):
-        for j in range(width):
-            out[where[i] * width + j] = x[i * x_n + j]
-
-
-@loop
 def cpu_layer(
     first, last, x, residual, cos, sin, keys, values, where, indices, weights, eps, H, HK, D, F, scale, mixture=None
 ):
@@ -1928,32 +2030,32 @@ def cpu_layer(
     width = (H + 2 * HK) * D
     begin = starts[first]
     M = starts[last - 1] + q_lens[last - 1] - begin
-    mine = tokens, rows, starts[first:last] - begin, q_lens[first:last], kv_starts[first:last], kv_lens[first:last]
-    x = x[begin * C :]
+    mine = tokens, rows, starts - begin, q_lens, kv_starts, kv_lens
+    x = x[begin * C : (begin + M) * C]
     residual = residual[begin * C : (begin + M) * C]
     cos = cos[begin * D // 2 :]
     sin = sin[begin * D // 2 :]
     normed = floats(M * C)
     q = floats(M * H * D)
     k = floats(M * HK * D)
-    out = floats(M * H * D)
     hidden = floats(M * F)
-    residual += x[: M * C]
-    cpu_norm_rope(0, M, residual, norm, cos[:0], sin[:0], normed, eps, C, M, 1, C)
+    residual += x
+    cpu_norm_rope(0, M, residual, norm, NOTHING, NOTHING, normed, eps, C, M, 1, C)
     y = _linear(normed, M, C, qkv, qkv_bias, width)
     cpu_norm_rope(0, M, y, q_norm, cos, sin, q, eps, width, M * H, H, D)
     cpu_norm_rope(0, M, y[H * D :], k_norm, cos, sin, k, eps, width, M * HK, HK, D)
-    _scatter_rows(k, HK * D, HK * D, where[begin : begin + M], keys)
-    _scatter_rows(y[(H + HK) * D :], width, HK * D, where[begin : begin + M], values)
-    cpu_attention(0, (last - first) * HK, q, keys, values, out, floats(M * H * 2), mine, H, HK, D, scale)
-    residual += _linear(out, M, H * D, o, o_bias, C)
-    cpu_norm_rope(0, M, residual, second, cos[:0], sin[:0], normed, eps, C, M, 1, C)
+    _scatter(k, HK * D, where, begin, M, 1, 0, HK * D, keys)
+    _scatter(y[(H + HK) * D :], width, where, begin, M, 1, 0, HK * D, values)
+    # a unit copies its queries before it writes what takes their place
+    cpu_attention(first * HK, last * HK, q, keys, values, q, floats(M * H * 2), mine, H, HK, D, scale)
+    residual += _linear(q, M, H * D, o, o_bias, C)
+    cpu_norm_rope(0, M, residual, second, NOTHING, NOTHING, normed, eps, C, M, 1, C)
     if mixture is not None:
         cpu_moe(normed, M, C, gate_up, down, F, x, mixture)
         return
     y = _linear(normed, M, C, gate_up, gate_up_bias, 2 * F)
     cpu_swiglu(0, M, y, y[F:], hidden, 2 * F, 2 * F, F)
-    x[: M * C] = _linear(hidden, M, F, down, down_bias, C)
+    x[:] = _linear(hidden, M, F, down, down_bias, C)
 
 
 def layer_weights(norms, linear):
@@ -1993,16 +2095,6 @@ def head_logits(hidden, weight):
 
 
 @loop
-def _log_sum(z, at, V, terms):
-    """(the largest of V logits, the log of the sum of exp(z - largest)); terms (V,) gets what was added."""
-    m = largest(z, at, V)
-    row = z[at:]
-    for i in range(V):
-        terms[i] = exp(row[i] - m)
-    return m, np.float32(log(np.float64(sum_of(terms, 0, V))))
-
-
-@loop
 def cpu_softmax_stats(first, last, z, t, stats, V):
     """stats (M, 2): the largest z / t of a row, and the log of the row's sum of exp(z / t - largest)."""
     x = floats(V)
@@ -2010,18 +2102,11 @@ def cpu_softmax_stats(first, last, z, t, stats, V):
         z_row = z[row * V :]
         for i in range(V):
             x[i] = z_row[i] / t[0]
-        stats[2 * row], stats[2 * row + 1] = _log_sum(x, 0, V, x)
-
-
-@loop
-def cpu_log_softmax(first, last, z, out, V):
-    terms = floats(V)
-    for row in range(first, last):
-        m, log_sum = _log_sum(z, row * V, V, terms)
-        z_row = z[row * V :]
-        out_row = out[row * V :]
+        m = largest(x, 0, V)
         for i in range(V):
-            out_row[i] = (z_row[i] - m) - log_sum
+            x[i] = exp(x[i] - m)
+        stats[2 * row] = m
+        stats[2 * row + 1] = log(np.float64(sum_of(x, 0, V)))
 
 
 @loop
@@ -2032,6 +2117,12 @@ def _log_prob_row(z, row, t, stats, x, V):
     z_row = z[row * V :]
     for i in range(V):
         x[i] = (z_row[i] / t - m) - log_sum
+
+
+@loop
+def cpu_log_softmax(first, last, z, t, stats, out, V):
+    for row in range(first, last):
+        _log_prob_row(z, row, t, stats, out[row * V :], V)
 
 
 @loop
@@ -2133,6 +2224,13 @@ def _on_logits(loop, kernel, work, z, *args):
     on_rows(loop, kernel, M, work * M * V, (z, *args, V), (M,), _lanes(V))
 
 
+def softmax_stats(z, t):
+    """Of each row of logits z (M, V) the largest z / t and the log of the sum of exp(z / t - largest): (M, 2)."""
+    stats = z.new_empty(len(z), 2, dtype=torch.float32)
+    _on_logits(cpu_softmax_stats, triton_softmax_stats, 10, z, t, stats)
+    return stats
+
+
 def _kept_logits(first, h, weight, targets, t, rule):
     """The logits (m, V) of the rows h (m, C), `first` of all and the next, -inf where the rule leaves a token out."""
     z = head_logits(h, weight)
@@ -2154,7 +2252,7 @@ def _kept_logits(first, h, weight, targets, t, rule):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """(log-probs, entropies) (N,) of targets (N,); t (1,); rule: a Rule or None."""
+    """(log-probs, entropies) (N,) of targets (N,); t (1,); rule: ((1, 3) as for `cut`, kept, found), or None."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, t, rule):
@@ -2202,8 +2300,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, top_p=1.0, top_k=0,
     must be in the loss, the entropies need not be. kept (2, K) int64: pairs of a row and a token, all that these rows
     keep, in place of what the rule says. found: a list that gets such pairs of all rows, in parts.
     """
-    fits = hidden.shape[1:] == weight.shape[1:]
-    fits = fits and targets.shape == hidden.shape[:1]
+    fits = hidden.shape[1:] == weight.shape[1:] and targets.shape == hidden.shape[:1]
     check(fits, "hidden, weight, targets {}, {}, {}: (N, C), (V, C), (N,) are needed", hidden, weight, targets)
     check_operands(hidden, weight)
     if not use_triton(hidden) and len(targets):  # a loop would read what lies beside the row
@@ -2213,12 +2310,11 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, top_p=1.0, top_k=0,
     # divided by a tensor: by a Python number, CUDA would multiply by a rounded reciprocal
     t = torch.tensor([temperature], dtype=torch.float32, device=hidden.device)
     targets = _aligned(targets.long())
-    cuts = Sampling(temperature, top_p, top_k, min_p).cuts()
-    if not cuts:
-        return TokenLogprobs.apply(hidden, weight, targets, t, None)
-    rule = torch.tensor([[top_p, top_k, min_p]], dtype=torch.float32, device=hidden.device)
-    kept = targets.new_empty(2, 0) if kept is None else kept
-    return TokenLogprobs.apply(hidden, weight, targets, t, (rule, kept, found))
+    rule = None
+    if Sampling(temperature, top_p, top_k, min_p).cuts():
+        kept = targets.new_empty(2, 0) if kept is None else kept
+        rule = t.new_tensor([[top_p, top_k, min_p]]), kept, found
+    return TokenLogprobs.apply(hidden, weight, targets, t, rule)
 
 
 def log_softmax(x, dim, half_to_float):
@@ -2227,19 +2323,11 @@ def log_softmax(x, dim, half_to_float):
         return torch._log_softmax(x, dim, half_to_float, out=torch.empty_like(x))
     last = x.dim() > 0 and dim % x.dim() == x.dim() - 1
     check(last, "log_softmax: dim={} of {}; only the last one is written", dim, x.dim())
-    dtype = torch.float32 if half_to_float else x.dtype
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if not use_triton(x):
-        V = x.shape[-1]
-        rows = x.numel() // max(1, V)
-        _share(cpu_log_softmax, rows, 20 * x.numel(), x.contiguous(), out, V)
-        return out
     check_operands(x)
-    z = _aligned(x.reshape(-1, x.shape[-1]))
-    t = torch.ones(1, dtype=torch.float32, device=x.device)
-    stats = z.new_empty(len(z), 2, dtype=torch.float32)
-    _on_logits(None, triton_softmax_stats, 0, z, t, stats)
-    on_elements(None, triton_log_softmax, z.shape, 0, z, t, stats, out)
+    out = x.new_empty(x.shape, dtype=torch.float32 if half_to_float else None)
+    z = _aligned(x.reshape(-1, max(1, x.shape[-1])))
+    t = z.new_ones(1, dtype=torch.float32)
+    on_elements(cpu_log_softmax, triton_log_softmax, z.shape, 10, z, t, softmax_stats(z, t), out)
     return out
 
 
@@ -2291,7 +2379,7 @@ def _above(ranks, masses, rank):
 
 
 @loop
-def cpu_cut(first, last, z, t, rules, V):
+def cpu_cut(first, last, z, t, stats, rules, V):
     x = floats(V)
     ranks = np.empty(V, np.int32)
     masses = np.empty(V, np.int32)
@@ -2300,13 +2388,13 @@ def cpu_cut(first, last, z, t, rules, V):
         for i in range(V):
             x[i] = z_row[i] / t[0]
             ranks[i] = _rank(x[i])
-        m = largest(x, 0, V)
+        m = stats[2 * row]
         for i in range(V):
             masses[i] = np.int32(exp(x[i] - m) * MASS)
         top_p = rules[3 * row]
         top_k = rules[3 * row + 1]
         min_p = rules[3 * row + 2]
-        whole = _above(ranks, masses, -(1 << 32))[1]
+        whole = masses.sum()
         enough = max(1, np.int64(whole * np.float64(top_p))) if top_p < 1 else whole + 1
         most = np.int64(top_k) if top_k > 0 else V
         high = _rank(m)
@@ -2394,12 +2482,7 @@ def cut(z, rules, t=None):
     fits = z.is_contiguous() and rules.shape == (len(z), 3)
     check(fits, "logits {}, rules {}: (M, V), contiguous, and (M, 3) are needed", z, rules)
     t = z.new_ones(1, dtype=torch.float32) if t is None else t
-    if use_triton(z):
-        stats = z.new_empty(len(z), 2, dtype=torch.float32)
-        _on_logits(None, triton_softmax_stats, 0, z, t, stats)
-        _on_logits(None, triton_cut, 0, z, t, stats, rules.contiguous())
-    else:
-        _on_logits(cpu_cut, None, 100, z, t, rules.contiguous())
+    _on_logits(cpu_cut, triton_cut, 100, z, t, softmax_stats(z, t), rules.contiguous())
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2720,8 +2803,7 @@ def enable_batch_invariant(cpu_threads=1):
     global _library, threads
     threads = cpu_threads
     torch.set_num_threads(1)
-    # A step's memory stays with the process; a C library other than glibc has no such switch.
-    keep_memory = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
+    keep_memory = ctypes.CDLL(None).mallopt  # a step's memory stays with the process
     keep_memory(M_TRIM_THRESHOLD, 2**30)
     keep_memory(M_MMAP_THRESHOLD, 2**30)
     if _library is not None:
@@ -2729,8 +2811,8 @@ def enable_batch_invariant(cpu_threads=1):
     add = _reduction(row_sums, torch.sum)
     average = _reduction(_mean, torch.mean)
     both = dict(mm=mm, addmm=addmm, _log_softmax=log_softmax, _softmax=softmax)
-    both["embedding_dense_backward"] = embedding_backward
     both |= {"sum": add, "sum.dim_IntList": add, "mean": average, "mean.dim": average}
+    both |= {"embedding_dense_backward": embedding_backward}
     on_cpu = {
         "exp": _element_wise(cpu_exp, torch.exp), "log": _element_wise(cpu_log, torch.log),
         "std.correction": _reduction(_std, torch.std), "pow.Scalar": power,
@@ -2829,11 +2911,8 @@ def on_rows(loop, kernel, units, work, args, grid, config):
 def on_elements(loop, kernel, shape, work, *args):
     """The twin for what is computed number by number in `shape`, `work` operations each; its last argument is C."""
     R, C = shape
-    if use_triton(args[0]):
-        grid = R, -(-C // ELEMENTS)
-        _launch(kernel, grid, *args, C, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
-    else:
-        _share(loop, R, work * R * C, *args, C)
+    config = dict(BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
+    on_rows(loop, kernel, R, work * R * C, (*args, C), (R, -(-C // ELEMENTS)), config)
 
 
 def _launch(kernel, grid, *args, **config):
@@ -2911,7 +2990,7 @@ _pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a
 
 def _share(loop, units, work, *args):
     """loop(first, last, *args) over all units, by several threads if `work`, the number of operations, is worth it."""
-    args = [x if isinstance(x, (int, tuple)) else _for_loop(x) for x in args]
+    args = [*map(_for_loop, args)]
     shares = min(threads, units)  # so that no share is empty: a loop may read its first unit
     if shares <= 1 or work < WORTH_THREADS:
         return loop(0, units, *args) if units else None
@@ -3113,7 +3192,7 @@ def total(_, tile):
         while half:
             upper = ir.Constant(ir.VectorType(INT32, VECTOR), [*range(half, VECTOR)] + [0] * half)
             x = builder.fadd(x, builder.shuffle_vector(x, x, upper))
-            half = half // 2
+            half //= 2
         return builder.extract_element(x, INT32(0))
 
     return types.float32(tile), generate
@@ -3149,6 +3228,12 @@ def fma(_, a, b, c):
 @loop
 def floats(n):
     return np.empty(n, np.float32)
+
+
+@loop
+def vector(x, at, left):
+    """VECTOR numbers of x from x[at] on; those from `left` on are 0."""
+    return load(1, 1, x, at, 0, left)
 
 
 @loop
@@ -3205,21 +3290,19 @@ def cos_sin(x):
 @loop
 def dot(x, at, y, to, n):
     """sum x[at + i] y[to + i] of n float32: VECTOR sums of every VECTOR-th product in order, then their `total`."""
-    tile = load(1, 1, x, at, 0, 0)
+    tile = vector(x, at, 0)
     for i in range(0, n, VECTOR):
-        xs = load(1, 1, x, at + i, 0, n - i)
-        ys = load(1, 1, y, to + i, 0, n - i)
-        tile = add_product(tile, xs, ys)
+        tile = add_product(tile, vector(x, at + i, n - i), vector(y, to + i, n - i))
     return total(tile)
 
 
 @loop
 def sum_of(x, at, n):
     """The sum of n float32 from x[at] on, in the order of `dot`."""
-    tile = load(1, 1, x, at, 0, 0)
-    ones = load(1, 1, ONES, 0, 0, VECTOR)
+    tile = vector(x, at, 0)
+    ones = vector(ONES, 0, VECTOR)
     for i in range(0, n, VECTOR):
-        tile = add_product(tile, load(1, 1, x, at + i, 0, n - i), ones)
+        tile = add_product(tile, vector(x, at + i, n - i), ones)
     return total(tile)
 
 

@@ -144,13 +144,13 @@ def terms_of(spec):
     return terms
 
 
-def load_reward(spec, config=None):
+def load_reward(spec, config={}):
     """
     The reward function for `spec` (see `terms_of`). A file is looked up in the working directory, then beside this
     file; a path cannot contain + or *. The function returns (the sum, {term: {"reward": number, ..}}).
     config: the run's. Ends the run with one line if there is no such function, or if what it needs is not there.
     """
-    SETTINGS.update(config or {})
+    SETTINGS.update(config)
     try:
         terms = [(weight, name, find_reward(name)) for weight, name in terms_of(spec)]
     except ValueError as error:
@@ -236,10 +236,8 @@ def reward_metrics(groups):
     """
     noted = [terms for _, meta in groups for terms in meta.get("noted", ()) if terms]
     names = dict.fromkeys(name for terms in noted for name in terms)
-    metrics = {}
-    if len(names) > 1:
-        for name in names:
-            metrics[f"reward_{name}"] = fmean(terms[name]["reward"] for terms in noted if name in terms)
+    of_several = names if len(names) > 1 else ()
+    metrics = {f"reward_{x}": fmean(terms[x]["reward"] for terms in noted if x in terms) for x in of_several}
     limited = [notes for terms in noted for notes in terms.values() if "verdict" in notes]
     if limited:
         metrics["limits"] = sum(notes["verdict"] == "limit" for notes in limited)
@@ -288,12 +286,12 @@ def text_metrics(groups):
             bigrams += pairs
             repeated.append(1 - len({*pairs}) / len(pairs) if pairs else 0)
     characters = "".join(texts)
-    symbols = sum(not (c.isalnum() or c.isspace()) for c in characters)
+
     return dict(
         unique_answers=len({*texts}) / len(groups),
         distinct_2=len({*bigrams}) / max(1, len(bigrams)),
         repetition=fmean(repeated),
-        symbols=symbols / max(1, len(characters)),
+        symbols=sum(not (c.isalnum() or c.isspace()) for c in characters) / max(1, len(characters)),
     )
 
 
@@ -344,8 +342,7 @@ def hacking(steps, reward=""):
         if (value < bound) if sign == "<" else (value > bound):
             return f"{name} {value:.4g} {sign} {bound:.4g}"
     for truth in (name for weight, name in terms_of(reward) if weight == 0 and f"reward_{name}" in start[0]):
-        ends = range(len(steps), WATCHED - 1, -WATCHED)
-        parts = (steps[end - WATCHED : end] for end in ends)
+        parts = (steps[end - WATCHED : end] for end in range(len(steps), WATCHED - 1, -WATCHED))
         gap, *earlier = [mean(part, "reward_mean") - mean(part, f"reward_{truth}") for part in parts]
         if gap > GAP + min(earlier):
             return f"reward_mean - reward_{truth} {gap:.4g} > {GAP + min(earlier):.4g}"
@@ -424,8 +421,7 @@ def own_function(key, name):
 def describe(error):
     """One line for an exception, with the deepest line in the user's own file, not the one in a library it called."""
     text = printable(" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    episodes = str(Path(__file__).parent / "episodes")
-    others = ("<frozen importlib", os.path.dirname(os.__file__), __file__, episodes)
+    others = ("<frozen importlib", os.path.dirname(os.__file__), __file__, str(Path(__file__).parent / "episodes"))
     own = ""
     place = ""
     for frame, line in walk_tb(error.__traceback__):
@@ -510,11 +506,15 @@ def programs():
     return rows
 
 
+def chance(*key):
+    """A generator of random numbers that follow from a hash of the key."""
+    return torch.Generator().manual_seed(int(content_hash(key), 16) % 2**63)
+
+
 @lru_cache(maxsize=2)
 def permutation(n, *key):
     """A random order of 0 .. n-1, drawn from a hash of the key."""
-    source = torch.Generator().manual_seed(int(content_hash(list(key)), 16) % 2**63)
-    return torch.randperm(n, generator=source).tolist()
+    return torch.randperm(n, generator=chance(*key)).tolist()
 
 
 def rows_of_step(n, per_step, step, *key):
@@ -534,7 +534,7 @@ def learnable_rows(right, curriculum, samples, per_step, *key):
     """
     spread = [4 * m * (samples - m) if m is not None else samples**2 for m in right]
     weights = torch.tensor([samples**2 + curriculum * x for x in spread])
-    source = torch.Generator().manual_seed(int(content_hash(list(key)), 16) % 2**63)
+    source = chance(*key)
     left = weights.clone()
     rows = []
     for _ in range(per_step):
@@ -621,7 +621,7 @@ def load_rows(config):
             held_out = load_split(config["eval_split"], "", "")
         elif config["eval_split"]:
             held_out = load_split(name, config["dataset_config"], config["eval_split"])
-    columns = sorted(data[0]) if len(data) else []
+    columns = []
     used = ["prompt_column", *(f"{side}_column" for side in texts)]
     if config["sft_column"]:
         used.append("sft_column")

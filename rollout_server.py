@@ -31,6 +31,7 @@ import functools
 import hashlib
 import importlib
 import itertools
+import math
 import multiprocessing
 import os
 import pkgutil
@@ -51,7 +52,16 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, lean_imports, named_arguments, noise_seed, printable
+from configurator import (
+    close_bars,
+    early,
+    lean_imports,
+    named_arguments,
+    noise_seed,
+    output_to,
+    printable,
+    start_schedulers,
+)
 from models import moe
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from rewards import MODELS, RewardError, draw_rows, score_all
@@ -78,16 +88,17 @@ LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 def check_weights(scheduler, expected):
     """
-    Raises ValueError, with names, unless the parameters of the model that the engine's schedulers run together have the
-    hashes `expected`, {Hugging Face's name: hash}.
+    Raises ValueError, with names, unless the parameters of the model that the engine's schedulers run together are
+    those of `expected`, {Hugging Face's name: hash}, and have these hashes. {} is not compared.
     """
-    found = [x for x in hugging_face_parameters(scheduler.tp_worker.model_runner.model) if x[0].name in expected]
+    found = list(hugging_face_parameters(scheduler.tp_worker.model_runner.model)) if expected else []
     hashes = {}
     group = scheduler.tp_group
     for cut, among in ((False, None), (True, group.device_group)):
         if shards := [shard for shard, is_cut in found if is_cut == cut]:
             hashes |= tensor_hashes([s.data for s in shards], shards, among)
     wrong = [name for name in expected if hashes.get(name) != expected[name]]
+    wrong += [f"{shard.name} (nobody sends it)" for shard, _ in found if shard.name not in expected]
     wrong = [*dict.fromkeys(itertools.chain(*from_all_ranks(wrong, group.cpu_group)))]
     if wrong:
         raise ValueError(", ".join(wrong[:3]) + ", .." * (len(wrong) > 3))
@@ -111,6 +122,15 @@ def receive_rows(self, names, dtypes, shapes, *_):
     except Exception as e:
         return False, str(e)
     return True, ""
+
+
+def load_all(own, model, weights, device):
+    """SGLang's loading of a model folder, `own`. Raises ValueError, with names, if it leaves parameters out."""
+    for p in model.parameters():
+        p.data.fill_(math.nan)
+    own(model, weights, device)
+    if left := [name for name, p in model.named_parameters() if p.isnan().any()]:
+        raise ValueError(f"weights that are in no file, or not a number: {', '.join(left[:3])}")
 
 
 def allow_deterministic_backend():
@@ -192,6 +212,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
+    from sglang.srt.model_loader import loader
 
     enable = functools.partial(kernels.enable_batch_invariant, threads)
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
@@ -227,6 +248,8 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
         # for its own backend's sake SGLang would cut prefills at multiples of 4096, and wait for ever for larger chunks
         os.environ["SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE"] = "1"
     moe.install_in_engine()
+    own = loader.DefaultModelLoader.load_weights_and_postprocess
+    loader.DefaultModelLoader.load_weights_and_postprocess = functools.partial(load_all, own)
     # SGLang would import all its two hundred models before it picks one: seconds
     others = {module.name for module in pkgutil.iter_modules(models.__path__)} - set(MODEL_TYPES)
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
@@ -247,42 +270,16 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
     run_scheduler_process(*args, **kwargs)
 
 
-def early_scheduler(run, orders, writer):
-    """A process that imports SGLang while its rank does, and then does what SGLang has the rank's child do: `run`."""
-    import setproctitle
-
-    setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
-    with lean_imports():
-        import sglang.srt.managers.scheduler
-        import sglang.srt.models.qwen3  # noqa: F401
-
-    try:
-        environment, args = orders.recv()
-    except EOFError:  # the rank is no more, or SGLang has refused its arguments
-        return
-    os.environ.update(environment)
-    run(*args, writer)
-
-
 @contextmanager
 def started_early(run, count):
     """
-    Starts SGLang's scheduler processes before SGLang is imported here: on a CPU the imports are most of an engine's
-    start, and they do not have to wait for each other. Inside, SGLang's engine gets these when it wants its `count`.
-
-    Spawned, not forked: a rank has threads of gloo and OpenMP, whose locks a fork would copy in whatever state they
-    are, and its lock on the run's folder.
+    Inside, SGLang's engine gets the processes of `start_schedulers` when it wants its `count`, and they do what it has
+    them do: `run`.
     """
-    spawn = multiprocessing.get_context("spawn")
-    started = []
+    started = [early.pop() for _ in early[:count]] or start_schedulers(count)
     with ExitStack() as stack:
-        for _ in range(count):
-            orders, commands = spawn.Pipe(duplex=False)
-            reader, writer = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=early_scheduler, args=(run, orders, writer))
-            process.start()
-            orders.close(), writer.close()  # so that each end notices when the other dies
-            started.append((process, stack.enter_context(commands), reader))
+        for _, commands, _ in started:
+            stack.enter_context(commands)
         with lean_imports():
             from sglang.srt.entrypoints import engine
 
@@ -291,7 +288,8 @@ def started_early(run, count):
 
         def stand_in(target, args):  # its last argument is the writer, which the process has
             process, commands, _ = next(processes)
-            process.start = lambda: commands.send((dict(os.environ), args[:-1]))
+            log = os.readlink("/proc/self/fd/1")
+            process.start = lambda: commands.send((log, dict(os.environ), run, args[:-1]))
             return process
 
         pipe = lambda duplex: (next(readers), None)  # noqa: E731
@@ -302,25 +300,6 @@ def started_early(run, count):
 
 # ------------------------------------------------------------------------------------------------------------------
 # the engine, in its rank
-
-
-@contextmanager
-def output_to(path):
-    """Sends this process's and its new children's stdout and stderr to the file: SGLang starts noisily."""
-    kept = os.dup(1), os.dup(2)
-    with open(path, "a") as log:
-        _write_to(log.fileno(), log.fileno())
-    try:
-        yield
-    finally:
-        _write_to(*kept)
-        for fd in kept:
-            os.close(fd)
-
-
-def _write_to(stdout, stderr):
-    sys.stdout.flush(), sys.stderr.flush()
-    os.dup2(stdout, 1), os.dup2(stderr, 2)
 
 
 @contextmanager
@@ -386,6 +365,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
             cuda_graph_max_bs_decode=min(512, requests),
             disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
             bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
+            moe_runner_backend="triton",  # on Blackwell another permutes the rows of the experts' weights
             mem_fraction_static=config["engine_memory"],
             enable_memory_saver=lends,
         )
@@ -699,7 +679,7 @@ class Sampler:
 
     def params(self, job, seed, **others):
         """What SGLang is told of a request."""
-        drawn = job.sampling._asdict() | dict(top_k=max(job.sampling.top_k, 0) or -1, sampling_seed=seed)
+        drawn = job.sampling._asdict() | dict(top_k=job.sampling.top_k or -1, sampling_seed=seed)
         return drawn | dict(ignore_eos=self.config["ignore_eos"], stop_token_ids=self.stop_tokens) | others
 
     def sample(self, folder, job, prompts):

@@ -83,7 +83,6 @@ def rank_is_lost(error):
 
 def report_error(kind, error, trace):
     """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
-    refused = "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()
     cure = "go on with --init_from=resume"
     close_bars()
     if kind is KeyboardInterrupt:
@@ -91,7 +90,7 @@ def report_error(kind, error, trace):
     elif isinstance(error, RuntimeError) and rank_is_lost(error):  # such is a dist.DistError
         gone = "torchrun's store is gone, with the node that had it"
         line = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost"
-    elif errno.errorcode.get(getattr(error, "errno", None)) in refused:
+    elif errno.errorcode.get(getattr(error, "errno", None)) in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split():
         line = f"{error.filename or 'writing to out_dir'}: {error.strerror}"
         cure = f"when that is mended, {cure}"
     else:
@@ -164,25 +163,38 @@ def take_gpu(config, world, gpu):
     return torch.cuda.get_device_name()
 
 
-def least_memory(parameters, learned, config, world, reward=0):
+def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
     """
     {what a card is for: bytes that it needs at the very least}, for a model of so many parameters of which so many are
-    learned. reward: bytes of reward models, which an engine's rank has. Training: weights, AdamW's moments, and the
-    gradients of a row of leaves. Sampling: the engine gets a share of what the rest leaves of the card.
+    learned; on place='cpu' {'run': bytes that all ranks need together}. reward: bytes of reward models, which an
+    engine's rank has. Training: weights, AdamW's moments, and the gradients of a row of leaves. Sampling: the engine
+    gets a share of what the rest leaves of a card; on a CPU its weights do not sleep.
     """
     trainers, engines = roles(config, world)
+    compute = 4 if place == "cpu" else 2  # bytes of a number in the compute dtype
+    weights = compute * parameters / config["rollout_tp"]
     reward *= engines > 0
     needs = {}
     held = 0
     if trainers:
-        frozen = 2 * parameters * (learned < parameters)  # in bfloat16
+        frozen = compute * parameters * (learned < parameters)
         held = (frozen + 3 * 4 * learned) / trainers
         gradients = math.log2(config["lanes"] / trainers) + 1
         needs["train"] = held + 4 * learned / trainers * gradients + reward * (trainers == world)
     if engines:
-        weights = 2 * parameters / config["rollout_tp"]
         needs["sample"] = held * (trainers == world) + reward + weights / config["engine_memory"]
+    if place == "cpu":
+        of_engines = weights * config["rollout_tp"] + reward * (trainers < world)
+        return dict(run=trainers * needs.get("train", 0) + engines * of_engines)
     return needs
+
+
+def machine_memory():
+    """Bytes of memory that this machine, or this container, has."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    bound = limit.read_text().strip() if limit.is_file() else "max"
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return has if bound == "max" else min(has, int(bound))
 
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -518,8 +530,8 @@ class WeightSync:
         hashes: {name: hash} of the weights as trained, or {}; they are those of what is sent unless a cast rounds.
         """
         if shards and (self.cast_rounds or shards[0].name not in hashes):
-            sent = (self._as_sent(s).data for s in shards)  # one after the other: together they may not fit
-            hashes = tensor_hashes(sent, shards, self.ranks.mesh.get_group())
+            # one after the other: together they may not fit
+            hashes = tensor_hashes((self._as_sent(s).data for s in shards), shards, self.ranks.mesh.get_group())
         expected = {s.name: hashes[s.name] for s in shards}
         if self.deliveries:
             self.deliveries.put((version, shards, expected))
@@ -528,14 +540,13 @@ class WeightSync:
 
     def _as_sent(self, shard):
         data = rounded_to(shard.data.to(self.device), self.bits)
-        return Shard(shard.name, shard.shape, shard.first, data.to(self.dtype))
+        return Shard(*shard[:3], data.to(self.dtype))
 
     def _deliver(self, version, shards, expected):
         meet()
         rest = iter(shards)
         for bucket in self.plan:
-            mine = map(self._as_sent, islice(rest, len(bucket)))
-            self.send(bucket, mine, version, bucket is self.plan[-1])
+            self.send(bucket, map(self._as_sent, islice(rest, len(bucket))), version, bucket is self.plan[-1])
         expected = from_all_ranks(expected)[0]
         if self.engine:
             self.engine.check_weights(expected)
@@ -649,8 +660,7 @@ class Group(NamedTuple):
 
 def write_group(path, tensors, meta):
     """Writes the file of a Group, under one checksum."""
-    header = {"meta": json.dumps(meta), "sha256": _digest(meta, tensors)}
-    write_atomic(path, save(tensors, header))
+    write_atomic(path, save(tensors, {"meta": json.dumps(meta), "sha256": _digest(meta, tensors)}))
 
 
 def read_group(path, vocabulary=0, **expected):
@@ -919,8 +929,7 @@ class Record:
         if c.sample_every and step % c.sample_every == 0:
             self.samples(step, *batch.groups[0])
         if c.keep_rollouts:  # an engine that is late may still read the files of later steps
-            old = f"queue/rl_{step - c.keep_rollouts - c.lag:06d}"
-            shutil.rmtree(self.folder / old, ignore_errors=True)
+            shutil.rmtree(self.folder / f"queue/rl_{step - c.keep_rollouts - c.lag:06d}", ignore_errors=True)
         return line
 
     def samples(self, step, tensors, meta):

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import types
+from collections import ChainMap, namedtuple
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +42,7 @@ from configurator import (
     resolve,
     roles,
     sources_of,
+    start_engine_early,
 )
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -159,6 +161,7 @@ importance = ""
 importance_floor = 0.0  # 'truncate' clamps the weight to floor .. cap, 'mask' makes it 0 outside
 importance_cap = 2.0
 entropy_coef = 0.0  # weight of the entropy bonus
+router_aux_loss_coef = 0.0  # of a mixture of experts: weight of the loss that spreads the tokens over the experts
 kl_coef = 0.0  # weight of the KL to the frozen reference
 kl_in_reward = False  # True: subtract the KL from a sample's reward (with gae each token's); False: add it to the loss
 kl_estimator = "k3"  # k1, k2 or k3
@@ -208,17 +211,20 @@ if __name__ == "__mp_main__" or __name__ == "__main__" and "TORCHELASTIC_RUN_ID"
 if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
     config, resumed, restarted = resolve(globals(), DEFAULTS)
+    start_engine_early(config)
 
 with lean_imports():
     import torch
     import torch.distributed as dist
+    from torch import Tensor
     from tqdm import tqdm
 
     import kernels
     import rewards
     import sync
     from models import adapters, folders
-    from models.dense import build_model, check_card, check_model
+    from models.dense import build_model, check_memory, check_model
+    from models.moe import Routers
     from rewards import own_function
     from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
 
@@ -290,9 +296,10 @@ def importance_weights(old_logprobs, rollout_logprobs, kind, floor, cap):
     token gives no gradient (Ling team 2025, arXiv:2510.18855).
     """
     w = torch.exp(old_logprobs - rollout_logprobs)
-    if kind == "truncate":
-        return w.clamp(floor, cap)
-    return torch.where((w >= floor) & (w <= cap), w, 0.0) if kind == "mask" else w
+    bounded = w.clamp(floor, cap)
+    if kind == "mask":
+        return w.where(w == bounded, 0.0)
+    return bounded if kind == "truncate" else w
 
 
 def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip_high, dual_clip=0.0, **_):
@@ -381,45 +388,40 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
 
 
 class Sample(NamedTuple):
-    tokens: torch.Tensor  # (T,) prompt and response
+    tokens: Tensor  # (T,) prompt and response
     prompt_tokens: int  # how many of them are the prompt's
-    loss_at: torch.Tensor  # (M,) indices of the loss tokens in `tokens`; the tensors below are of these tokens alone
-    turn: torch.Tensor  # (M,) index of each token's turn
-    staleness: torch.Tensor  # (M,) steps from the weights that sampled the token to those that are trained now
-    logprobs: torch.Tensor  # (M,) the engine's
-    old_logprobs: torch.Tensor  # (M,) the ratio's denominator: the engine's, or the trainer's before the first update
-    advantages: torch.Tensor  # (M,)
-    reference: torch.Tensor  # (M,) log-probs of the reference
-    values: torch.Tensor  # (M,) of the critic before the first update
-    returns: torch.Tensor  # (M,) what the critic learns
-    mark: torch.Tensor  # (M,) what the `before` of a loss in a file has noted for it
+    loss_at: Tensor  # (M,) indices of the loss tokens in `tokens`; the tensors below are of these tokens alone
+    turn: Tensor  # (M,) index of each token's turn
+    staleness: Tensor  # (M,) steps from the weights that sampled the token to those that are trained now
+    logprobs: Tensor  # (M,) the engine's
+    old_logprobs: Tensor  # (M,) the ratio's denominator: the engine's, or the trainer's before the first update
+    advantages: Tensor  # (M,)
+    reference: Tensor  # (M,) log-probs of the reference
+    values: Tensor  # (M,) of the critic before the first update
+    returns: Tensor  # (M,) what the critic learns
+    mark: Tensor  # (M,) what the `before` of a loss in a file has noted for it
     bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
     name: str = ""  # 'prompt 3, sample 5', for errors
     truncated: bool = False  # cut off at max_new_tokens
     of: int = 0  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
-    turn_rewards: torch.Tensor = torch.zeros(1)  # (turns,)
-    kept: torch.Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
+    turn_rewards: Tensor = torch.zeros(1)  # (turns,)
+    kept: Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
 
 
 COLUMNS = "staleness logprobs old_logprobs advantages reference values returns mark".split()  # of Sample and Leaf
 
 
-class Leaf(NamedTuple):
-    ids: torch.Tensor  # (N,) samples end to end: no padding, so none can leak
-    positions: torch.Tensor  # (N,) of each token in its sample
-    lengths: torch.Tensor  # (samples,) tokens
-    counts: torch.Tensor  # (samples,) loss tokens
-    predictors: torch.Tensor  # (M,) index of the token before each loss token: its output predicts that one
-    targets: torch.Tensor  # (M,) ids of the loss tokens
-    staleness: torch.Tensor  # (M,) as in Sample, and so are the fields below
-    logprobs: torch.Tensor
-    old_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    reference: torch.Tensor
-    values: torch.Tensor
-    returns: torch.Tensor
-    mark: torch.Tensor
-    kept: torch.Tensor  # (2, K)
+LEAF = [
+    "ids",  # (N,) samples end to end: no padding, so none can leak
+    "positions",  # (N,) of each token in its sample
+    "lengths",  # (samples,) tokens
+    "counts",  # (samples,) loss tokens
+    "predictors",  # (M,) index of the token before each loss token: its output predicts that one
+    "targets",  # (M,) ids of the loss tokens
+    *COLUMNS,  # (M,) as in Sample
+    "kept",  # (2, K) as in Sample
+]
+Leaf = namedtuple("Leaf", LEAF)
 
 
 def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **others):
@@ -430,20 +432,14 @@ def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **ot
     """
     zeros = torch.zeros(len(response)).long()
     at = loss_mask.nonzero()[:, 0]
-    unknown = torch.zeros(len(at))
+    columns = dict.fromkeys(COLUMNS, torch.zeros(len(at)))
+    columns |= dict(staleness=(zeros + staleness)[at], logprobs=logprobs[at], old_logprobs=logprobs[at])
     return Sample(
         tokens=torch.cat([prompt, response]),
         prompt_tokens=len(prompt),
         loss_at=len(prompt) + at,
         turn=(zeros + turn)[at],
-        staleness=(zeros + staleness)[at],
-        logprobs=logprobs[at],
-        old_logprobs=logprobs[at],
-        advantages=unknown,
-        reference=unknown,
-        values=unknown,
-        returns=unknown,
-        mark=unknown,
+        **columns,
         **others,
     )
 
@@ -602,7 +598,7 @@ def with_advantages(samples, rewards, c, groups=()):
     """
     if c.advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
-    costs = [torch.zeros(len(s.loss_at)) for s in samples]
+    costs = [0.0] * len(samples)
     if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
         costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator) for s in samples]
     if c.advantage == "gae":
@@ -618,7 +614,7 @@ def with_advantages(samples, rewards, c, groups=()):
     own = own_function("advantage", c.advantage)
     advantages = own(**vars(c) | dict(rewards=rewards, groups=groups)) if own else advantages_of(rewards, c.advantage)
     each = advantages.flatten().tolist()
-    return [s._replace(advantages=torch.full(s.logprobs.shape, each[s.of])) for s in samples]
+    return [s._replace(advantages=torch.full_like(s.logprobs, each[s.of])) for s in samples]
 
 
 # ---- a leaf's loss, and the check -----------------------------------------------------------------------------------
@@ -634,19 +630,19 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     logprobs, entropy, _, values, _ = output
     counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
-    old = leaf.old_logprobs
     ours = dict(logprobs=logprobs, rollout_logprobs=leaf.logprobs, entropy=entropy, counts=counts)
-    own = own_function("loss", c.loss)
-    losses, figures["clip_fraction"] = (own or partial(policy_loss, c.loss))(**vars(c) | leaf._asdict() | ours)
+    loss = own_function("loss", c.loss) or partial(policy_loss, c.loss)
+    losses, figures["clip_fraction"] = loss(**vars(c) | leaf._asdict() | ours)
     if c.importance:
-        w = importance_weights(old, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
+        bounds = c.importance_floor, c.importance_cap
+        w = importance_weights(leaf.old_logprobs, leaf.logprobs, c.importance, *bounds)
         losses = losses * w
         figures |= dict(importance_mean=w, importance_not_one=w != 1)
     if max_staleness(c) or c.engine_bits != "fp32":
-        ratio = torch.exp(logprobs.detach() - leaf.logprobs)
-        figures["logprob_distance"] = (logprobs.detach() - leaf.logprobs).abs()
-        figures |= dict(staleness=leaf.staleness, ratio_mean=ratio, ratio_square=ratio.square())
-        figures["kl_behaviour"] = kl(leaf.logprobs, logprobs.detach(), "k3")
+        moved = logprobs.detach() - leaf.logprobs
+        ratio = torch.exp(moved)
+        figures |= dict(logprob_distance=moved.abs(), staleness=leaf.staleness, ratio_mean=ratio)
+        figures |= dict(ratio_square=ratio.square(), kl_behaviour=kl(leaf.logprobs, logprobs.detach(), "k3"))
     if c.entropy_coef:  # Schulman et al. 2017, equation 9
         losses = losses - c.entropy_coef * entropy
     if c.kl_coef or c.advantage == "distill":
@@ -711,7 +707,7 @@ def token_table(samples, parts):
     {name: (M,)} of a batch's loss tokens, in the order of the samples: what engine and trainer say of each. parts: of
     each rank {index of a sample: (log-probs, entropies)}; {} of all ranks gives {}.
     """
-    ours = {i: columns for part in parts for i, columns in part.items()}
+    ours = ChainMap(*parts)
     if not ours:
         return {}
     columns = dict(
@@ -737,8 +733,7 @@ class Trainer:
     checkpoint: the folder from which to go on, None without. saved: what it says of itself.
     """
 
-    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved=None):
-        saved = saved or {}
+    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved={}):
         self.c = c
         self.sampling = sampling_of(c)
         self.mesh = ranks.mesh
@@ -755,6 +750,7 @@ class Trainer:
         self.model.train()
         kind = adapters.Adapters if lora else folders.FullWeights
         self.parts = kind(self.model, c, self.mesh, device)
+        self.routers = Routers(self.model, c)
         self.shards = self.parts.trained
         self.policy = self.parts.policy
         # Heads begin with 0: so the first advantages come from the rewards alone, and no side of a pair is preferred.
@@ -814,8 +810,8 @@ class Trainer:
 
     def optimizer_state(self, versions):
         """The shards that a checkpoint has beside the model: AdamW's moments, these versions, the critic's head."""
-        pairs = [(s, self.optimizer.state[w]) for s, w in zip(self.shards, self.weights)]
-        state = [s._replace(name=f"{k}.{s.name}", data=state[k]) for s, state in pairs for k in MOMENTS]
+        pairs = [*zip(self.shards, self.weights)]
+        state = [s._replace(name=f"{k}.{s.name}", data=self.optimizer.state[w][k]) for s, w in pairs for k in MOMENTS]
         for version, kept in versions.items():
             state += [s._replace(name=f"version {version}.{s.name}", data=s.data.to(self.device)) for s in kept]
         return state + [s for s in self.shards if s.name == "value_head"]
@@ -943,9 +939,7 @@ class Trainer:
                 columns.append(last.tolist())
             mine |= zip(chosen, zip(*columns))
         # Every rank needs every sample: advantages are normalised over the batch.
-        outputs = {}
-        for part in sync.from_all_ranks(mine, self.control):
-            outputs |= part
+        outputs = ChainMap(*sync.from_all_ranks(mine, self.control))
         return [outputs[i] for i in range(len(samples))]
 
     def forward_only(self, samples):
@@ -982,8 +976,16 @@ class Trainer:
                 samples = self.forward_only(samples)
         total = sync.LeafSum(self.c.lanes // self.mesh.size())
         rows = []
+        routers = self.routers if self.routers.blocks and objective.unit == 1 else None
+        if routers and check and self.c.engine_bits != "fp32" and not self.c.lora_rank:
+            rounded = [s._replace(data=sync.rounded_to(s.data, self.c.engine_bits)) for s in self.policy]
+            with torch.no_grad():
+                routers.dialled = [routers.choices() for _ in self.passes(samples, self.model, weights=rounded)]
         for chosen, leaf, output in self.passes(samples, self.model, objective):
             loss, figures = objective.loss(output, leaf, self.c, len(samples), tokens)
+            if routers:
+                share = len(leaf.ids) / sum(len(s.tokens) for s in samples) if chosen else 0
+                loss = loss + routers.note(figures, leaf, share)
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
                 # A parameter that took no part has no gradient, such as the critic's in supervised steps.
@@ -1008,6 +1010,8 @@ class Trainer:
         if square := metrics.pop("ratio_square", None):
             mean_square = metrics["ratio_mean"] ** 2
             metrics |= dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
+        if routers:
+            metrics |= routers.metrics(self.process_group)
         return total.total, metrics
 
     def apply(self, grads, lr, where, loss=0.0):
@@ -1119,14 +1123,12 @@ def supervised_samples(rows, c, demonstrate=None):
     if demonstrate:
         known = demonstrate(rows)
     else:
-        known = []
-        for row in rows:
-            for response in (row[f"{side}_tokens"] for side in rewards.sides(c.mode)):
-                known.append((row["prompt_tokens"], response, [True] * len(response)))
+        texts = [(row["prompt_tokens"], row[f"{side}_tokens"]) for row in rows for side in rewards.sides(c.mode)]
+        known = [(prompt, response, [True] * len(response)) for prompt, response in texts]
     samples = []
-    for prompt, response, mask in known:
-        zeros = torch.zeros(len(response))
-        samples.append(make_sample(torch.tensor(prompt), torch.tensor(response), torch.tensor(mask), zeros))
+    for dialogue in known:
+        prompt, response, mask = map(torch.tensor, dialogue)
+        samples.append(make_sample(prompt, response, mask, torch.zeros(len(response))))
     return samples
 
 
@@ -1185,8 +1187,8 @@ if __name__ == "__main__":
     sync.check_shared(folder, ranks.rank)
     model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
-    if place == "cuda":
-        check_card(hf, config, [judge.hf for judge in rewards.MODELS.values()])
+    if place == "cuda" or folders.large(model_path):
+        check_memory(hf, config, place, [judge.hf for judge in rewards.MODELS.values()])
     tokenizer, stop_tokens = folders.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
     episodes = None  # what an agent's runs have in place of samples of one turn
@@ -1211,11 +1213,10 @@ if __name__ == "__main__":
     latest = max(sync.checkpoints(folder / "ckpt"), default=None) if resumed else None
     saved = sync.read_checkpoint(latest, ranks.rank, world, **origin) if latest else {}  # what it says of itself
     start = saved.get("step", 0)  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
-    groups = []
-    for i in range(saved.get("in_flight", 0)):
-        groups.append(sync.read_group(sync.group_path(latest / "flight", i), hf.vocab_size))
+    in_flight = [sync.group_path(latest / "flight", i) for i in range(saved.get("in_flight", 0))]
+    groups = tuple(sync.read_group(path, hf.vocab_size) for path in in_flight)
     seen = {(source, row): right for source, row, right in saved.get("seen", ())}
-    flight = Flight(saved.get("begun", 0), tuple(groups), seen)
+    flight = Flight(saved.get("begun", 0), groups, seen)
     if latest and not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
         model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back

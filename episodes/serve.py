@@ -64,7 +64,7 @@ with lean_imports():
     from episodes.sampler import AgentSampler
     from kernels import Sampling
     from models import folders
-    from models.dense import check_card, check_model
+    from models.dense import check_memory, check_model
     from rollout_server import Job, RolloutEngine
 
 LEAST_CACHE = 2**15  # tokens, on a CPU
@@ -123,7 +123,8 @@ def serve(config):
     config = engine_config(config, hf.max_position_embeddings)
     if config["device"] == "cuda":
         sync.take_gpu(config, 1, 0)
-        check_card(hf, config)
+    if config["device"] == "cuda" or folders.large(model):
+        check_memory(hf, config, config["device"])
     tokenizer, stop_tokens = folders.load_tokenizer(model)
     sock = listen(config["host"], config["port"])
     torch.set_num_threads(config["threads"] or os.cpu_count())

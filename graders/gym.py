@@ -52,7 +52,8 @@ def gym_worker(seconds):
 def isolated():
     """The command of a Python that reads all, writes nothing and reaches nobody."""
     bubble = "bwrap --unshare-all --die-with-parent --new-session --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp"
-    return [*bubble.split() * (SETTINGS["sandbox"] == "bwrap"), sys.executable]
+    python = [word for path in (sys.base_prefix, sys.prefix) for word in ("--ro-bind", path, path)]  # may be in /tmp
+    return [*[*bubble.split(), *python] * (SETTINGS["sandbox"] == "bwrap"), sys.executable]
 
 
 WORKERS = Workers(gym_worker, SECONDS, "Reasoning Gym", isolated)

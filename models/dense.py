@@ -15,7 +15,7 @@ import kernels
 from configurator import MODES, lean_imports, require
 from models import moe
 from models.adapters import add_adapters
-from sync import Shard, TreeReduceScatter, least_memory, reason
+from sync import Shard, TreeReduceScatter, least_memory, machine_memory, reason
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama", moe.KIND)
 SCORES = "ForSequenceClassification"  # how Hugging Face calls the class of a reward model
@@ -52,6 +52,9 @@ def check_model(folder, config, key="init_from"):
         require(not gives_scores(hf), f"{name}: a reward model, which writes nothing; use the model that it began with")
     if hf.model_type == moe.KIND:
         moe.check_mixture(hf, name, config)
+    coefficient = config["router_aux_loss_coef"]
+    routed = hf.model_type == moe.KIND and config["batch_invariant"] or not coefficient
+    require(routed, f"router_aux_loss_coef={coefficient}: {name} has no routers that we compute; use 0")
     heads = hf.num_attention_heads
     attended = heads * (getattr(hf, "head_dim", None) or hf.hidden_size // heads)
     for what, n, by in (
@@ -69,21 +72,29 @@ def check_model(folder, config, key="init_from"):
     return hf
 
 
-def check_card(hf, config, judges=()):
+def check_memory(hf, config, place, judges=()):
     """
-    Ends the run with one line, before any weight is read, if the model cannot fit on cards like this rank's. judges:
-    the Hugging Face configs of the reward models that a rank with an engine has as well.
+    Ends the run with one line, before any weight is read, if the model cannot fit on cards like this rank's, or on a
+    CPU in this machine's memory with all ranks. judges: the Hugging Face configs of the reward models that a rank with
+    an engine has as well.
     """
+    world = int(os.environ.get("WORLD_SIZE", 1))
     counts = parameter_counts(hf, config if config["lora_rank"] else None)
-    scores = sum(2 * parameter_counts(judge)[0] for judge in judges)
-    card = torch.cuda.get_device_properties("cuda").total_memory
+    scores = sum((4 if place == "cpu" else 2) * parameter_counts(judge)[0] for judge in judges)
+    needs = least_memory(*counts, config, world, scores, place)
+    if place == "cpu":
+        has, what = machine_memory(), "machine"
+        needs["run"] *= int(os.environ.get("LOCAL_WORLD_SIZE", world)) / world
+    else:
+        has, what = torch.cuda.get_device_properties("cuda").total_memory, "card"
     cures = dict(
         train=f"lanes={config['lanes']}: use more trainers, fewer lanes, --lora_rank=32",
         sample=f"engine_memory={config['engine_memory']}: use a larger share, --rollout_tp=2",
+        run=f"lanes={config['lanes']}: use fewer lanes, --lora_rank=32",
     )
-    for role, needed in least_memory(*counts, config, int(os.environ.get("WORLD_SIZE", 1)), scores).items():
-        why = f"to {role} a card needs {needed / 1e9:.1f} GB and more, this one has {card / 1e9:.1f}"
-        require(needed <= card, f"{cures[role]}, or a smaller model than init_from: {why}")
+    for role, needed in needs.items():
+        why = f"to {role} a {what} needs {needed / 1e9:.1f} GB and more, this one has {has / 1e9:.1f}"
+        require(needed <= has, f"{cures[role]}, or a smaller model than init_from: {why}")
 
 
 def parameter_counts(hf, lora=None):
@@ -118,9 +129,6 @@ def rope_frequencies(hf, device):
         require(rope[key] in values, f"init_from: {key}={why}")
     inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
     if device == "cuda":
-        require(
-            hf.model_type != moe.KIND, "init_from: mixtures of experts have no kernels for CUDA yet; use --device=cpu"
-        )
         dim = 2 * len(inv_freq)
         groups = hf.num_attention_heads / hf.num_key_value_heads
         require(dim in (64, 128), f"init_from: head_dim={dim}; on CUDA it must be 64 or 128")
@@ -322,9 +330,8 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
             kernels.panel_cache[self] = kernels.layer_weights((*norms, *of_heads), linear)
         backend = get_attn_backend()
         caches = backend.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
-        where = batch.out_cache_loc, backend.plan
         return kernels.layer_on_cpu(
-            x, residual, backend.rope_table, caches, *where, kernels.panel_cache[self],
+            x, residual, backend.rope_table, caches, batch.out_cache_loc, backend.plan, kernels.panel_cache[self],
             self.input_layernorm.variance_epsilon, attention.num_heads, attention.num_kv_heads, attention.head_dim,
             self.mlp.down_proj.weight.shape[-1], attention.attn.scaling, *moe.sizes_on_cpu(self.mlp),
         )  # fmt: skip

@@ -40,10 +40,11 @@ def make_scratch_model(folder, config):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     # pad and eos are two tokens: where they are one, masking the padding masks the end of every answer
-    PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=roles,
         chat_template=CHAT_TEMPLATE if roles else None,
-    ).save_pretrained(folder)  # fmt: skip
+    )  # fmt: skip
+    write_tokenizer(folder, tokenizer)
     mixture = {}
     if E := config["scratch_experts"]:
         k = config["scratch_experts_per_token"]
@@ -103,6 +104,18 @@ def load_weights(shards, folder, tied, key="init_from"):
         s.data.copy_(rows[s.first : s.first + len(s.data)])
 
 
+def large(folder):
+    """Whether a model folder's weights are such that memory may be too small for them: to count takes a second."""
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) > 2**28
+
+
+def write_tokenizer(folder, tokenizer):
+    """Writes a tokenizer's files; its class by the name that transformers 4 knows as well."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(path.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+
+
 def load_tokenizer(folder):
     """(the tokenizer, its model's stop tokens) of a model folder."""
     from transformers import AutoTokenizer, GenerationConfig
@@ -121,7 +134,7 @@ def load_tokenizer(folder):
 def save_tokenizer(folder, tokenizer, stop_tokens):
     from transformers import GenerationConfig
 
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(folder, tokenizer)
     GenerationConfig(eos_token_id=stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]).save_pretrained(folder)
 
 

@@ -8,6 +8,9 @@ matrices.
 
 import types
 
+import torch
+import torch.distributed as dist
+
 import kernels
 from configurator import require
 
@@ -47,15 +50,69 @@ def is_mixture(mlp):
 
 
 def in_trainer(mlp, x):
-    """Hugging Face's block of x (1, N, C)."""
+    """Hugging Face's block of x (1, N, C). `Routers` reads in mlp.routed what the router gave."""
     experts = mlp.experts
-    return kernels.moe(x[0], mlp.gate.weight, experts.gate_up_proj, experts.down_proj, mlp.gate.top_k)[None]
+    mlp.routed = []
+    weights = mlp.gate.weight, experts.gate_up_proj, experts.down_proj
+    return kernels.moe(x[0], *weights, mlp.gate.top_k, mlp.routed)[None]
 
 
 def in_engine(mlp, x):
     """SGLang's block of x (N, C)."""
     experts = mlp.experts
     return kernels.moe(x, mlp.gate.weight, experts.w13_weight, experts.w2_weight, mlp.topk.topk_config.top_k)
+
+
+def balance_loss(p, counts):
+    """
+    E sum_e f_e p_e, of probabilities p (layers, N, E) and how many tokens each expert got, counts (layers, E): f_e is
+    the tokens of expert e over all, p_e its mean probability, of all layers together, as in transformers. Where all
+    experts get the same it is the number of experts per token. Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6.
+    """
+    layers, N, E = p.shape
+    return E * (counts.sum(0) / (layers * N) * p.mean((0, 1))).sum()
+
+
+class Routers:
+    """
+    The routers of a mixture in the trainer, and what is noted of their choices in a step. `blocks` is [] of a dense
+    model, and without our operators. c: the config as a namespace.
+    """
+
+    def __init__(self, model, c):
+        self.blocks = [m for m in model.modules() if is_mixture(m) and c.batch_invariant]
+        self.coefficient = c.router_aux_loss_coef
+        self.counts = 0  # (layers, E) tokens of each expert in this rank's leaves
+        self.dialled = []  # of leaves still to come, what `choices` would be under a dialled engine's weights
+
+    def choices(self):
+        """The experts (layers, N, k) of the last forward pass, ascending."""
+        return torch.stack([block.routed[1] for block in self.blocks]).sort().values
+
+    def note(self, figures, leaf, share):
+        """
+        Adds figures of a leaf's loss tokens, and returns what the step's loss gains. share: part of the step's tokens
+        that this leaf has; 0 without samples.
+        """
+        z = torch.stack([block.routed[0] for block in self.blocks])
+        choices = self.choices()
+        p = torch.exp(z - z.detach().amax(-1, keepdim=True))
+        p = p / p.sum(-1, keepdim=True)
+        entropy = -(p * p.clamp(min=1e-30).log()).sum(-1).mean(0)
+        figures["router_entropy"] = entropy[leaf.predictors]
+        if self.dialled:
+            changed = (choices != self.dialled.pop(0)).any(2).any(0)
+            figures["choice_changed"] = changed[leaf.predictors]
+        counts = torch.stack([torch.bincount(x.flatten(), minlength=z.shape[2]) for x in choices])
+        self.counts = self.counts + counts * (share > 0)
+        return self.coefficient * share * balance_loss(p, counts) if self.coefficient else 0.0
+
+    def metrics(self, group):
+        """Of the step: the load of the busiest expert of any layer, over the mean. Collective over the trainers."""
+        total = self.counts
+        self.counts = 0
+        dist.all_reduce(total, group=group)
+        return dict(expert_load_max=float((total.amax(1) / total.double().mean(1)).max()))
 
 
 def sizes_on_cpu(mlp):

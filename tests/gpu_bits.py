@@ -68,6 +68,7 @@ def sizes(quick):
         models=(tiny, models), head=((98, 40), (VOCABULARY, 1024)), D=(64, 128), V=(98, VOCABULARY), tokens=(90, 1111),
         Ms=([1, 2, 17, 33, 65], [*range(1, 301, 23 if quick else 1), *edges]), R=(70, 4200), tiles=(few_tiles, tiles),
         few=([1, 17, 65], [1, 2, 16, 17, 33, 64, 65, 129, 300, 512, 1000, 2048]),
+        mixture=((5, 24, 2), (64, 320, 8)),
         rows=(24, 2100), head_rows=(30, 1100), widths=((48, 66), (1024, 4096)), sums=((5000,), (70, 4096, 1 << 20)),
         counts=((1, 17), (1, 2, 3, 8, 16, 17, 64, 129, 255, 256, 700)), repeats=(1, 10 if quick else 50),
         K=(128, 4096), splits_of_sums=(300, 40_000),
@@ -399,6 +400,23 @@ def attention_graph(size):
     yield row
 
 
+def mixture_graph(size):
+    """What the engine does: a captured step finds the tiles of experts from the rows that it then has."""
+    row = Row("a mixture in a CUDA graph", "a captured step, replayed with other rows; all rows alike")
+    E, width, k = size.mixture
+    weights = random(E, 1024), random(E, 2 * width, 1024) / 32, random(E, 1024, width) / width**0.5
+    x, other = random(2, 64, 1024)
+    with torch.no_grad():
+        graph, out = captured(lambda: kernels.moe(x, *weights, k))
+        for _ in range(size.repeats):
+            for rows in (random(64, 1024), random(1, 1024).repeat(64, 1)):
+                x.copy_(rows)
+                graph.replay()
+                row.check(out, kernels.moe(rows, *weights, k))
+        row.control("other rows", kernels.moe(other, *weights, k), out)
+    yield row
+
+
 # ---- operators on rows
 
 
@@ -416,6 +434,14 @@ class Case(NamedTuple):
 
 def normed(x, w):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+
+def mixture(x, router, gate_up, down, k):
+    z, experts = (x @ router.t()).topk(k)
+    gate, up = (x @ gate_up.mT).chunk(2, -1)
+    y = (F.silu(gate) * up) @ down.mT  # of all experts
+    of_chosen = y[experts, torch.arange(len(x), device=x.device)[:, None]]
+    return (z.softmax(1)[..., None] * of_chosen).sum(1)
 
 
 def token_logprobs(h, targets, w):
@@ -441,6 +467,10 @@ def operators(size, dtype):
         f, exact = lambda x, r, w: K.rms_norm(x, w, 1e-6, r), lambda x, r, w: (normed(x + r, w), x + r)
         yield Case("rms_norm with a residual", f, exact, [x, y], [w])
         yield Case("swiglu", K.swiglu, lambda g, u: F.silu(g) * u, [x, y])
+    E, width, experts = size.mixture
+    weights = make(E, H), make(E, 2 * width, H) / H**0.5, make(E, H, width) / width**0.5
+    f, exact = partial(K.moe, k=experts), partial(mixture, k=experts)
+    yield Case("moe", f, exact, [make(R, H)], weights)
     q, k, p = make(R, 8, D), make(R, 2, D), torch.arange(R, device=DEVICE) * 19
     exact = lambda p, f: (angle(p, f).double().cos(), angle(p, f).double().sin())  # noqa: E731
     yield Case("rope_table", lambda p, f: K.rope_table(f, p), exact, [p], [inv_freq], False)
@@ -565,7 +595,7 @@ def draw(size):
 
 
 PARTS = [matmul, operand_forms, attention, on_rows, sums, embedding, draw]
-PARTS += [attention_graph, graph_after_a_loan] * CUDA
+PARTS += [attention_graph, graph_after_a_loan, mixture_graph] * CUDA
 
 
 def main():

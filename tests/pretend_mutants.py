@@ -75,6 +75,12 @@ MUTANTS = dict(
         def plan_batch(self, batch):""",
         f"{LEARNS} and alone",
     ),
+    host_counts_an_experts_tiles=(
+        "kernels.py",
+        'tiles = pairs // config["BLOCK_N"] + min(pairs, E)',
+        'tiles = int((starts.diff()[:E] / config["BLOCK_N"]).ceil().sum())',
+        f"{LEARNS} and mixture",
+    ),
     capability_not_compared=("train_grpo.py", ", device=sync.one_device(place))", ")", "test_a_resume_on"),
 )
 

@@ -417,8 +417,8 @@ def test_require_passes_what_holds_and_ends_rank_0_with_one_line(capsys, monkeyp
 def test_fail_speaks_from_any_rank(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit) as stop:
-        fail("queue/000007.safetensors: the header\nis broken", status=3)
-    assert stop.value.code == 3
+        fail("queue/000007.safetensors: the header\nis broken")
+    assert stop.value.code == 2
     assert capsys.readouterr().err == "error: queue/000007.safetensors: the header is broken\n"
 
 
@@ -545,6 +545,12 @@ BAD = [
     (dict(groups_in_flight=16), 2, "groups_in_flight=16: is for --segment_tokens"),
     (dict(segment_tokens=32, groups_in_flight=16, dynamic_sampling=1), 2, "dynamic_sampling=1: groups in flight are"),
     (dict(value_clip=0.0), 1, "value_clip=0.0: is for --advantage=gae"),
+    (dict(credit="turn"), 1, "credit='turn': is for --agent, and agent is ''"),
+    (
+        dict(credit="turn", agent="examples/guess.py:solve", advantage="reinforce++"),
+        1,
+        "credit='turn': is for --advantage=grpo, dr_grpo, rloo or gae, and advantage is 'reinforce++'",
+    ),
     (dict(loss="decoupled"), 1, "loss='decoupled': --importance=full is the same"),
     (dict(kl_in_reward=True), 1, "kl_in_reward=True: is for --kl_coef"),
     (dict(importance="mask", importance_floor=1.5), 1, "importance_floor=1.5: the weight of equal log-probs"),

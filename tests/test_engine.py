@@ -12,6 +12,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 from pathlib import Path
@@ -32,7 +33,7 @@ from configurator import block
 from kernels import Sampling, murmur_hash32
 from models import dense, folders
 from rewards import load_reward
-from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
+from rollout_server import Job, RolloutEngine, Sampler, load_all, sampling_seed
 
 DEFAULTS = block(vars(train))
 # so small a cache that the engine has to retract requests, and takes them up again later
@@ -250,6 +251,24 @@ def test_a_parameter_that_arrives_changed_ends_the_run_and_is_named(pair):
     for name in hashes:
         with pytest.raises(sync.RunError, match=f"did not arrive as sent: {name}"):
             engine.check_weights(hashes | {name: "0" * 16})
+    with pytest.raises(sync.RunError, match=rf"did not arrive as sent: {re.escape(name)} \(nobody sends it\)"):
+        engine.check_weights({other: h for other, h in hashes.items() if other != name})
+
+
+def test_a_parameter_that_sglang_does_not_load_is_named():
+    """It would compute with what it finds in memory."""
+    model = torch.nn.Linear(3, 2)
+
+    def load(model, weights, _):
+        for name, tensor in weights:
+            getattr(model, name).data.copy_(tensor)
+
+    whole = dict(weight=torch.ones(2, 3), bias=torch.ones(2))
+    load_all(load, model, whole.items(), "cpu")
+    assert torch.equal(model.weight, whole["weight"])
+    for name in whole:
+        with pytest.raises(ValueError, match=f"in no file, or not a number: {name}$"):
+            load_all(load, model, [(k, x) for k, x in whole.items() if k != name], "cpu")
 
 
 def test_a_batch_of_requests_equals_the_same_requests_alone(pair):

@@ -523,14 +523,14 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
     trainers and an engine with other batches.
     """
     flags = "--reward=judge --judge_tries=2 --judge_model=policy --eval_size=0 --max_steps=4".split()
-    flags += ["--checkpoint_every=1", f"--judge_prompt={prompt_file}"]
+    flags += ["--prompts_per_step=4", "--checkpoint_every=1", f"--judge_prompt={prompt_file}"]
     with gate(served) as (url, asked):
         finish(tmp_path / "a", *flags, f"--judge={url}", launch=launch_warm)
     metrics = lines(tmp_path / "a", "metrics.jsonl", "rl")
     assert len(metrics) == 4 and all(0 < m["reward_mean"] < 1 and m["grad_norm"] > 1e-3 for m in metrics)
-    assert len(asked) == 4 * 64
+    assert len(asked) == 4 * 32
 
-    with gate(served, alive=2 * 64 + 40) as (url, asked):
+    with gate(served, alive=2 * 32 + 20) as (url, asked):
         status, output = launch_warm(tmp_path / "b", *flags, f"--judge={url}")
     assert status == 2, output[-3000:]
     assert re.search(rf"rl step 2, prompt \d, sample \d: RuntimeError: judge='{url}' failed 2", error_line(output))
@@ -539,7 +539,7 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
     with gate(served) as (url, asked):
         others = "--init_from=resume", f"--judge={url}", "--engine_args=max_running_requests=5"
         finish(tmp_path / "b", *flags, *others, ranks=3, launch=launch_warm)
-    assert len(asked) == 2 * 64 - 8 * len(made)  # for what is in no group file, and for nothing else
+    assert len(asked) == 2 * 32 - 8 * len(made)  # for what is in no group file, and for nothing else
     assert all(path.read_bytes() == content for path, content in made.items())
     nobody = "--judge=http://127.0.0.1:9/v1"  # a replay does not ask whether there is one
     finish(tmp_path / "c", *flags, nobody, *replay_of(tmp_path / "a"), launch=launch_warm)

@@ -7,6 +7,7 @@ Mixtures of experts in Hugging Face's classes and folders. The operator is test_
 import itertools
 import json
 import shutil
+import types
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import sync
 import train_grpo as train
 from models import folders, moe
-from models.dense import build_model, check_model, rope_frequencies
+from models.dense import build_model, check_model
 
 SIZES = dict(scratch_layers=2, scratch_hidden=64, scratch_mlp=32, scratch_experts=6, scratch_experts_per_token=2)
 CONFIG = train.DEFAULTS | SIZES
@@ -52,6 +53,42 @@ def test_a_folder_has_each_experts_matrices_and_is_what_transformers_reads_and_c
     samples = [train.make_sample(x[:1], x[1:], torch.ones(8).bool(), no_logprobs) for x in tokens]
     right = torch.log_softmax(theirs(tokens).logits, -1)[:, :-1].gather(2, tokens[:, 1:, None])
     assert (model.token_logprobs(train.pack(samples, "cpu"))[0] - right.flatten()).abs().max() < 1e-6
+
+
+def test_routers_give_the_balance_loss_of_transformers_and_count_what_they_chose(folder, mesh):
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    model, _ = built(folder, mesh)
+    c = types.SimpleNamespace(batch_invariant=True, router_aux_loss_coef=0.5)
+    routers = moe.Routers(model, c)
+    leaf = train.pack([train.make_sample(*torch.randint(97, (2, 20)), torch.arange(20) > 3, torch.zeros(20))], "cpu")
+    model.token_logprobs(leaf)
+    z = tuple(block.routed[0].detach().clone().requires_grad_() for block in routers.blocks)
+    for block, mine in zip(routers.blocks, z):
+        block.routed[0] = mine
+    figures = {}
+    routers.note(figures, leaf, 0)  # a leaf without samples
+    loss = routers.note(figures, leaf, 0.25)
+    copies = [x.detach().double().requires_grad_() for x in z]
+    theirs = 0.5 * 0.25 * load_balancing_loss_func(tuple(copies), 6, 2)
+    assert abs(loss - theirs) < 1e-6 and theirs > 0.25
+    loss.backward()
+    theirs.backward()
+    for mine, right in zip(z, copies):
+        assert (mine.grad - right.grad).abs().max() < 1e-7 < right.grad.abs().max()
+    p = torch.stack(copies).softmax(-1)
+    right = torch.distributions.Categorical(p).entropy().mean(0)[leaf.predictors]
+    assert (figures["router_entropy"] - right).abs().max() < 1e-6 and right.std() > 0
+    chosen = torch.stack(copies).topk(2).indices
+    loads = torch.stack([(chosen == e).sum((1, 2)) for e in range(6)], 1)
+    assert torch.equal(routers.counts, loads)
+    assert routers.metrics(mesh.get_group())["expert_load_max"] == float(loads.max()) / (40 * 2 / 6)
+    assert "choice_changed" not in figures
+    other = routers.choices()
+    other[1, leaf.predictors[3]] = other[1, leaf.predictors[3]].add(1).remainder(6).sort().values
+    routers.dialled = [other]
+    routers.note(figures, leaf, 0)
+    assert figures["choice_changed"].nonzero().tolist() == [[3]]
 
 
 def test_ranks_without_an_expert_and_with_several_read_and_write_their_own(folder):
@@ -113,12 +150,15 @@ def test_what_is_not_computed_is_refused_in_a_line(folder, tmp_path, message, re
     assert message in refusal(check_model, tmp_path, CONFIG | changed)
 
 
-def test_a_folder_of_whole_parameters_and_a_card_are_refused_in_a_line(folder, mesh, tmp_path, refusal):
+def test_a_balance_loss_without_our_routers_is_refused_in_a_line(folder, refusal):
+    unrouted = CONFIG | dict(router_aux_loss_coef=0.01, batch_invariant=False)
+    assert "router_aux_loss_coef=0.01: init_from=" in refusal(check_model, folder, unrouted)
+
+
+def test_a_folder_of_whole_parameters_is_refused_in_a_line(folder, mesh, tmp_path, refusal):
     """SGLang drops the names of such a folder in silence."""
     model, _ = built(folder, mesh)
     shutil.copy(folder / "config.json", tmp_path)
     save_file({s.name: s.data for s in sync.shards(model, mesh)}, tmp_path / "model.safetensors")
     assert "model.layers.0.mlp.experts.down_proj" in load_file(tmp_path / "model.safetensors")
     assert "no model.layers.0.mlp.experts.0.gate_proj.weight in its safetensors" in refusal(built, tmp_path, mesh)
-    line = refusal(rope_frequencies, model.config, "cuda")
-    assert "mixtures of experts have no kernels for CUDA yet; use --device=cpu" in line

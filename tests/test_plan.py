@@ -85,7 +85,7 @@ def test_a_scratch_model_has_as_many_parameters_as_the_one_that_is_made(tmp_path
 
 
 def test_the_published_models_have_their_published_sizes():
-    sizes = dict(zip(plan.MODELS, (0.596e9, 1.72e9, 8.19e9, 32.8e9, 70.6e9)))  # the models' cards
+    sizes = dict(zip(plan.MODELS, (0.596e9, 1.72e9, 8.19e9, 32.8e9, 30.5e9, 70.6e9)))  # the models' cards
     for name, s in plan.MODELS.items():
         assert plan.parameters(s) == pytest.approx(sizes[name], rel=2e-3), name
 
@@ -166,6 +166,25 @@ def test_the_presets_side_by_side_and_on_the_same_cards_need_what_they_say():
     assert made.step == pytest.approx(said(text, r"a step of ([\d.]+) s"), abs=0.05)
 
 
+def test_the_preset_of_a_mixture_needs_what_it_says():
+    text, s, c, made = account("qwen3_30b_a3b", 8, "--card=H200")
+    phases = plan.trainer_memory(s, c, 8)
+    assert phases["leaf"]["activations"] / 1e9 == pytest.approx(said(text, r"2 bytes = ([\d.]+) GB"), rel=0.02)
+    inner = phases["leaf"]["a layer's inner activations, made again"]
+    assert inner / 1e9 == pytest.approx(said(text, r"layer's inner ones ([\d.]+) GB"), rel=0.02)
+    assert made.trains / 1e9 == pytest.approx(said(text, r"at the most: (\d+) GB"), rel=0.02)
+    assert made.gpu / 1e9 == pytest.approx(said(text, r"71\sGB: (\d+) GB"), rel=0.02)
+    assert made.room == pytest.approx(said(text, r"the cache, ([\d,]+) tokens"), rel=0.01)
+    assert made.step == pytest.approx(said(text, r"a step of ([\d.]+) s"), abs=0.05)
+
+
+def test_a_decode_step_reads_the_experts_that_some_sample_has():
+    s = plan.MODELS["Qwen/Qwen3-30B-A3B"]
+    one, few, all_of_them = (plan.read_bytes(s, n) for n in (1, 4, 1e6))
+    assert one / 2 == pytest.approx(3.0e9, rel=0.02) and one < few < all_of_them  # active ones, without the embedding
+    assert all_of_them == 2 * (plan.parameters(s) - s.vocab * s.hidden)
+
+
 def test_the_lora_preset_needs_what_it_says():
     text, s, c, made = account("qwen3_8b_lora", 1)
     assert plan.learned_parameters(s, c) == pytest.approx(said(text, r"is ([\d.]+) M adapters") * 1e6, rel=1e-3)
@@ -210,7 +229,7 @@ def test_an_engines_share_is_one_of_what_others_leave_of_its_card(tmp_path):
     "preset,gpus,card",
     [(name, 8, "H100") for name in ("qwen3_8b", "qwen3_8b_lag", "qwen3_8b_colocated", "llama_70b_lora")]
     + [(name, 1, "H100") for name in ("one_gpu", "qwen3_0p6b", "qwen3_8b_lora")]
-    + [("qwen3_32b", 16, "H200"), ("qwen3_1p7b_lora", 1, "RTX4090")],
+    + [("qwen3_30b_a3b", 8, "H200"), ("qwen3_32b", 16, "H200"), ("qwen3_1p7b_lora", 1, "RTX4090")],
 )
 def test_every_preset_fits_the_card_that_it_names_and_its_start_is_not_refused(preset, gpus, card):
     made = account(preset, gpus, f"--card={card}")[3]

@@ -85,7 +85,14 @@ def adapted(once):
     return once("pretend_adapted", lambda folder: pretend(folder, *LORA, ranks=3))
 
 
-@pytest.fixture(params=["alone", "resumed", "overlapped", "adapted"])
+@pytest.fixture(scope="session")
+def mixture(once):
+    """A mixture of experts, in one process."""
+    flags = "--tp_split=1", "--scratch_experts=4", "--eval_size=0"
+    return once("pretend_mixture", lambda folder: pretend(folder, *flags))
+
+
+@pytest.fixture(params=["alone", "resumed", "overlapped", "adapted", "mixture"])
 def run(request):
     return request.getfixturevalue(request.param)
 
@@ -110,18 +117,20 @@ def test_streams_wait_for_what_they_use_and_no_memory_is_freed_before(run):
     assert not noted(run[0], "race", "freed early")
 
 
-def test_a_decode_step_is_a_graph_that_asks_nothing_of_python(alone):
-    folder, _ = alone
-    captured = [x["steps"] for x in noted(folder, "captured")]
-    assert len(captured) == 3  # for 1, 2 and 4 requests; the three samples of a step leave one place empty
-    assert all(sorted(set(steps)) == GRAPH for steps in captured)
-    assert len(noted(folder, "replayed")) >= 2 * 3 and len(noted(folder, "lent")) >= 2 * 2
+def test_a_decode_step_is_a_graph_that_asks_nothing_of_python(alone, mixture):
+    for (folder, _), right in ((alone, GRAPH), (mixture, sorted(GRAPH + OF_EXPERTS))):
+        captured = [x["steps"] for x in noted(folder, "captured")]
+        assert len(captured) == 3  # for 1, 2 and 4 requests; the three samples of a step leave one place empty
+        assert all(sorted(set(steps)) == right for steps in captured)
+        assert len(noted(folder, "replayed")) >= 2 * 3 and len(noted(folder, "lent")) >= 2 * 2
 
 
 # What an upgrade of SGLang adds to a graph is seen here.
 GRAPH = """aten::_to_copy aten::add.Tensor aten::add_.Tensor aten::copy_ aten::cos aten::cumsum aten::embedding
     aten::floor_divide aten::index_put_ aten::mul.Tensor aten::ones_like aten::sin aten::zero_ triton_attention
     triton_matmul_tma triton_norm_rope triton_swiglu""".split()
+OF_EXPERTS = """aten::new_zeros triton_by_expert triton_choose triton_combine triton_expert_matmul
+    triton_to_pairs""".split()
 
 
 def test_every_group_is_destroyed_by_all_its_members_after_the_digest(run):

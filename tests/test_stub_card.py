@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 # what every preset's engine is to be, by SGLang's own word
 ARGUMENTS = dict(
     device="cuda", dtype="bfloat16", attention_backend="triton", sampling_backend="pytorch", bf16_gemm_backend="torch",
+    moe_runner_backend="triton",
     enable_deterministic_inference=True, page_size=1, disable_radix_cache=False, disable_overlap_schedule=False,
     disable_cuda_graph=False, prefill_graphs="disabled", skip_tokenizer_init=True,
     max_total_tokens=None, max_running_requests=None, weight_version="0", sleep_on_idle=True, base_gpu_id=0,
@@ -43,6 +44,7 @@ PRESETS = dict(
     qwen3_8b_colocated=(256, 8192, 0.7, True, 1),
     qwen3_8b_lora=(256, 8192, 0.7, True, 1),
     qwen3_1p7b_lora=(256, 2048, 0.65, True, 1),
+    qwen3_30b_a3b=(256, 8192, 0.75, True, 1),
     qwen3_32b=(256, 8192, 0.85, False, 2),
     llama_70b_lora=(256, 8192, 0.85, False, 4),
 )
@@ -98,7 +100,7 @@ def test_attention_is_ours_and_overrides_what_sglang_calls(found):
 
 def test_what_sglang_reads_from_the_environment_and_the_models_it_knows(found):
     assert found["environment"] == dict(barrier=True, align=1)
-    assert found["models"] == [f"sglang.srt.models.{kind}" for kind in ("llama", "qwen2", "qwen3")]
+    assert found["models"] == [f"sglang.srt.models.{kind}" for kind in sorted(dense.MODEL_TYPES)]
 
 
 def test_the_switch_that_sglang_throws_puts_our_operators_under_cudas_key(found):
@@ -149,8 +151,35 @@ def test_a_card_that_cannot_hold_the_model_is_refused_before_any_weight_is_read(
         monkeypatch.setitem(MODELS, "model", types.SimpleNamespace(hf=judge))
     with pytest.raises(SystemExit) as e:
         hf = dense.check_model(tmp_path, DEFAULTS | change)
-        dense.check_card(hf, DEFAULTS | change, [model.hf for model in MODELS.values()])
+        dense.check_memory(hf, DEFAULTS | change, "cuda", [model.hf for model in MODELS.values()])
         sys.exit(0)
     err = capsys.readouterr().err
     assert e.value.code == (2 if line else 0) and line in err, err
     assert err.count("\n") == err.count("error: ") == bool(line)
+
+
+@pytest.mark.parametrize(
+    "gb,world,change,line",
+    [
+        # 4 bytes for each of 8.19 G weights, two moments and one gradient, and the engine's 4
+        (
+            163,
+            1,
+            dict(lanes=1),
+            "lanes=1: use fewer lanes, --lora_rank=32, or a smaller model than init_from: to run a",
+        ),
+        (164, 1, dict(lanes=1), ""),
+        (164, 2, dict(lanes=1), ""),
+        (164, 1, dict(lanes=2), "machine needs 196.6 GB and more, this one has 164.0"),
+        (33, 1, dict(mode="eval"), ""),
+        (32, 1, dict(mode="eval"), "machine needs 32.8 GB and more, this one has 32.0"),
+    ],
+)
+def test_on_cpus_all_ranks_share_the_machines_memory(gb, world, change, line, monkeypatch, capsys):
+    monkeypatch.setattr(dense, "machine_memory", lambda: gb * 10**9)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(SystemExit) as e:
+        dense.check_memory(Qwen3Config(**QWEN3_8B), DEFAULTS | change, "cpu")
+        sys.exit(0)
+    err = capsys.readouterr().err
+    assert e.value.code == (2 if line else 0) and line in err, err

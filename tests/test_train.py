@@ -540,6 +540,10 @@ SIZES = {  # the published config.json of the models, without their weights
 }
 SIZES |= dict.fromkeys(("qwen3_8b_lag", "qwen3_8b_colocated"), SIZES["qwen3_8b"])
 SIZES["qwen3_32b"] = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64)
+SIZES["qwen3_30b_a3b"] = dict(
+    hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, num_experts=128,
+    num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+)  # fmt: skip
 SIZES["llama_70b_lora"] = dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
 
 
@@ -551,19 +555,21 @@ SIZES["llama_70b_lora"] = dict(hidden_size=8192, intermediate_size=28672, num_hi
         ("qwen3_8b_lag", 8, 8.19e9),
         ("qwen3_8b_colocated", 8, 8.19e9),
         ("qwen3_32b", 16, 32.76e9),
+        ("qwen3_30b_a3b", 8, 30.53e9),
         ("llama_70b_lora", 8, 70.55e9),
     ],
 )
 def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, parameters):
-    from transformers import LlamaConfig, Qwen3Config
+    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     config = configure(dict(DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [str(ROOT / f"config/{name}.py")])
     check_config(config, world, DEFAULTS)
-    kind, vocabulary = (LlamaConfig, 128256) if name == "llama_70b_lora" else (Qwen3Config, 151936)
-    hf = kind(
-        vocab_size=vocabulary, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
-        tie_word_embeddings=name == "qwen3_0p6b", **SIZES[name],
+    kinds = dict(llama_70b_lora=LlamaConfig, qwen3_30b_a3b=Qwen3MoeConfig)
+    shape = dict(
+        vocab_size=128256 if name == "llama_70b_lora" else 151936, num_key_value_heads=8, head_dim=128,
+        max_position_embeddings=40960, tie_word_embeddings=name == "qwen3_0p6b",
     )  # fmt: skip
+    hf = kinds.get(name, Qwen3Config)(**shape | SIZES[name])
     hf.save_pretrained(tmp_path)
     hf = train.check_model(tmp_path, config)
     model = train.build_model(hf, mesh, "meta", True)

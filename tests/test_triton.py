@@ -36,6 +36,7 @@ CHAINS = (
     "triton_matmul_tma",
     "triton_attention_dq",
     "triton_attention_dkv",
+    "triton_expert_matmul",
 )  # bfloat16: every sum is the tensor core's
 bf16, f32 = torch.bfloat16, torch.float32
 
@@ -121,8 +122,9 @@ def faults(x):
     chain = x.name in CHAINS or x.options.get("PARTS")
     if x.half and chain and re.search(r"\badd\.\S*f32\b", x.ptx):
         found.append("a second accumulator")
-    # the attention's fused steps are written; those of triton_softmax_stats and triton_cut are the logarithm's own
-    fused = "triton_matmul", "triton_attention", "triton_lora", "triton_softmax_stats", "triton_cut"
+    # the attention's and combine's fused steps are written; triton_softmax_stats' and triton_cut's are the logarithm's
+    fused = "triton_matmul", "triton_expert_matmul", "triton_attention", "triton_lora", "triton_combine"
+    fused += "triton_softmax_stats", "triton_cut"
     if not x.name.startswith(fused) and re.search(r"\bfma\.\S*f32\b", x.ptx):
         found.append("contraction")
     if x.stack > (0 if x.capability == HOPPER else A_WORD_OR_TWO):
@@ -186,6 +188,21 @@ def elementwise():
     kernels.swiglu(gate, gate).backward(empty(7, 12288))
 
 
+def mixtures(dtype=bf16, sizes=(128, 2048, 768), k=8, rows=(1, 256, 4096)):
+    """Qwen3-30B-A3B's; the last number of rows with its gradients."""
+    E, C, width = sizes
+    weights = [empty(*shape, dtype=dtype).requires_grad_() for shape in ((E, C), (E, 2 * width, C), (E, C, width))]
+    for N in rows:
+        x = empty(N, C, dtype=dtype).requires_grad_()
+        out = kernels.moe(x, *weights, k)
+    out.backward(torch.empty_like(out))
+
+
+def small_mixtures():
+    mixtures(sizes=(6, 33, 17), k=2, rows=(40,))
+    mixtures(f32, (6, 64, 32), 2, (40,))
+
+
 def merges():
     for N, K, R in ((4096, 4096, 32), (1024, 4096, 1), (12289, 4097, 17)):
         kernels.merge(empty(N, K), empty(R, K, dtype=f32), empty(N, R, dtype=f32), 2.0)
@@ -213,7 +230,7 @@ def waits(x):
     return x.grid[0] > x.programs_per_sm() * x.card.sms or not (flattened or add)
 
 
-WORKS = matmuls, attentions, norms, elementwise, merges, heads
+WORKS = matmuls, attentions, norms, elementwise, mixtures, small_mixtures, merges, heads
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda f: f.__name__)
@@ -226,6 +243,9 @@ def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work
         assert all("wgmma" in x.ptx for x in found if x.half)
         assert not any(map(waits, found))
         assert all(("cp.async.bulk.tensor" in x.ptx) == (x.name == "triton_matmul_tma") for x in found)
+    if work is mixtures:  # the same instruction, however few rows an expert has
+        tiles = {x.options["BLOCK_N"] for x in found if x.name == "triton_expert_matmul"}
+        assert len(tiles) > 1 and all("wgmma" in x.ptx for x in found if x.half and ".dot" in x.ir)
     if work is attentions:  # one instruction for all uses, whatever the tile
         assert all("wgmma" in x.ptx and " mma.sync" not in x.ptx for x in found if x.half and ".dot" in x.ir)
         assert {x.options.get("PARTS") for x in found if x.name == "triton_attention"} == {True, False}
@@ -239,6 +259,8 @@ def some(k=kernels):
         k.matmul(empty(M, 4096), empty(N, 4096).t())
     k.matmul(empty(4096, 12288).t(), empty(4096, 4096), out=empty(12288, 4096, dtype=f32))
     k.matmul(empty(100, 129), empty(129, 70))
+    x, weight, starts = empty(512, 4096), empty(16, 1024, 4096).requires_grad_(), empty(18, dtype=torch.long)
+    k.ExpertMatmul.apply(x, weight, starts).backward(empty(512, 1024))
     attentions(((bf16, 128, 4),))
 
 

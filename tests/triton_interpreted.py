@@ -10,11 +10,12 @@ own `tl.dot` adds by numpy, in an order that depends on the shape; pretend/inter
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from pretend.interpreter import install
-from test_kernels import ENDS, Sequences, cuts_are_right, ends, plain_draw, qkv, reference, same, ties
+from test_kernels import ENDS, Sequences, cuts_are_right, ends, plain_draw, qkv, reference, same, textbook_mixture, ties
 from test_triton import REVERSED_K, SPLIT_K, mutant
 
 import kernels
@@ -731,6 +732,133 @@ def test_a_merge_and_an_embeddings_gradient_of_bfloat16_are_rounded_once():
     sums = grad.view(20, 3, 33)  # ids by column
     assert rounded_once(kernels.embedding_backward(grad, ids, 3, -1, False), sums.double().sum(0))
     assert not rounded_once(functools.reduce(torch.add, sums), sums.double().sum(0))  # rounded at each token
+
+
+# ---- mixtures of experts
+
+
+def mixture(dtype, N=24, C=24, E=6, width=20):
+    """Operands, of which the second expert's router is the first's and the last's is never chosen; a gradient."""
+    torch.manual_seed(0)
+    x, router, gate_up, down, grad = (
+        torch.randn(*shape).mul(0.5) for shape in ((N, C), (E, C), (E, 2 * width, C), (E, C, width), (N, C))
+    )
+    x[:, 0] = 1
+    router *= 0.2
+    router[1], router[2, 0], router[-1, 0] = router[0], 1, -2  # the third takes all tokens
+    return [t.to(dtype) for t in (x, router, gate_up, down, grad)]
+
+
+def tiny_blocks(k, tile=(16, 16, 16, 4, 2)):
+    """A module with many blocks, and several tiles of an expert's rows."""
+    k.LANES = k.ELEMENTS = 16
+    k._matmul_config = lambda *_: tile
+    return k
+
+
+def mixed(k, x, router, gate_up, down, grad):
+    """Output and gradients, the router's last."""
+    inputs = [t.detach().requires_grad_() for t in (x, gate_up, down, router)]
+    out = k.moe(inputs[0], inputs[3], *inputs[1:3], 3)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+@functools.cache
+def mixed_in_parts(dtype):
+    """(output, gradients of gate_up and down) expert by expert and slot by slot, by the operators of a dense MLP."""
+    x, router, gate_up, down, grad = mixture(dtype)
+    z, experts = kernels.matmul(x, router.t(), torch.float32).sort(dim=1, stable=True, descending=True)
+    p = torch.from_numpy(np.exp((z - z[:, :1])[:, :3].numpy()))
+    w = p / (p[:, 0] + p[:, 1] + p[:, 2])[:, None]
+    y, d_gate_up, d_down = torch.zeros(*p.shape, x.shape[1]), [], []
+    for e in range(len(router)):
+        t, j = torch.where(experts[:, :3] == e)
+        both = [u.contiguous().requires_grad_() for u in kernels.mm(x[t], gate_up[e].t()).chunk(2, 1)]
+        hidden = kernels.swiglu(*both)
+        y[t, j] = kernels.mm(hidden.detach(), down[e].t()).float()
+        dy = (w[t, j][:, None] * grad[t].float()).to(dtype)
+        d_down.append(kernels.mm(dy.t(), hidden.detach()))
+        d_both = torch.autograd.grad(hidden, both, kernels.mm(dy, down[e]))
+        d_gate_up.append(kernels.mm(torch.cat(d_both, 1).t(), x[t]))
+    out = functools.reduce(lambda out, j: w[:, j, None] * y[:, j] + out, range(3), torch.zeros(x.shape))
+    return out.to(dtype), torch.stack(d_gate_up), torch.stack(d_down)
+
+
+@functools.cache
+def right_gradients(dtype):
+    """(output, gradients) of a plain loop in float64, the router's last."""
+    *operands, grad = mixture(dtype)
+    inputs = [t.double().requires_grad_() for t in operands]
+    out = textbook_mixture(*inputs, 3)
+    d_x, d_router, *d = torch.autograd.grad(out, inputs, grad.double())
+    return out.detach(), d_x, *d, d_router
+
+
+def is_right(k, dtype=torch.float32):
+    """To the bit, as far as there is no sum of which the interpreter does not say the order."""
+    _, experts = k.Choose.apply(-torch.full((1, 6), torch.nan), 3)
+    if experts.tolist() != [[0, 1, 2]]:  # a row may hold anything, but not an expert that is none
+        return False
+    found = out, _, d_gate_up, d_down, _ = mixed(k, *mixture(dtype))
+    bound = 2e-6 if dtype == torch.float32 else 1e-2
+    if (
+        d_down[-1].any()
+        or d_gate_up[-1].any()
+        or not all(map(torch.equal, (out, d_gate_up, d_down), mixed_in_parts(dtype)))
+    ):
+        return False
+    return all(error(a, b) < bound for a, b in zip(found, right_gradients(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, bf16], ids=str)
+def test_a_mixture_is_its_parts_to_the_bit_and_right_with_all_gradients(dtype, card, tmp_path):
+    assert is_right(kernels, dtype)
+    changed = mutant(tmp_path)
+    changed.card = kernels.card
+    for tile in ((16, 16, 16, 4, 2), (64, 32, 32, 4, 2)):
+        assert is_right(tiny_blocks(changed, tile), dtype)
+
+
+def test_a_row_of_a_mixture_sees_neither_its_batch_nor_rows_of_nan_and_a_leaf_may_have_none():
+    x, *weights, grad = mixture(torch.float32)
+    out, dx, *_ = mixed(kernels, x, *weights, grad)
+    order = torch.randperm(len(x))
+    for rows in (order, order[:1], order[:7]):
+        some = mixed(kernels, x[rows], *weights, grad[rows])
+        assert same(some[0], out[rows]) and same(some[1], dx[rows])
+    beside, *_ = mixed(kernels, x.index_fill(0, torch.tensor([0, 9, 23]), torch.nan), *weights, grad)
+    assert same(beside[10:23], out[10:23])
+    out, dx, *d = mixed(kernels, x[:0], *weights, grad[:0])
+    assert out.shape == dx.shape == (0, 24) and not any(g.any() for g in d)
+
+
+LAST = (  # of equal logits
+    ("<< 24) - i, -(1 << 62))", "<< 24) - (E - 1 - i), -(1 << 62))"),
+    ("e = -tl.max(keys, 0) & 0xFFFFFF", "e = E - 1 - (-tl.max(keys, 0) & 0xFFFFFF)"),
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        LAST,
+        ("tl.where(i < E, (_rank", "tl.where(i < E + 1, (_rank"),  # an expert that is none, beside NaN
+        ("tl.where(i == e, -(1 << 62), keys)", "tl.where(i > e, -(1 << 62), keys)"),  # one expert three times
+        ("at + tl.cumsum(mine, 0) - mine", "at + tl.cumsum(mine, 0, reverse=True) - mine"),  # from the last token
+        ("        at += tl.sum(mine, 0)\n", ""),
+        ("x += pair // k * C", "x += pair % k * C"),
+        ("tl.store(dots + pair, tl.sum(acc, 0))", "tl.store(dots + pair, tl.max(acc, 0))"),
+        ("    tile -= tl.sum(tl.where(i < e, tiles, 0), 0)\n", ""),
+        ("end = tl.load(starts + e + 1)", "end = tl.load(starts + e + 1) - 1"),
+        ("K = (tl.load(starts + part + 1) - first)", "K = (tl.load(starts + part + 1) - first - 1)"),
+        (
+            "for i in range(row * k, (row + 1) * k):\n        v =",
+            "for j in range(k):\n        i = row * k + k - 1 - j\n        v =",
+        ),
+    ],
+)
+def test_a_wrong_mixture_is_caught(change, tmp_path):
+    assert not is_right(tiny_blocks(mutant(tmp_path, *(change if change is LAST else [change]))))
 
 
 def test_adamw_by_torch_as_on_a_gpu_moves_weights_as_the_cpus_loop_does(monkeypatch):

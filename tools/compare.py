@@ -28,6 +28,8 @@ from scipy import stats  # SGLang's own dependency
 from configurator import commit
 from sync import content_hash
 
+FEW = 4  # of fewer seeds the spread, and so an interval, is itself hardly known
+
 
 def run(folder, flags):
     """The lines of metrics.jsonl of the finished run with these flags in this folder, which is made if needed."""
@@ -89,11 +91,14 @@ def main():
         firsts.append([next(x["tokens"] for x in lines if x["phase"] == lines[-1]["phase"]) for lines in ledgers])
         print(f"seed {seed}: {sides[0][-1]:.4f} | {sides[1][-1]:.4f}", flush=True)
     found = intervals(*sides)
-    print(f"{args.metric}: {a!r} {statistics.mean(sides[0]):.4f}, {b!r} ", end="")
-    print(f"{statistics.mean(sides[1]):.4f}; difference {found['mean']:+.4f} +- {found['paired']:.4f} paired, ", end="")
+    means = [f"{side!r} {statistics.mean(x):.4f}" for side, x in zip((a, b), sides)]
     print(
-        f"+- {found['unpaired']:.4f} unpaired: {args.seeds} seeds on equal noise are worth {found['seeds']:.1f} without"
+        f"{args.metric}: {', '.join(means)}; difference {found['mean']:+.4f} +- {found['paired']:.4f} paired, ", end=""
     )
+    worth = f"{args.seeds} seeds on equal noise are worth {found['seeds']:.1f} without"
+    if args.seeds < FEW:
+        worth = f"{args.seeds} seeds are too few to trust these intervals; {FEW} or more say something"
+    print(f"+- {found['paired']:.4f} paired, +- {found['unpaired']:.4f} unpaired: {worth}")
     print(f"the first step's samples are equal with {sum(x == y for x, y in firsts)} of {args.seeds} seeds")
 
 

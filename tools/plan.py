@@ -66,14 +66,15 @@ class Shape(NamedTuple):
     active: int = 0  # experts that compute a token
 
 
-# Published config.json files: huggingface.co/Qwen/Qwen3-0.6B, -1.7B, -8B and -32B (table 1 of arXiv:2505.09388 has
-# layers and heads), meta-llama/Llama-3.3-70B-Instruct (table 3 of arXiv:2407.21783). The defaults of transformers'
-# classes fit no published model: Qwen3Config's MLP has 22,016.
+# Published config.json files: huggingface.co/Qwen/Qwen3-0.6B, -1.7B, -8B, -32B and -30B-A3B (tables 1 and 2 of
+# arXiv:2505.09388 have layers and heads), meta-llama/Llama-3.3-70B-Instruct (table 3 of arXiv:2407.21783). The defaults
+# of transformers' classes fit no published model: Qwen3Config's MLP has 22,016.
 MODELS = {
     "Qwen/Qwen3-0.6B": Shape(28, 1024, 16, 8, 128, 3072, 151936, True, "qwen3", 40960),
     "Qwen/Qwen3-1.7B": Shape(28, 2048, 16, 8, 128, 6144, 151936, True, "qwen3", 40960),
     "Qwen/Qwen3-8B": Shape(36, 4096, 32, 8, 128, 12288, 151936, False, "qwen3", 40960),
     "Qwen/Qwen3-32B": Shape(64, 5120, 64, 8, 128, 25600, 151936, False, "qwen3", 40960),
+    "Qwen/Qwen3-30B-A3B": Shape(48, 2048, 32, 4, 128, 768, 151936, False, KIND, 40960, 128, 8),
     "meta-llama/Llama-3.3-70B-Instruct": Shape(80, 8192, 64, 8, 128, 28672, 128256, False, "llama", 131072),
 }
 
@@ -232,6 +233,13 @@ def operations(s, tokens, predicted, squares, causal=0.5):
     return 2 * s.layers * matrices * tokens, 2 * s.vocab * s.hidden * predicted, s.layers * attention
 
 
+def read_bytes(s, samples):
+    """Bytes of weights that a decode step reads: few rows of the embedding, and of experts, taken at random, any's."""
+    unread = s.experts and s.experts * (1 - s.active / s.experts) ** samples
+    of_experts = s.layers * unread * 3 * s.mlp * s.hidden
+    return 2 * (parameters(s) - s.vocab * s.hidden * (not s.tied) - of_experts)
+
+
 def cache_bytes(s):
     """Bytes of a token's keys and values, in bfloat16."""
     return 2 * 2 * s.layers * s.kv_heads * s.head_dim
@@ -240,7 +248,8 @@ def cache_bytes(s):
 def inner_bytes(s, tokens):
     """Bytes that a layer keeps for its backward pass: five hidden states, q, k, v twice, attention's, three MLP's."""
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
-    return 2 * tokens * (5 * s.hidden + 2 * qkv + s.heads * s.head_dim + 3 * s.mlp * max(1, s.active))
+    pairs = s.active * 2 * s.hidden  # what experts get and give
+    return 2 * tokens * (5 * s.hidden + 2 * qkv + s.heads * s.head_dim + 3 * s.mlp * max(1, s.active) + pairs)
 
 
 # ---- memory
@@ -310,12 +319,12 @@ def rollout_seconds(s, c, engines, r, room=math.inf):
     shares = not named_arguments(c.engine_args).get("disable_radix_cache")
     prefilled = mine * c.prompt / (c.group_size if shares else 1)
     out = dict.fromkeys(parts, 0.0) | {"prefill": sum(operations(s, prefilled, mine, 0)) / r.products / c.rollout_tp}
-    read, points = 2 * (parameters(s) - s.vocab * s.hidden * (not s.tied)), 64  # of the embedding it reads few rows
+    points = 64
     for i in range(points):
         t, steps = (i + 0.5) * c.max_new_tokens / points, waves * c.max_new_tokens / points
         running = mine / waves * (1 - t / c.max_new_tokens) ** c.tail
         products = sum(operations(s, running, running, 0)) / r.products
-        out["decode: weights"] += steps * max(read / r.weights, products) / c.rollout_tp
+        out["decode: weights"] += steps * max(read_bytes(s, running) / r.weights, products) / c.rollout_tp
         out["decode: cache"] += steps * running * (c.prompt + t) * cache_bytes(s) / r.cache / c.rollout_tp
         out["decode: sampler"] += steps * running * SAMPLER_PASSES * 4 * s.vocab / r.elementwise
         out["decode: scheduler"] += steps * (r.step + s.layers * r.layer + running * r.request)

@@ -18,7 +18,9 @@ import http.server
 import itertools
 import math
 import re
+import signal
 import sys
+import threading
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -409,6 +411,8 @@ def live_page(args):
 class Live(http.server.BaseHTTPRequestHandler):
     """Answers a browser on this machine with the page. It reads, and that is all it does."""
 
+    timeout = 5  # seconds for a request; a browser may connect and ask for nothing
+
     def do_GET(self):
         own = f"127.0.0.1:{self.server.server_port}"
         # A page of another site may have a name that leads here: its browser then names that site.
@@ -450,10 +454,10 @@ def serve(args):
         f"http://127.0.0.1:{server.server_port}/ every {args.every} s; Ctrl-C ends it, the run does not notice",
         flush=True,
     )
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        print()
+    # No KeyboardInterrupt: raised while a figure's objects are deleted it would be lost.
+    signal.signal(signal.SIGINT, lambda *_: threading.Thread(target=server.shutdown).start())
+    server.serve_forever()
+    print()
 
 
 def main(argv=None):

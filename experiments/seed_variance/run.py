@@ -15,7 +15,7 @@ from study import Study, change_one_bit, label_ends, lines, panels, plot, score,
 FIRST, INIT, EVAL = "one bit of the first weights", "initialisation", "evaluation noise"
 study = Study(__file__)
 count = 2 if study.quick else 5
-task = ["config/tiny.py", "experiments/sums.py"] + ["--warmup_sft_steps=120", "--max_steps=4"] * study.quick
+task = ["config/tiny.py", "experiments/sums.py"] + ["--warmup_sft_steps=40", "--max_steps=2"] * study.quick
 base = study.make({"base": task})["base"]
 last = max(base.glob("ckpt/step_*"))
 wanted = {}

@@ -20,9 +20,9 @@ import torch  # noqa: E402
 
 PRESETS = dict(
     one_gpu=1, qwen3_0p6b=1, qwen3_8b=8, qwen3_8b_lag=8, qwen3_8b_colocated=8, qwen3_8b_lora=1, qwen3_1p7b_lora=1,
-    qwen3_32b=16, llama_70b_lora=8,
+    qwen3_30b_a3b=8, qwen3_32b=16, llama_70b_lora=8,
 )  # ranks # fmt: skip
-MEMORY = dict(qwen3_32b=141 << 30, qwen3_1p7b_lora=24 << 30)  # bytes of a preset's cards
+MEMORY = dict(qwen3_30b_a3b=141 << 30, qwen3_32b=141 << 30, qwen3_1p7b_lora=24 << 30)  # bytes of a preset's cards
 # what `run_scheduler` replaces in SGLang, and the function of SGLang's that has to call it by this name
 SRT = "sglang.srt."
 HOOKS = {
@@ -68,8 +68,11 @@ def starts(preset, ranks, folder, engine):
     shape = dict(
         hidden_size=s.hidden, intermediate_size=s.mlp, num_hidden_layers=s.layers, num_attention_heads=s.heads,
         num_key_value_heads=s.kv_heads, head_dim=s.head_dim, vocab_size=s.vocab, tie_word_embeddings=s.tied,
-        max_position_embeddings=s.positions, architectures=[f"{s.kind.capitalize()}ForCausalLM"],
+        max_position_embeddings=s.positions, architectures=[f"{class_name(s.kind)}ForCausalLM"],
     )  # fmt: skip
+    if s.experts:
+        shape |= dict(num_experts=s.experts, num_experts_per_tok=s.active, moe_intermediate_size=s.mlp)
+        shape["norm_topk_prob"] = True
     AutoConfig.for_model(s.kind, **shape).save_pretrained(folder / preset)
     pretend(MEMORY.get(preset, 80 << 30))
     os.environ["WORLD_SIZE"] = str(ranks)
@@ -123,7 +126,7 @@ from transformers import AutoConfig  # noqa: E402
 
 import rollout_server  # noqa: E402
 from configurator import roles  # noqa: E402
-from models.dense import check_model  # noqa: E402
+from models.dense import check_model, class_name  # noqa: E402
 
 scheduler.run_scheduler_process = functools.partial(main_loop, scheduler.run_scheduler_process)
 nothing = lambda *_, **__: None  # noqa: E731
