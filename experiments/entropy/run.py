@@ -59,19 +59,16 @@ for name, color in zip(names, colors):
     ends |= {name: (rewards[-1], color)} if axis is left else {}
     row = [name, *(f"{x[0]:.2f} to {x[-1]:.2f}" for x in (entropies, rewards)), f"{fit(entropies, rewards)[1]:.2f}"]
     row += [f"{rewards[-1] - x:+.2f}" for x in (early(entropies[-1]), rewards[half - 1])]
-    rows.append([*row, "", "", ""])
-    if name != "GRPO":
-        rows[-1][-3:] = map(paired, ends_of(name), ends_of("GRPO"))
-        differences[name] = [x - y for x, y in zip(ends_of(name)[1], ends_of("GRPO")[1])]
-line = [k / 100 for k in range(33, 41)]
-left.plot(line, [*map(of_grpo, line)], "--", color="#888888", linewidth=1)
-left.set(xlabel="entropy of the policy, nats per token", ylabel="reward in training", ylim=(0.5, 0.7))
-left.invert_xaxis()
+    pairs = [*zip(ends_of(name), ends_of("GRPO"))]  # entropies, rewards, rewards minus the law
+    rows.append([*row, *("" if name == "GRPO" else paired(*pair) for pair in pairs)])
+    differences[name] = [x - y for x, y in zip(*pairs[1])]
+left.plot([0.33, 0.4], [of_grpo(0.33), of_grpo(0.4)], "--", color="#888888", linewidth=1)
+left.set(xlabel="entropy, nats per token", ylabel="reward in training", xlim=(0.404, 0.33), ylim=(0.5, 0.7))
 inset.invert_xaxis()
 inset.tick_params(labelsize=7)
 inset.set_title("temperature 1.3", fontsize=8, color="#777777")
 label_ends(left, ends)
-forest(right, differences, colors[1:])
+forest(right, {name: x for name, x in differences.items() if name != "GRPO"}, colors[1:])
 right.set(xlabel="difference of reward")
 head = "knob, entropy, reward, R2, minus its early law, minus half-way, entropy minus GRPO's, reward minus GRPO's"
 study.table([*head.split(", "), "at equal entropy"], rows)

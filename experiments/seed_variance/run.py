@@ -45,8 +45,7 @@ def apart(twins):
     return [statistics.median(each[max(0, i - 4) : i + 5]) or None for i in range(len(each))]
 
 
-titles = "Held-out pass@1 after RL, each run", "Twins' gradient norms, supervised updates", "The same, updates of RL"
-figure, (left, *others) = panels(*titles)
+figure, (left, *others) = panels("Pass@1, each run", "Gradient norms of twins, supervised updates", "The same, in RL")
 print("base", *(f"{x['pass@1']:.3f}" for x in lines(base, phase="eval")))
 left.axvline(score(base), color="#444444", linewidth=0.7)
 warmup = len(norms(base)) - len(lines(base, phase="rl"))
@@ -57,11 +56,8 @@ for color, source in zip(plot.COLORS, dict.fromkeys(name[:-2] for name in wanted
     scores = [score(run) for run in (base, *twins)]
     left.plot(scores, [source] * count, "o", color=color, alpha=0.6)
     first = ", ".join(f"{lines(run, phase='eval')[0]['pass@1']:.3f}" for run in twins)
-    row = [
-        source,
-        {EVAL: "-", FIRST: first, INIT: first}.get(source, "the base's"),
-        ", ".join(f"{x:.3f}" for x in scores[1:]),
-    ]
+    before = {EVAL: "-", FIRST: first, INIT: first}.get(source, "the base's")
+    row = [source, before, ", ".join(f"{x:.3f}" for x in scores[1:])]
     deviation, low, high = spread_of(scores)
     deviations.append(deviation)
     rows.append([*row, f"{deviation:.3f}", f"{low:.3f} .. {high:.3f}" if deviation else "none", "0"])
@@ -74,10 +70,10 @@ for color, source in zip(plot.COLORS, dict.fromkeys(name[:-2] for name in wanted
             ends |= {source: (part[-1], color)} if part[-1] > 0 else {}
 head = ["source", "twins before RL", "twins after RL", "standard deviation", "its 95 % interval", "distance of weights"]
 study.table(head, rows)
-both = math.hypot(*deviations[:3])  # of evaluation, data order and sampling
-study.expect(f"two single runs must differ by {1.96 * 2**0.5 * both:.2f}")
+noise = math.hypot(*deviations[:3])  # of evaluation, data order and sampling
+study.expect(f"two single runs must differ by {1.96 * 2**0.5 * noise:.2f}")
 for axis, begin, _, ends in parts:
     axis.set(yscale="log", xlabel="update", ylabel="relative difference to the base's", ylim=(1e-9, 3))
     label_ends(axis, ends)
-left.set_xlabel("pass@1; line: the base")
+left.set_xlabel("held-out pass@1 after RL; line: the base")
 study.end(figure)

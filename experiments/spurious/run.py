@@ -41,30 +41,35 @@ for reward, clip, seed in product(rewards, clips, range(1, seeds + 1)):
 made = study.make(wanted)
 
 
-def row(name, clip, step):
-    """What the evaluations after this many steps saw: means of the seeds."""
-    columns = zip(*(looks(made[f"{name} {clip} {seed}"], step) for seed in range(1, seeds + 1)))
-    known = [[x for x in column if x is not None] for column in columns]
-    return ["{:.3f} +- {:.3f}".format(*mean_of(x)) if len(x) == seeds else "too few" for x in known]
+def runs_of(reward, clip):
+    return [made[f"{reward} {clip} {seed}"] for seed in range(1, seeds + 1)]
 
 
-figure, axes = panels(*(f"Share of the rare format in training: {clip}" for clip in clips))
+def row(reward, clip, step):
+    """What the evaluations after this many steps saw, of each seed."""
+    columns = zip(*(looks(run, step) for run in runs_of(reward, clip)))
+    return [", ".join("-" if x is None else f"{x:.2f}" for x in column) for column in columns]
+
+
+figure, axes = panels("Share of the rare format; dotted: no clip", "Share that is correct; dotted: no clip")
 rows = [["none yet", "", *row(rewards[0], clips[0], 0), "", ""]]
-for axis, clip in zip(axes, clips):
+for axis, metric, label in zip(axes, (MARKED, "reward_numeric"), ("in the rare format", "correct")):
     ends = {}
-    for reward, color in zip(rewards, plot.COLORS):
-        every = [lines(made[f"{reward} {clip} {seed}"], phase="rl") for seed in range(1, seeds + 1)]
-        curves = [[x[MARKED] for x in run] for run in every]
-        means = [mean_of(same)[0] for same in zip(*curves)]
-        for curve in curves:
-            axis.plot(curve, color=color, linewidth=0.7, alpha=0.4)
-        axis.plot(means, color=color, linewidth=1.5)
-        ends[reward] = means[-1], color
-        clipped = mean_of([x["clip_fraction"] for run in every for x in run])[0]
-        entropy = mean_of([run[-1]["entropy"] for run in every])[0]
-        rows.append([reward, clip, *row(reward, clip, steps), f"{clipped:.3f}", f"{entropy:.2f}"])
-    axis.set(xlabel="RL steps done", ylim=(-0.02, 1.02))
+    for reward, color in zip(rewards, [*plot.COLORS[:4], "#444444"]):
+        for clip, dashes in zip(clips, ("-", ":")):
+            curves = [[x[metric] for x in lines(run, phase="rl")] for run in runs_of(reward, clip)]
+            means = [mean_of(same)[0] for same in zip(*curves)]
+            axis.plot(means, dashes, color=color, linewidth=1.5)
+            if clip == clips[0]:
+                ends[reward] = means[-1], color
+                axis.plot([*zip(*curves)], color=color, linewidth=0.6, alpha=0.35)
+    axis.set(xlabel="RL steps done", ylabel=f"samples in training, share {label}", ylim=(-0.02, 1.02))
     label_ends(axis, ends)
-head = "reward, ratio, rare format, right, right in the rare, in the common, tokens clipped, last entropy".split(", ")
-study.table(head, rows)
+for clip, reward in product(clips, rewards):
+    steps_of = [lines(run, phase="rl") for run in runs_of(reward, clip)]
+    clipped = mean_of([x["clip_fraction"] for run in steps_of for x in run])[0]
+    entropy = mean_of([run[-1]["entropy"] for run in steps_of])[0]
+    rows.append([reward, clip, *row(reward, clip, steps), f"{clipped:.3f}", f"{entropy:.2f}"])
+head = "reward, ratio, rare format, correct, correct in the rare, in the common, tokens clipped, last entropy"
+study.table(head.split(", "), rows)
 study.end(figure)
