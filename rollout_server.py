@@ -152,8 +152,11 @@ def leave_nothing_open():
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so called
     connect = rendezvous._create_c10d_store
 
-    def store(host, port, rank, *others):
-        return connect(host, port, rank, *others) if rank else listening_store(host, port)
+    def store(host, port, rank, world, *others):
+        if rank:
+            return connect(host, port, rank, world, *others)
+        # SGLang chose the port a while ago, and another process may have it now; of one rank nobody asks for it
+        return listening_store(host, port if world > 1 else 0)
 
     rendezvous._create_c10d_store = store
     tqdm.set_lock(threading.RLock())
