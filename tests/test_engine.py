@@ -52,8 +52,8 @@ OTHERS = set(  # element by element, moved, made, read, of whole numbers, and a 
     """
     _local_scalar_dense _to_copy add add_ any arange argmax bitwise_and bitwise_not cat clamp_ clone constant_pad_nd
     copy_ cumsum detach div div_ embedding empty eq full_like gather ge index index_put_ lift_fresh log log_ lt max
-    mul neg_ new_ones nextafter nonzero ones_like scalar_tensor select slice split split_with_sizes stack sub t
-    transpose unbind unsqueeze view where zero_ zeros zeros_like
+    mul neg_ new_empty new_ones nextafter nonzero ones_like scalar_tensor select slice split split_with_sizes stack sub
+    t transpose unbind unsqueeze view where zero_ zeros zeros_like
     """.split()
 )
 
