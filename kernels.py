@@ -1318,13 +1318,17 @@ class Combine(torch.autograd.Function):
         return *_to_pairs(grad, y, places, w), None
 
 
-def moe(x, router, gate_up, down, k, routed=None):
+def moe(x, router, gate_up, down, k, routed=None, first=0, add=None):
     """
     x (N, C) through the k experts of each row -> (N, C). router (E, C), gate_up (E, 2 F, C), down (E, C, F).
     Differentiable. routed: a list that gets the router's logits (N, E) and the experts (N, k), the likeliest first.
+
+    With `add` gate_up and down may be those of some experts only, from number `first`: it adds up rows that one rank
+    has and the others fill with zeros. Then not differentiable.
     """
-    E, C, F = down.shape
-    fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (E, 2 * F, C)
+    E = len(router)
+    here, C, F = down.shape
+    fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (here, 2 * F, C) and (here == E or add)
     message = "x, router, gate_up, down {}, {}, {}, {}: (N, C), (E, C), (E, 2 F, C), (E, C, F) are needed"
     check(fits, message, x, router, gate_up, down)
     check(0 < k <= E, "{} experts of {} for a token: 1 to all are needed", k, E)
@@ -1338,8 +1342,13 @@ def moe(x, router, gate_up, down, k, routed=None):
     pairs = experts.numel()
     args = experts, starts, places, pairs
     on_rows(cpu_by_expert, triton_by_expert, 1, pairs, args, (len(starts) - 1,), _lanes(pairs))
+    if add:
+        starts = starts[torch.arange(first, first + _block(here) + 2, device=x.device).clamp(max=first + here)]
     y = _apply(ExpertMatmul, _apply(ToPairs, x, places), gate_up, starts)
     y = _apply(ExpertMatmul, swiglu(*y.chunk(2, 1)), down, starts)
+    if add:
+        pair = torch.arange(pairs, device=x.device)[:, None]
+        y = add(y.masked_fill_((pair < starts[0]) | (pair >= starts[here]), 0.0))
     return _apply(Combine, y, w, places)
 
 

@@ -350,6 +350,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
         random_seed=config["seed"] % 2**31,
         base_gpu_id=gpu,
         tp_size=config["rollout_tp"],
+        ep_size=config["rollout_tp"],  # of a mixture each rank has whole experts
         attention_backend=ATTENTION_BACKEND[device],
         weight_version="0",
         custom_sigquit_handler=died,

@@ -317,7 +317,7 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
         x, residual = (norm(ln, x), x) if residual is None else norm(ln, x, residual)
         x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
         if moe.is_mixture(self.mlp):
-            return moe.in_engine(self.mlp, x), residual
+            return moe.in_engine(self.mlp, x, get_tp_group().all_reduce), residual
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
         return row_parallel(self.mlp.down_proj, hidden), residual
 
@@ -358,8 +358,8 @@ def hugging_face_parameters(model):
     fused = {"qkv_proj": "q_proj k_proj v_proj", "gate_up_proj": "gate_proj up_proj"}
     for module_name, module in model.named_modules():
         path, _, last = module_name.rpartition(".")
-        rank = getattr(module, "tp_rank", 0)
-        ranks = getattr(module, "tp_size", 1)
+        rank = getattr(module, "moe_ep_rank", getattr(module, "tp_rank", 0))
+        ranks = getattr(module, "moe_ep_size", getattr(module, "tp_size", 1))
         for kind, p in module.named_parameters(recurse=False):
             columns = p.shape[1:]
             column = 0

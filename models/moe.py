@@ -28,8 +28,8 @@ def check_mixture(hf, name, config):
         found = getattr(hf, key)
         require(found == known, f"{name}: {key}={found} in config.json; of mixtures only {known} is supported")
     require(0 < k <= E, f"{name}: {k} experts per token of {E} in config.json; 1 to all of them are needed")
-    for key in ("tp_split", "rollout_tp"):
-        require(config[key] == 1, f"{key}={config[key]}: the sums of a mixture's experts are not cut; use 1")
+    tp = config["rollout_tp"]
+    require(E % tp == 0, f"rollout_tp={tp}: does not divide the {E} experts of {name}; use a number that does")
 
 
 def per_expert(shard):
@@ -57,10 +57,17 @@ def in_trainer(mlp, x):
     return kernels.moe(x[0], *weights, mlp.gate.top_k, mlp.routed)[None]
 
 
-def in_engine(mlp, x):
-    """SGLang's block of x (N, C)."""
+def in_engine(mlp, x, add):
+    """SGLang's block of x (N, C). add: adds up the rows of the engine's ranks, of which all but one's are zeros."""
     experts = mlp.experts
-    return kernels.moe(x, mlp.gate.weight, experts.w13_weight, experts.w2_weight, mlp.topk.topk_config.top_k)
+    own = dict(first=first_expert(experts), add=add) if experts.moe_ep_size > 1 else {}
+    weights = mlp.gate.weight, experts.w13_weight, experts.w2_weight
+    return kernels.moe(x, *weights, mlp.topk.topk_config.top_k, **own)
+
+
+def first_expert(experts):
+    """The number of the first of the experts that this rank of an engine has."""
+    return experts.moe_ep_rank * experts.num_local_experts
 
 
 def balance_loss(p, counts):
@@ -135,13 +142,15 @@ def install_in_engine():
     from sglang.srt.models import qwen3_moe
 
     def load_weights(self, weights, own=qwen3_moe.Qwen3MoeForCausalLM.load_weights):
-        parameters = dict(self.named_parameters())
+        modules = dict(self.named_modules())
 
         def others():
             for name, tensor in weights:
-                layer, _, last = name.rpartition(".experts.")
-                if layer and last in of_ours:
-                    parameters[f"{layer}.experts.{of_ours[last]}"].data.copy_(tensor)
+                layer, _, last = name.rpartition(".")
+                if layer.endswith(".experts") and last in of_ours:
+                    experts = modules[layer]
+                    here = getattr(experts, of_ours[last]).data
+                    here.copy_(tensor[first_expert(experts) :][: len(here)])
                 else:
                     yield name, tensor
 

@@ -273,6 +273,30 @@ def test_a_row_of_a_mixture_does_not_see_the_others_nor_an_expert_those_of_other
     assert 20 < mine.sum() < 280 and all(same(a[3], b[3]) for a, b in zip(*(d[1:] for d in both)))
 
 
+def among_ranks(module, operands, k, ranks):
+    """A mixture whose experts lie with so many ranks, as each of them has it."""
+    x, router, gate_up, down = (y.detach() for y in operands)
+    E, parts = len(router) // ranks, []
+
+    def mine(r, add):
+        own = slice(r * E, r * E + E)
+        return module.moe(x, router, gate_up[own], down[own], k, first=r * E, add=add)
+
+    for r in range(ranks):
+        mine(r, lambda y: parts.append(y.clone()) or y)
+    return [mine(r, lambda y: sum(parts)) for r in range(ranks)], parts
+
+
+def test_experts_may_lie_with_several_ranks():
+    for N in (1, 37):
+        operands = mixture(N, 40, 8, 24)
+        whole = kernels.moe(*operands, 2)
+        for ranks in (1, 2, 8):
+            each, parts = among_ranks(kernels, operands, 2, ranks)
+            assert len(parts) == ranks and all(same(y, whole) for y in each)
+            assert (torch.stack(parts).any(2).sum(0) == 1).all()  # a row has one rank's figures, and zeros
+
+
 # ---- attention
 
 
@@ -599,7 +623,8 @@ def mixture_is_in_order(module):
             t, j = torch.where(experts[:, :3] == e)
             hidden = kernels.swiglu(*kernels.mm(x[t], gate_up[e].t()).chunk(2, 1))
             d_down.append(kernels.mm((w[t, j][:, None] * grad[t]).t(), hidden))
-    return same(out, right) and same(d_ours, torch.stack(d_down))
+    apart, _ = among_ranks(module, (x, router, gate_up, down), 3, 2)
+    return all(same(y, right) for y in (out, *apart)) and same(d_ours, torch.stack(d_down))
 
 
 def test_a_matmul_a_dot_an_attention_and_a_mixture_add_in_the_order_of_the_naive_ones():

@@ -646,7 +646,7 @@ def test_L13_control_a_plain_all_reduce_is_caught(tmp_path):
 # ---- L15: a mixture of experts
 
 
-@pytest.mark.law("a mixture of experts: 1 + 1 and 2 + 1 ranks, one process, a resume, a replay on 4 trainers")
+@pytest.mark.law("a mixture of experts: 1 + 1, 2 + 1 and 1 + 2 ranks, one process, a resume, a replay on 4 trainers")
 def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
     mixture, mixture_resumed, tmp_path, assert_it_learned
 ):
@@ -655,10 +655,12 @@ def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
     assert "resuming at step 16" in mixture_resumed[1] and ledger(mixture_resumed[0]) == ledger(mixture[0])
     finish(tmp_path / "replayed", *MIXTURE, *replay_of(mixture[0]), ranks=4, launch=launch_warm)
     assert ledger(tmp_path / "replayed") == ledger(mixture[0])
-    flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0 --max_steps=3".split()
-    finish(tmp_path / "run", *MIXTURE, *ENGINE_FLAGS, *flags, launch=launch_warm)
+    flags = *MIXTURE, "--tp_split=2", "--checkpoint_every=0", "--max_steps=3"
+    other = "--threads=2 --gradient_checkpointing --weight_sync=ipc".split()
+    finish(tmp_path / "run", *flags, *ENGINE_FLAGS, *other, launch=launch_warm)
+    finish(tmp_path / "shared", *flags, "--rollout_ranks=2", "--rollout_tp=2", ranks=3, launch=launch_warm)
     assert len(lines(tmp_path / "run", "ledger.jsonl", "rl")) == 3
-    assert ledger(mixture[0]).startswith(ledger(tmp_path / "run"))
+    assert ledger(tmp_path / "run") == ledger(tmp_path / "shared")
 
 
 @pytest.mark.control("experts added by number")

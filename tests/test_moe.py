@@ -135,8 +135,7 @@ WRONG = {
     "7 experts per token of 6": dict(num_experts_per_tok=7),
     "a glm4_moe model; known are": dict(model_type="glm4_moe"),
     "a qwen2_moe model; known are": dict(model_type="qwen2_moe"),
-    "tp_split=2": {},
-    "rollout_tp=2": {},
+    "rollout_tp=4: does not divide the 6 experts": {},
 }
 
 
@@ -145,7 +144,7 @@ def test_what_is_not_computed_is_refused_in_a_line(folder, tmp_path, message, re
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     hf = json.loads((tmp_path / "config.json").read_text()) | WRONG[message]
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    changed = {} if WRONG[message] else {message[:-2]: 2}
+    changed = {} if WRONG[message] else dict(rollout_tp=4)
     assert message in refusal(check_model, tmp_path, CONFIG | changed)
 
 

@@ -15,7 +15,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pretend.interpreter import install
-from test_kernels import ENDS, Sequences, cuts_are_right, ends, plain_draw, qkv, reference, same, textbook_mixture, ties
+from test_kernels import (
+    ENDS,
+    Sequences,
+    among_ranks,
+    cuts_are_right,
+    ends,
+    plain_draw,
+    qkv,
+    reference,
+    same,
+    textbook_mixture,
+    ties,
+)
 from test_triton import REVERSED_K, SPLIT_K, mutant
 
 import kernels
@@ -828,6 +840,7 @@ def test_a_row_of_a_mixture_sees_neither_its_batch_nor_rows_of_nan_and_a_leaf_ma
         assert same(some[0], out[rows]) and same(some[1], dx[rows])
     beside, *_ = mixed(kernels, x.index_fill(0, torch.tensor([0, 9, 23]), torch.nan), *weights, grad)
     assert same(beside[10:23], out[10:23])
+    assert all(same(y, out) for y in among_ranks(kernels, (x, *weights), 3, 2)[0])
     out, dx, *d = mixed(kernels, x[:0], *weights, grad[:0])
     assert out.shape == dx.shape == (0, 24) and not any(g.any() for g in d)
 
