@@ -395,8 +395,10 @@ def grad_norm(grads, shards, group):
     sizes = [s.shape[0] for s in shards]
     rows = torch.zeros(sum(sizes), dtype=torch.float64, device=grads[0].device)
     for part, g, s in zip(rows.split(sizes), grads, shards):
-        squares = g[:, None].flatten(1).double().square()  # (rows here, columns), though there may be no rows
-        part[s.first : s.first + len(g)] = kernels.row_sums(squares)
+        part = part[s.first : s.first + len(g)]
+        some = max(1, (1 << 26) // math.prod(s.shape[1:]))  # rows at a time: as float64 all would take twice their room
+        for out, x in zip(part.split(some), g[:, None].flatten(1).split(some)):  # (rows, columns), maybe no rows
+            out.copy_(kernels.row_sums(x.double().square_()))
     dist.all_reduce(rows, group=group)
     return tree_sum(rows).sqrt()
 
