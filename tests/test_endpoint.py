@@ -420,18 +420,17 @@ def test_a_request_whose_client_is_gone_leaves_the_engine(one_at_a_time):
         with client.chat.completions.create(**LONG, **KINDS["chat"], stream=True) as stream:
             next(stream)
 
-    alone = seconds()
     leave(one_at_a_time)
-    assert seconds(max_tokens=1) < alone / 4
+    waits = [seconds(max_tokens=1)]
     with pytest.raises(openai.APITimeoutError):
-        create(timeout=alone / 8)
-    assert seconds(max_tokens=1) < alone / 4
+        create(timeout=0.2)
+    waits.append(seconds(max_tokens=1))
     host = str(one_at_a_time.base_url).removesuffix("/v1/")
-    leave(one_at_a_time.copy(base_url=f"{host}/s/a/v1"))  # in a session a retry would get the answer
-    assert seconds(max_tokens=1) > alone / 2
     leave(one_at_a_time.copy(base_url=f"{host}/s/b/v1"))
     assert httpx.delete(f"{host}/s/b", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
-    assert seconds(max_tokens=1) < alone / 4
+    waits.append(seconds(max_tokens=1))
+    leave(one_at_a_time.copy(base_url=f"{host}/s/a/v1"))  # in a session a retry would get the answer
+    assert max(waits) < seconds(max_tokens=1) / 3
 
 
 # What a model may write whose end does not say yet what it is; CALLS in the form of each parser.
