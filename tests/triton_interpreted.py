@@ -508,31 +508,32 @@ def test_a_rule_keeps_what_the_cpus_loop_keeps_whatever_the_block(monkeypatch):
 )
 def test_a_wrong_rule_is_caught(change, tmp_path):
     changed = mutant(tmp_path, change)
-    changed.LANES = 32
+    changed.LANES = 64
     assert not cuts_are_right(changed)
 
 
 @pytest.mark.parametrize("rule", [(1.0,), (0.7,), (0.7, 0.9, 20, 0.02)], ids=str)
 def test_token_logprobs_are_right_and_equal_the_samplers(rule, monkeypatch):
-    monkeypatch.setattr(kernels, "CHUNK", 8)  # several chunks, whose weight gradients are one chain
+    N = 7 if rule[1:] else 20  # the interpreter takes a second for what a rule keeps of a row
+    monkeypatch.setattr(kernels, "CHUNK", N // 2)  # several chunks, whose weight gradients are one chain
     temperature = rule[0]
-    hidden, weight = torch.randn(20, 16, requires_grad=True), torch.randn(98, 16, requires_grad=True)
-    targets, grad, bonus = torch.randint(98, (20,)), torch.randn(20), torch.randn(20)
+    hidden, weight = torch.randn(N, 16, requires_grad=True), torch.randn(98, 16, requires_grad=True)
+    targets, grad, bonus = torch.randint(98, (N,)), torch.randn(N), torch.randn(N)
     logits = kernels.head_logits(hidden.detach(), weight.detach()) / torch.tensor(temperature)
     if rule[1:]:
-        kernels.cut(logits, torch.tensor([rule[1:]]).repeat(20, 1))
+        kernels.cut(logits, torch.tensor([rule[1:]]).repeat(N, 1))
         targets = kernels.log_softmax(logits, -1, False).exp().multinomial(1)[:, 0]  # kept ones
     logprobs, entropy = kernels.token_logprobs(hidden, weight, targets, *rule)
     sampler = kernels.log_softmax(logits, -1, False)
     assert same(sampler.gather(1, targets[:, None])[:, 0], logprobs.detach())
-    assert same(kernels.log_softmax(logits[7:8], 1, False), sampler[7:8])
+    assert same(kernels.log_softmax(logits[5:6], 1, False), sampler[5:6])
     out = logits == -torch.inf
     logp = torch.log_softmax((hidden.double() @ weight.double().t() / temperature).masked_fill(out, -torch.inf), -1)
     expected = logp.gather(1, targets[:, None])[:, 0]
     expected_entropy = -(logp.exp() * logp.masked_fill(out, 0)).sum(-1)
     assert close(logprobs, expected) and close(entropy, expected_entropy)
-    one, _ = kernels.token_logprobs(hidden[13:14], weight, targets[13:14], *rule)
-    assert same(one.detach(), logprobs[13:14].detach())
+    one, _ = kernels.token_logprobs(hidden[5:6], weight, targets[5:6], *rule)
+    assert same(one.detach(), logprobs[5:6].detach())
     for ours, theirs in (
         ((logprobs * grad).sum(), (expected * grad).sum()),
         ((logprobs * grad + entropy * bonus).sum(), (expected * grad + expected_entropy * bonus).sum()),
