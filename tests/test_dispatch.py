@@ -24,9 +24,9 @@ SEALED = ("rms_norm", "norm_rope", "rope_table", "swiglu", "moe", "attention", "
 ALLOWED = {  # why: operators. A leaf has the same rows on any number of ranks, so sums over it need a fixed order only
     "replaced by enable_batch_invariant": "mm addmm embedding_dense_backward",
     "element by element": """
-        abs add add_ clamp div eq exp ge gt le log logical_and_ lt masked_fill_ minimum mul mul_ ne neg pow reciprocal
-        sqrt sub where _foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_ _foreach_mul_
-        _foreach_sqrt""",
+        abs add add_ clamp div eq exp ge gt le log logical_and_ lt masked_fill_ minimum mul mul_ ne neg pow pow_
+        reciprocal sqrt sub where _foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_
+        _foreach_mul_ _foreach_sqrt""",
     "moves, makes or reads": """
         _local_scalar_dense _to_copy _unsafe_view arange as_strided cat clone constant_pad_nd copy_ detach embedding
         empty empty_like expand full index index_select lift_fresh new_zeros ones_like repeat_interleave scalar_tensor
