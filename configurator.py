@@ -13,10 +13,6 @@ block that stands at the left margin.
 All of it serves any script; only the last section knows the keys of train_grpo.py.
 """
 
-import atexit
-import ctypes
-import gc
-import multiprocessing
 import os
 import platform
 import re
@@ -27,7 +23,6 @@ import sys
 import time
 import types
 from ast import literal_eval, parse
-from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +32,7 @@ from typing import NamedTuple
 
 WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
 ORIGINS = {}  # key -> the config file or "command line" that last set it, filled by configure
+NO_LITERAL = ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError  # literal_eval raises them
 
 
 def close_bars():
@@ -44,116 +40,6 @@ def close_bars():
     if "tqdm" in sys.modules:
         for bar in list(sys.modules["tqdm"].tqdm._instances):
             bar.close()
-
-
-def end_with_parent():
-    """
-    Has the kernel end this process when the one that started it ends, however that ends: torchrun's agent, or a rank.
-    Ends it now if that is gone already. A shell is no such parent: what it starts may have to outlive it.
-    """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    parent = Path("/proc", str(os.getppid()))
-    alive = parent.name != "1"
-    try:  # an agent or a rank has torch; what stands between them, such as a shell, was started by an agent
-        alive = b"libtorch" in (parent / "maps").read_bytes() or b"TORCHELASTIC" in (parent / "environ").read_bytes()
-    except OSError:
-        pass  # it is another user's, as init is
-    if spawned := re.search(r"spawn_main\(parent_pid=(\d+)", " ".join(sys.orig_argv)):  # by multiprocessing
-        alive = spawned[1] == parent.name
-    if not alive:
-        os._exit(1)
-
-
-@contextmanager
-def lean_imports():
-    """
-    Inside, importing torch, transformers and SGLang takes half as long: without packages that the latter two import
-    only because they are installed, and without garbage collection among the modules, now and at the process's end.
-    """
-    gc.disable()
-    import torch
-
-    unused = () if torch.cuda.is_available() else ("flashinfer", "sklearn", "torchao")
-    hidden = dict.fromkeys(name for name in unused if name not in sys.modules)
-    sys.modules.update(hidden)  # None: as if they were not installed
-    try:
-        yield
-    finally:
-        gc.freeze(), gc.enable()
-        for name in hidden:
-            del sys.modules[name]
-
-
-@contextmanager
-def output_to(path):
-    """Sends this process's and its new children's stdout and stderr to the file: SGLang starts noisily."""
-    kept = os.dup(1), os.dup(2)
-    with open(path, "a") as log:
-        _write_to(log.fileno(), log.fileno())
-    try:
-        yield
-    finally:
-        _write_to(*kept)
-        for fd in kept:
-            os.close(fd)
-
-
-def _write_to(stdout, stderr):
-    sys.stdout.flush(), sys.stderr.flush()
-    os.dup2(stdout, 1), os.dup2(stderr, 2)
-
-
-early = []  # (process, where its orders go, where its answers come from) of schedulers that wait for an engine
-
-
-def early_scheduler(orders, writer):
-    """A process that imports SGLang while its rank does other things, and then does what it is ordered to."""
-    import setproctitle
-
-    setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
-    with lean_imports():
-        import sglang.srt.managers.scheduler
-        import sglang.srt.models.qwen3  # noqa: F401
-
-    try:
-        log, environment, run, args = orders.recv()
-    except EOFError:  # the rank is no more, or SGLang has refused its arguments
-        return
-    log = os.open(log, os.O_WRONLY | os.O_APPEND)
-    _write_to(log, log)
-    os.environ.clear()
-    os.environ.update(environment)
-    run(*args, writer)
-
-
-def start_schedulers(count):
-    """
-    Starts processes for SGLang's schedulers. On a CPU imports are most of an engine's start, and they do not have to
-    wait for those of the rank. Spawned, not forked: a rank has threads of gloo and OpenMP, whose locks a fork would
-    copy in whatever state they are, and its lock on the run's folder.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    started = []
-    for _ in range(count):
-        orders, commands = spawn.Pipe(duplex=False)
-        reader, writer = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=early_scheduler, args=(orders, writer))
-        with output_to(os.devnull):
-            process.start()
-        orders.close(), writer.close()  # so that each end notices when the other dies
-        started.append((process, commands, reader))
-    return started
-
-
-def start_engine_early(config):
-    """Has the process of an engine that this rank will have on a CPU begin with its imports."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    _, engines = roles(config, world)
-    mine = int(os.environ.get("RANK", 0)) >= world - engines
-    on_cpu = config["device"] == "cpu" or not (config["device"] or Path("/proc/driver/nvidia").exists())
-    if mine and on_cpu and config["rollout_tp"] == 1:
-        early.extend(start_schedulers(1))
-        atexit.register(lambda: [process.kill() for process, *_ in early])
 
 
 def printable(text):
@@ -216,7 +102,7 @@ def configure(namespace, argv=None):
             kind = type(defaults[key])
             try:
                 config[key] = _typed(value, kind, is_text=is_flag and value is not True)
-            except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError):  # literal_eval's
+            except NO_LITERAL:
                 given = arg if is_flag else f"{where}{key}={value!r:.60}"
                 require(False, f"{given}: wants {WANTED[kind]}, as in {'--' * is_flag}{key}={defaults[key]!r}")
             ORIGINS[key] = "command line" if is_flag else arg
@@ -245,7 +131,7 @@ def saved_config(path):
     """{key: value} of a file that `config_source` wrote: it is read and not executed, as it may be a stranger's."""
     try:
         return {line.targets[0].id: literal_eval(line.value) for line in parse(path.read_bytes()).body}
-    except (OSError, ValueError, SyntaxError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+    except (OSError, AttributeError, *NO_LITERAL) as error:
         require(False, f"{path}: not only lines 'key = literal', as a run saves them: {error}")
 
 
@@ -385,14 +271,16 @@ CHOICES = {
 }
 OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 POSITIVE = """
-    prompts_per_step group_size max_new_tokens max_prompt_tokens eval_samples engine_timeout
+    prompts_per_step group_size max_new_tokens max_prompt_tokens temperature eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
     judge_tries sandbox_seconds sandbox_memory lora_alpha scratch_experts_per_token""".split()
 NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p scratch_experts".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
-# {what a key must be (without a value: not 0): the keys that then have an effect}
+# {a condition (see `holds`): the keys that have an effect only then}
 HAVE_EFFECT = {
     "advantage=gae": "gae_lambda value_coef value_clip",
+    "advantage=gae or --credit=turn": "gamma",
+    "kl_coef or --advantage=distill": "reference",
     "mode=replay": "queue_dir",
     "batch_invariant=True": "tp_split",
     "mode=rm or dpo": "chosen_column rejected_column",
@@ -402,7 +290,19 @@ HAVE_EFFECT = {
     "lora_rank": "lora lora_alpha lora_targets",
     "scratch_experts": "scratch_experts_per_token",
     "agent": "credit",
+    "agent or --chat_template": "chat_template_args",
     "advantage=grpo, dr_grpo, rloo or gae": "credit",
+}
+EXCLUDES = {  # {a condition: the keys that must then be left alone}
+    "agent": "chat_template segment_tokens",
+    "segment_tokens": "curriculum dynamic_sampling",
+    "credit=turn": "kl_in_reward overlong_cache",
+    "advantage=distill": "kl_coef",
+    "advantage=reinforce++, gae or distill": "dynamic_sampling",
+    "loss=pg": "updates_per_batch",
+    "mode=rm or dpo": "agent",
+    "mode=rm": "lora_rank",
+    "mode=sft, rm, dpo or eval": "watch",
 }
 SEEDS = {"data", "noise", "init", "eval"}
 SOURCE = """
@@ -417,14 +317,11 @@ ARGUMENTS = {  # keys whose value is the text of named arguments
 
 
 def named_arguments(text):
-    """{name: value} of a text such as 'enable_thinking=False, effort=2'. Raises ValueError."""
-    try:
-        call = parse(f"dict({text})", mode="eval").body
-        if call.args:
-            raise ValueError("no name=value")
-        return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
-    except SyntaxError as e:
-        raise ValueError(e.msg)
+    """{name: value} of a text such as 'enable_thinking=False, effort=2'. Raises one of NO_LITERAL."""
+    call = parse(f"dict({text})", mode="eval").body
+    if call.args:
+        raise ValueError("no name=value")
+    return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def seed_of(config, source):
@@ -490,6 +387,12 @@ def roles(config, world):
     return world - last, last // config["rollout_tp"]
 
 
+def holds(condition, values):
+    """Whether one of a condition's parts does: 'mode=rm or dpo' (one of these), 'agent or --chat_template' (not 0)."""
+    parts = (part.partition("=") for part in condition.split(" or --"))
+    return any(str(values[key]) in known if known else values[key] for key, _, known in parts)
+
+
 def key_rules(c, world, defaults):
     """Each key by itself, and what a run's ranks can do."""
     values = vars(c)
@@ -503,19 +406,18 @@ def key_rules(c, world, defaults):
         yield key, values[key] >= 0, "use 0 or more"
     for key in ("lanes", "tp_split"):
         yield key, values[key].bit_count() == 1, "not a power of two; use 1, 2, 4, .."
-    for condition, keys in HAVE_EFFECT.items():
-        other, _, value = condition.partition("=")
-        holds = str(values[other]) in value if value else values[other]
-        for key in keys.split():
-            why = f"is for --{condition}, and {other} is {values[other]!r}"
-            yield key, holds or values[key] == defaults[key], why
+    for conditions, what, may in ((HAVE_EFFECT, "is for", True), (EXCLUDES, "is not for", False)):
+        for condition, keys in conditions.items():
+            fits = holds(condition, values) == may
+            for key in keys.split():
+                yield key, fits or values[key] == defaults[key], f"{what} --{condition}; use {defaults[key]!r}"
     for key, what in ARGUMENTS.items():
         try:
             given = named_arguments(values[key])
             fits = key != "seeds" or given.keys() <= SEEDS and all(type(x) is int for x in given.values())
             yield key, fits, f"use {what}"
-        except ValueError as e:
-            yield key, False, f"{e}; use {what}"
+        except NO_LITERAL as e:
+            yield key, False, f"{getattr(e, 'msg', e)}; use {what}"
     trainers, engines = roles(values, world)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # an engine's ranks are of one node, and train nothing
     fill = trainers + engines * c.rollout_tp == world and (here == world or here % c.rollout_tp == 0)
@@ -541,73 +443,48 @@ def data_rules(c, world, defaults):
             yield "sources", type(x) is kind, f"{name}: {key}={x!r}: wants {WANTED[kind]}"
     weights = [own.get("weight", 1) for own in given.values()]
     yield "sources", min(weights, default=0) >= 0, "a weight is 0, for held-out prompts only, or more"
-    trains = MODES[c.mode].steps != ""
-    yield "sources", not given or sum(weights) > 0 or not trains, "all weights are 0; use more for what is trained on"
-    shared = ["prompts_per_step"] * (MODES[c.mode].steps == "rl")
-    shared += ["sft_batch"] * (MODES[c.mode].steps == "supervised" or c.warmup_sft_steps > 0)
-    for key in shared:
-        why = f"the weights of sources add up to {sum(weights)}; use a multiple, so that each has its share of a step"
-        yield key, not given or vars(c)[key] % max(1, sum(weights)) == 0, why
-    why = "draws whole prompts anew in each step; --segment_tokens=0, or use 0"
-    yield "curriculum", not (c.curriculum and c.segment_tokens), why
+    total = sum(weights)
+    steps = MODES[c.mode].steps
+    yield "sources", total > 0 or not (given and steps), "all weights are 0; use more for what is trained on"
+    why = f"the weights of sources add up to {total}; use a multiple, so that each has its share of a step"
+    supervised = steps == "supervised" or c.warmup_sft_steps > 0
+    for key, shared in dict(prompts_per_step=steps == "rl", sft_batch=supervised).items():
+        yield key, not (shared and total) or vars(c)[key] % total == 0, why
 
 
 def algorithm_rules(c, world, defaults):
     """Keys of one algorithm that make no sense together."""
-    grouped = c.advantage not in ("reinforce++", "gae", "distill")
-    distills = c.advantage == "distill"
     yield "kl_coef", c.kl_coef > 0 or MODES[c.mode][3:] != (True, False), "is DPO's beta; use more than 0, such as 0.1"
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
-    yield "group_size", c.group_size > 1 or not grouped, why
-    why = f"advantage={c.advantage!r} learns from groups of equal rewards, too; use 0"
-    yield "dynamic_sampling", grouped or not c.dynamic_sampling, why
-    yield "advantage", c.reference or not distills, "needs a teacher; --reference=model folder"
-    yield "kl_coef", not c.kl_coef or not distills, "advantage='distill' is the KL to the reference; use 0"
+    yield "group_size", c.group_size > 1 or c.advantage in ("reinforce++", "gae", "distill"), why
+    yield "advantage", c.reference or c.advantage != "distill", "needs a teacher; --reference=model folder"
     refers = not c.kl_coef or c.reference or c.init_from != "scratch"
     yield "kl_coef", refers, "needs a reference, as a scratch model is random; --reference=model folder"
-    yield "reference", c.kl_coef or distills or not c.reference, "is for kl_coef, which is 0"
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     yield "loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence"
-    yield (
-        "updates_per_batch",
-        c.updates_per_batch == 1 or c.loss != "pg",
-        "loss='pg' has no ratio; use 1, or --loss=ppo",
-    )
     why = f"the weight of equal log-probs, 1, must lie between it and importance_cap={c.importance_cap}"
     yield "importance_floor", c.importance_floor < 1 < c.importance_cap, why
     yield "overlong_cache", 0 <= c.overlong_cache < c.max_new_tokens, f"not within max_new_tokens={c.max_new_tokens}"
     yield "dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0"
-    yield "temperature", c.temperature > 0, "samples of a group must differ; use more than 0"
     yield "top_p", 0 < c.top_p <= 1, "a probability; use more than 0, or 1: all tokens"
     yield "top_k", c.top_k != 1, "samples of a group must differ; use 2 or more, or 0: all tokens"
     yield "min_p", c.min_p < 1, "a part of the largest probability; use less than 1, or 0: all tokens"
-    yield "gamma", c.gamma == 1 or c.advantage == "gae" or c.credit == "turn", "is for --advantage=gae or --credit=turn"
 
 
 def feature_rules(c, world, defaults):
     """Modes, partial rollouts, LoRA and agents."""
     mode = MODES[c.mode]
     yield "eval_size", c.eval_size > 0 or mode.steps, f"mode={c.mode!r} is of held-out prompts; use more than 0"
-    yield "watch", mode.steps == "rl" or not c.watch, f"watches RL steps, and mode={c.mode!r} has none"
     replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
     yield "queue_dir", replays, "mode='replay' needs the queue of a run, such as 'out/tiny/queue'"
     fits = c.segment_tokens <= c.max_new_tokens
     yield "segment_tokens", fits, f"not within max_new_tokens={c.max_new_tokens}; use less, or 0: whole samples"
     why = f"a step trains on prompts_per_step={c.prompts_per_step} groups out of these; use {2 * c.prompts_per_step}"
     yield "groups_in_flight", not c.segment_tokens or c.groups_in_flight >= c.prompts_per_step, why
-    why = "groups in flight are not replaced; --segment_tokens=0, or use 0"
-    yield "dynamic_sampling", not (c.dynamic_sampling and c.segment_tokens), why
-    why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
-    yield "lora_rank", not c.lora_rank or mode.trains, f"mode={c.mode!r}: {why}"
-    yield "lora_rank", not (c.lora_rank and mode.scores), "a reward model's score has no adapters; use 0"
     fits = not c.scratch_experts or c.scratch_experts_per_token <= c.scratch_experts
     yield "scratch_experts_per_token", fits, f"a layer has scratch_experts={c.scratch_experts}; use at most these"
-    renders = c.agent or c.chat_template or not c.chat_template_args
-    yield "chat_template_args", renders, "is for an agent, or for --chat_template"
-    for key, used in dict(chat_template=c.chat_template, segment_tokens=c.segment_tokens, mode=mode.pairs).items():
-        yield key, not (used and c.agent), "is for samples of one turn, which an agent's are not"
-    by_turn = c.credit == "turn" and (c.kl_in_reward or c.overlong_cache)
-    yield "credit", not by_turn, "not with kl_in_reward or overlong_cache"
+    why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
+    yield "lora_rank", not c.lora_rank or mode.trains, f"mode={c.mode!r}: {why}"
     tokens = c.max_prompt_tokens + c.max_new_tokens + 1
     cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
     yield "engine_args", cache >= tokens, f"one sample may take max_total_tokens={tokens}; use more"

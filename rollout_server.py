@@ -52,18 +52,10 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import (
-    close_bars,
-    early,
-    lean_imports,
-    named_arguments,
-    noise_seed,
-    output_to,
-    printable,
-    start_schedulers,
-)
+from configurator import close_bars, named_arguments, noise_seed, printable
 from models import moe
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
+from models.start import early, lean_imports, output_to, start_schedulers
 from rewards import MODELS, RewardError, draw_rows, score_all
 from sync import (
     RunError,

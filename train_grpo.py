@@ -31,19 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import (
-    MODES,
-    OWN,
-    block,
-    end_with_parent,
-    lean_imports,
-    library_versions,
-    require,
-    resolve,
-    roles,
-    sources_of,
-    start_engine_early,
-)
+from configurator import MODES, OWN, block, library_versions, require, resolve, roles, sources_of
+from models.start import end_with_parent, lean_imports, start_engine_early
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run

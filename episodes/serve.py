@@ -26,7 +26,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from configurator import block, check_config, configure, lean_imports, library_versions, named_arguments, require
+from configurator import block, check_config, configure, library_versions, named_arguments, require
+from models.start import lean_imports
 
 # ------------------------------------------------------------------------------------------------------------------
 init_from = ""  # a model folder, such as a run's ckpt/step_000100, or a hub name

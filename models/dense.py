@@ -12,9 +12,10 @@ import os
 import torch
 
 import kernels
-from configurator import MODES, lean_imports, require
+from configurator import MODES, require
 from models import moe
 from models.adapters import add_adapters
+from models.start import lean_imports
 from sync import Shard, TreeReduceScatter, least_memory, machine_memory, reason
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama", moe.KIND)

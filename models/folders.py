@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from configurator import lean_imports, require, seed_of
+from configurator import require, seed_of
 from models.moe import KIND, per_expert
+from models.start import lean_imports
 from sync import reason, shards, write_tensors
 
 HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
