@@ -193,8 +193,8 @@ def check_answers(reward, rows, column):
             for reads in reward.reads:
                 reads(row["answer"])
         except ValueError as error:
-            start = f"{row['prompt'][:60]!r}{'...' if len(row['prompt']) > 60 else ''}"
-            require(False, f"answer_column={column!r}: for prompt {start}: {error}; use another column or reward")
+            where = f"for prompt {row['prompt']!r:.60}"
+            require(False, f"answer_column={column!r}: {where}: {error}; use another column or reward")
 
 
 def check_vocabulary(tokenizer):
@@ -219,8 +219,7 @@ def score(reward, prompt, response, answer, where):
     try:
         return verdict(reward(prompt, response, answer), "it")
     except (Exception, SystemExit) as error:  # an exit() in a reward would end the run as if it had succeeded
-        start = f"{response[:80]!r}{'...' if len(response) > 80 else ''}"
-        raise RewardError(f"reward failed on {where}: {describe(error)}; response {start}") from error
+        raise RewardError(f"reward failed on {where}: {describe(error)}; response {response!r:.80}") from error
 
 
 def verdict(returned, name):
@@ -236,8 +235,9 @@ def reward_metrics(groups):
     """
     noted = [terms for _, meta in groups for terms in meta.get("noted", ()) if terms]
     names = dict.fromkeys(name for terms in noted for name in terms)
-    of_several = names if len(names) > 1 else ()
-    metrics = {f"reward_{x}": fmean(terms[x]["reward"] for terms in noted if x in terms) for x in of_several}
+    metrics = {}
+    for name in names if len(names) > 1 else ():
+        metrics[f"reward_{name}"] = fmean(terms[name]["reward"] for terms in noted if name in terms)
     limited = [notes for terms in noted for notes in terms.values() if "verdict" in notes]
     if limited:
         metrics["limits"] = sum(notes["verdict"] == "limit" for notes in limited)
@@ -286,12 +286,12 @@ def text_metrics(groups):
             bigrams += pairs
             repeated.append(1 - len({*pairs}) / len(pairs) if pairs else 0)
     characters = "".join(texts)
-
+    symbols = [c for c in characters if not (c.isalnum() or c.isspace())]
     return dict(
         unique_answers=len({*texts}) / len(groups),
         distinct_2=len({*bigrams}) / max(1, len(bigrams)),
         repetition=fmean(repeated),
-        symbols=sum(not (c.isalnum() or c.isspace()) for c in characters) / max(1, len(characters)),
+        symbols=len(symbols) / max(1, len(characters)),
     )
 
 
@@ -332,16 +332,19 @@ def hacking(steps, reward=""):
         return fmean(x[name] for x in part)
 
     rises = mean(now, "reward_mean") > mean(before, "reward_mean")
-    bounds = [(name, "<", SHARE * mean(start, name)) for name in ("unique_answers", "distinct_2")]
-    bounds += [(name, ">", MORE + mean(start, name)) for name in ("repetition", "symbols", "truncated_fraction")]
-    bounds += [("response_length_mean", ">", LONGER * mean(start, "response_length_mean"))]
+    least = {name: SHARE * mean(start, name) for name in ("unique_answers", "distinct_2")}
+    most = {name: MORE + mean(start, name) for name in ("repetition", "symbols", "truncated_fraction")}
+    most["response_length_mean"] = LONGER * mean(start, "response_length_mean")
     if rises and all("kl_reference" in x for x in before + now):  # a watch that turns back begins to measure it
-        bounds += [("kl_reference", ">", max(KL_LEAST, KL_TIMES * mean(before, "kl_reference")))]
-    for name, sign, bound in bounds:
-        value = mean(now, name)
-        if (value < bound) if sign == "<" else (value > bound):
-            return f"{name} {value:.4g} {sign} {bound:.4g}"
-    for truth in (name for weight, name in terms_of(reward) if weight == 0 and f"reward_{name}" in start[0]):
+        most["kl_reference"] = max(KL_LEAST, KL_TIMES * mean(before, "kl_reference"))
+    for name, bound in least.items():
+        if (value := mean(now, name)) < bound:
+            return f"{name} {value:.4g} < {bound:.4g}"
+    for name, bound in most.items():
+        if (value := mean(now, name)) > bound:
+            return f"{name} {value:.4g} > {bound:.4g}"
+    only_noted = [name for weight, name in terms_of(reward) if weight == 0]
+    for truth in (name for name in only_noted if f"reward_{name}" in start[0]):
         parts = (steps[end - WATCHED : end] for end in range(len(steps), WATCHED - 1, -WATCHED))
         gap, *earlier = [mean(part, "reward_mean") - mean(part, f"reward_{truth}") for part in parts]
         if gap > GAP + min(earlier):
@@ -366,8 +369,9 @@ def find_function(name, built_in, what):
         return built_in[name]
     file, _, attribute = name.rpartition(":")
     if not file.endswith(".py"):
-        known = f"Built in: {', '.join(built_in)}; or " if built_in else "Use "
-        known += "'my_file.py:my_function'" + " (no + or * in the path)" * bool(built_in)
+        known = "Use 'my_file.py:my_function'"
+        if built_in:
+            known = f"Built in: {', '.join(built_in)}; or 'my_file.py:my_function' (no + or * in the path)"
         raise ValueError(f"no such {what} as {name!r}{suggestion(name, built_in) or '.'} {known}")
     folders = Path.cwd(), Path(__file__).resolve().parent
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
@@ -421,7 +425,12 @@ def own_function(key, name):
 def describe(error):
     """One line for an exception, with the deepest line in the user's own file, not the one in a library it called."""
     text = printable(" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    others = ("<frozen importlib", os.path.dirname(os.__file__), __file__, str(Path(__file__).parent / "episodes"))
+    others = (
+        "<frozen importlib",
+        os.path.dirname(os.__file__),
+        __file__,
+        str(Path(__file__).parent / "episodes"),
+    )
     own = ""
     place = ""
     for frame, line in walk_tb(error.__traceback__):
@@ -480,12 +489,9 @@ def with_wrong_sum(row):
     wrong = ""
     for i, digit in enumerate(right):
         h, by = divmod(h, 9)
-        wrong += str((int(digit) + (1 + by) * (changed == 0 or changed >> i & 1)) % 10)
-    return {
-        "prompt": row["prompt"],
-        "chosen": right,
-        "rejected": wrong,
-    }
+        is_changed = changed == 0 or changed >> i & 1
+        wrong += str((int(digit) + (1 + by) * is_changed) % 10)
+    return dict(prompt=row["prompt"], chosen=right, rejected=wrong)
 
 
 def programs():
@@ -569,10 +575,14 @@ FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datase
 
 
 def load_split(name, configuration, split):
-    """The rows of a file, or of a split of a hub data set. Ends the run with one line if it cannot be read."""
+    """
+    The rows of a file, which is the data set `name` or else `split`, or of a split of a hub data set. Ends the run with
+    one line if it cannot be read.
+    """
     import datasets
 
     datasets.disable_progress_bars()
+    name = split if Path(split).suffix in FILES else name
     kind = FILES.get(Path(name).suffix)
     there = not kind or Path(name).is_file() and Path(name).stat().st_size
     require(there, f"dataset={name!r}: no such file, or an empty one")
@@ -602,62 +612,63 @@ def load_rows(config):
     """
     (training rows, held-out rows) of a source, dicts with prompt and answer (str), or of pairs chosen and rejected.
     """
-    name = config["dataset"]
     size = config["eval_size"]
-    texts = sides(config["mode"])
-    held_out = None
-    if name == "arithmetic":
-        data = arithmetic(config["arithmetic_size"], config["arithmetic_min"])
-        data = [with_wrong_sum(row) for row in data] if len(texts) == 2 else data
-    elif name == "programs":
-        data = programs()
-    elif name.startswith("reasoning_gym:"):
-        from graders import gym
-
-        data = gym.rows(name, config["dataset_config"])
-    else:
-        data = load_split(name, config["dataset_config"], config["split"])
-        if Path(config["eval_split"]).suffix in FILES:
-            held_out = load_split(config["eval_split"], "", "")
-        elif config["eval_split"]:
-            held_out = load_split(name, config["dataset_config"], config["eval_split"])
-    columns = []
-    used = ["prompt_column", *(f"{side}_column" for side in texts)]
+    data, held_out = read_data(config)
+    used = ["prompt_column", *(f"{side}_column" for side in sides(config["mode"]))]
     if config["sft_column"]:
         used.append("sft_column")
-    for rows, what in ((data, "data set"), (size and held_out or [], "held-out set")):
-        columns = sorted(rows[0]) if len(rows) else columns
+    for rows, what in ((data, "data set"), (size and held_out or data, "held-out set")):
+        columns = sorted(rows[0]) if len(rows) else []
         for key in used:
             why = f"the {what} has the columns {', '.join(columns)}"
             require(config[key] in columns, f"{key}={config[key]!r}: {why}")
-
-    def row(example):
-        try:
-            prompt = (config["prompt_template"] or "{" + config["prompt_column"] + "}").format(**example)
-        except (KeyError, IndexError, ValueError) as e:
-            problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(columns)}"
-            require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
-        known = dict(example) if config["agent"] else {}  # an agent gets all columns
-        known["prompt"] = prompt
-        for side in texts:
-            column = config[f"{side}_column"]
-            text = example[column]
-            why = f"for prompt {prompt!r:.60} it is no text but {text!r:.60}; use a column of responses"
-            require(len(texts) == 1 or isinstance(text, str), f"{side}_column={column!r}: {why}")
-            known[side] = str(text)
-        if config["sft_column"]:
-            known["shown_answer"] = str(example[config["sft_column"]])
-        return known
-
     trained_on = config.get("weight", 1) > 0
     if held_out is None:
         enough = size < len(data) or not trained_on
-        require(enough, f"eval_size={size}: dataset={name!r} has {len(data)} rows in all; use less")
+        require(enough, f"eval_size={size}: dataset={config['dataset']!r} has {len(data)} rows in all; use less")
         order = permutation(len(data), "held out")  # the same for every seed
         held_out = [data[i] for i in order[:size]]
         data = [data[i] for i in order[size:]]
     data = data if trained_on else []
-    return [row(x) for x in data], [row(x) for x, _ in zip(held_out, range(size))]
+    training = [row_of(x, config) for x in data]
+    return training, [row_of(x, config) for x, _ in zip(held_out, range(size))]
+
+
+def read_data(config):
+    """(all rows of a source as its data set has them, its held-out rows, or None where these are a part of them)."""
+    name = config["dataset"]
+    if name == "arithmetic":
+        data = arithmetic(config["arithmetic_size"], config["arithmetic_min"])
+        return [with_wrong_sum(row) for row in data] if MODES[config["mode"]].pairs else data, None
+    if name == "programs":
+        return programs(), None
+    if name.startswith("reasoning_gym:"):
+        from graders import gym
+
+        return gym.rows(name, config["dataset_config"]), None
+    load = partial(load_split, name, config["dataset_config"])
+    return load(config["split"]), load(config["eval_split"]) if config["eval_split"] else None
+
+
+def row_of(example, config):
+    """The row of one in a data set."""
+    try:
+        prompt = (config["prompt_template"] or "{" + config["prompt_column"] + "}").format(**example)
+    except (KeyError, IndexError, ValueError) as e:
+        problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(sorted(example))}"
+        require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
+    row = dict(example) if config["agent"] else {}  # an agent gets all columns
+    row["prompt"] = prompt
+    texts = sides(config["mode"])
+    for side in texts:
+        column = config[f"{side}_column"]
+        text = example[column]
+        why = f"for prompt {prompt!r:.60} it is no text but {text!r:.60}; use a column of responses"
+        require(len(texts) == 1 or isinstance(text, str), f"{side}_column={column!r}: {why}")
+        row[side] = str(text)
+    if config["sft_column"]:
+        row["shown_answer"] = str(example[config["sft_column"]])
+    return row
 
 
 def prompt_ids(prompts, tokenizer, config):
@@ -667,7 +678,8 @@ def prompt_ids(prompts, tokenizer, config):
 
 def answer_ids(texts, tokenizer, stop_tokens):
     """The ids of each whole response, with an EOS."""
-    return [ids + stop_tokens[:1] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return [ids + stop_tokens[:1] for ids in encoded]
 
 
 def encode_prompts(rows, what, tokenizer, config):
@@ -681,7 +693,8 @@ def encode_prompts(rows, what, tokenizer, config):
             row["prompt"] = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **arguments
             )
-    for row, ids in zip(rows, prompt_ids([row["prompt"] for row in rows], tokenizer, config)):
+    prompts = [row["prompt"] for row in rows]
+    for row, ids in zip(rows, prompt_ids(prompts, tokenizer, config)):
         row["prompt_tokens"] = ids
     return _short_enough(rows, "prompt_tokens", "max_prompt_tokens", f"{what} prompts", config)
 

@@ -392,7 +392,7 @@ def test_a_function_that_raises_is_reported_with_its_line(write):
 def test_a_report_is_one_short_line_whatever_the_texts(write):
     reward = load_reward(write("def f(p, r, g):\n    raise ValueError(r * 2)\n") + ":f")
     line = failure(reward, response="two\nlines " * 1000)
-    assert len(line) < 500 and "response 'two\\nlines two" in line and line.endswith("'...")
+    assert len(line) < 500 and "response 'two\\nlines two" in line
 
 
 def test_an_exit_in_a_reward_is_an_error(write):
