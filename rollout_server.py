@@ -20,7 +20,7 @@ The life of one prompt:
 A group whose file exists is never made again.
 
 `install_operators` (models/dense.py) hooks kernels.py into SGLang's classes in the scheduler's process; `kernels.draw`
-takes the place of its draw. On a CPU SGLang needs four replacements more (in `run_scheduler`; 0.5.17 has no switch for
+takes the place of its draw. On a CPU SGLang needs four replacements more (in `adapt_to_cpu`; 0.5.17 has no switch for
 them): a flag that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), process groups that ask
 for no CUDA device. Its sampler is `sample_tokens`. Nothing here imports sglang before an engine is wanted: that
 takes seconds.
@@ -195,15 +195,30 @@ def round_operators(bits):
         setattr(kernels, name, rounded(getattr(kernels, name)))
 
 
+def adapt_to_cpu(threads):
+    """What SGLang's scheduler needs on a CPU besides our operators."""
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers.rotary_embedding import base as rotary_embedding
+
+    torch.set_num_threads(threads)
+    allow_deterministic_backend()
+    rotary_embedding._is_cpu = True
+    kernels.panel_cache = {}
+    os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
+
+    def group_on_cpu(self, own=GroupCoordinator.__init__, **options):
+        own(self, **options | dict(use_pynccl=False, use_custom_allreduce=False))
+
+    GroupCoordinator.__init__ = group_on_cpu  # it would ask for a CUDA device
+
+
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
     the folder of one, where turns end at strings. bits: the config's engine_bits.
     """
     from sglang.srt import batch_invariant_ops, models
-    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import sampler
-    from sglang.srt.layers.rotary_embedding import base as rotary_embedding
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
@@ -215,16 +230,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
     sampler.Sampler.forward = sample_tokens
     weight_updater.WeightUpdater.update_weights_from_distributed = receive_rows
     if device == "cpu":
-        torch.set_num_threads(threads)
-        allow_deterministic_backend()
-        rotary_embedding._is_cpu = True
-        kernels.panel_cache = {}
-        os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
-
-        def group_on_cpu(self, own=parallel_state.GroupCoordinator.__init__, **options):
-            own(self, **options | dict(use_pynccl=False, use_custom_allreduce=False))
-
-        parallel_state.GroupCoordinator.__init__ = group_on_cpu  # it would ask for a CUDA device
+        adapt_to_cpu(threads)
     else:
         # SGLang would have nvcc compile these at the first steps. Keys and values are then written by two index_put of
         # torch's a layer instead of one kernel, inside the graph of a decode step; both copy rows.
@@ -287,8 +293,11 @@ def started_early(run, count):
             process.start = lambda: commands.send((log, dict(os.environ), run, args[:-1]))
             return process
 
-        pipe = lambda duplex: (next(readers), None)  # noqa: E731
-        engine.mp = types.SimpleNamespace(Process=stand_in, Pipe=pipe, set_start_method=lambda *_, **__: None)
+        engine.mp = types.SimpleNamespace(
+            Process=stand_in,
+            Pipe=lambda duplex: (next(readers), None),
+            set_start_method=lambda *_, **__: None,
+        )
         allow_deterministic_backend()
         yield
 
@@ -416,7 +425,8 @@ class RolloutEngine:
                 self.manager = self.sglang.tokenizer_manager
                 self.io_struct = io_struct
                 self.loop.run_until_complete(self._take_signals_back())
-                self.flush(), self.check_weights({})  # by each of its sockets a first message
+                self.flush()  # by each of its sockets a first message
+                self.check_weights({})
         except Exception as e:
             raise RunError(f"{self.name}: SGLang did not start: {e} (see {log})")
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)

@@ -273,6 +273,22 @@ def paged_attention(inv_freq):
     return PagedAttention
 
 
+def layer_on_cpu(layer, x, backend, rows, residual):
+    """An SGLang layer's operators in one call. rows: of the cache, for the new keys and values."""
+    attention = layer.self_attn
+    if layer not in kernels.panel_cache:
+        norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        linear = attention.qkv_proj, attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
+        of_heads = head_norms(attention)[:2] or (None, None)
+        kernels.panel_cache[layer] = kernels.layer_weights((*norms, *of_heads), linear)
+    caches = backend.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
+    return kernels.layer_on_cpu(
+        x, residual, backend.rope_table, caches, rows, backend.plan, kernels.panel_cache[layer],
+        layer.input_layernorm.variance_epsilon, attention.num_heads, attention.num_kv_heads, attention.head_dim,
+        layer.mlp.down_proj.weight.shape[-1], attention.attn.scaling, *moe.sizes_on_cpu(layer.mlp),
+    )  # fmt: skip
+
+
 def install_operators(backend, inv_freq, tp_split, in_one_call):
     """
     Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
@@ -313,7 +329,7 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
 
     def layer(self, positions, x, batch, residual, **_):
         if in_one_call and kernels.panel_cache is not None:
-            return layer_on_cpu(self, x, batch, residual)
+            return layer_on_cpu(self, x, get_attn_backend(), batch.out_cache_loc, residual)
         ln = self.input_layernorm
         x, residual = (norm(ln, x), x) if residual is None else norm(ln, x, residual)
         x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
@@ -321,21 +337,6 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
             return moe.in_engine(self.mlp, x, get_tp_group().all_reduce), residual
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
         return row_parallel(self.mlp.down_proj, hidden), residual
-
-    def layer_on_cpu(self, x, batch, residual):
-        attention = self.self_attn
-        if self not in kernels.panel_cache:
-            norms = self.input_layernorm.weight, self.post_attention_layernorm.weight
-            linear = attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
-            of_heads = head_norms(attention)[:2] or (None, None)
-            kernels.panel_cache[self] = kernels.layer_weights((*norms, *of_heads), linear)
-        backend = get_attn_backend()
-        caches = backend.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
-        return kernels.layer_on_cpu(
-            x, residual, backend.rope_table, caches, batch.out_cache_loc, backend.plan, kernels.panel_cache[self],
-            self.input_layernorm.variance_epsilon, attention.num_heads, attention.num_kv_heads, attention.head_dim,
-            self.mlp.down_proj.weight.shape[-1], attention.attn.scaling, *moe.sizes_on_cpu(self.mlp),
-        )  # fmt: skip
 
     def norm(self, x, residual=None):
         return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)

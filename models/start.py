@@ -50,7 +50,8 @@ def lean_imports():
     try:
         yield
     finally:
-        gc.freeze(), gc.enable()
+        gc.freeze()
+        gc.enable()
         for name in hidden:
             del sys.modules[name]
 
@@ -70,8 +71,10 @@ def output_to(path):
 
 
 def _write_to(stdout, stderr):
-    sys.stdout.flush(), sys.stderr.flush()
-    os.dup2(stdout, 1), os.dup2(stderr, 2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
 
 
 early = []  # (process, where its orders go, where its answers come from) of schedulers that wait for an engine
@@ -111,7 +114,8 @@ def start_schedulers(count):
         process = spawn.Process(target=early_scheduler, args=(orders, writer))
         with output_to(os.devnull):
             process.start()
-        orders.close(), writer.close()  # so that each end notices when the other dies
+        for end in (orders, writer):
+            end.close()  # so that each end notices when the other dies
         started.append((process, commands, reader))
     return started
 
