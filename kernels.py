@@ -1476,6 +1476,12 @@ def _scores_to_probabilities(s, at, keys, width, scale, m):
 
 
 @loop
+def _query_row(start, i, head, H, G):
+    """Row i of a unit's queries as a row of (N H, ..); the sequence has the tokens from `start` on."""
+    return (start + i // G) * H + head * G + i % G
+
+
+@loop
 def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, H, HK, D, scale):
     """
     Units are (sequence, key head) pairs. A unit's queries, token by token and within one head by head, are multiplied
@@ -1507,13 +1513,13 @@ def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, H, 
             cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, p, 0, seen, False)
             for i in range(R):
                 mine = L - T + (r + i) // G + 1
-                row = (q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G
+                row = _query_row(q_starts[b], r + i, head, H, G)
                 stats[2 * row] = largest(p, i * seen, mine) * scale
                 _scores_to_probabilities(p, i * seen, mine, seen, scale, stats[2 * row])
                 stats[2 * row + 1] = sum_of(p, i * seen, mine)
             cpu_multiply(p, 0, seen, 1, R, seen, v_panels, 0, L, out, 0, D, False)
             for i in range(R):
-                row = (q_starts[b] + (r + i) // G) * H + head * G + (r + i) % G
+                row = _query_row(q_starts[b], r + i, head, H, G)
                 mean = out[i * D :]
                 out_row = all_out[row * D :]
                 for j in range(D):
@@ -1564,7 +1570,7 @@ def cpu_attention_backward(
             cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, p, 0, seen, False)
             cpu_multiply(do, r * D, D, 1, R, D, v_T, 0, D, ds, 0, seen, False)
             for i in range(R):
-                row = (starts[b] + (r + i) // G) * H + head * G + (r + i) % G
+                row = _query_row(starts[b], r + i, head, H, G)
                 mine = (r + i) // G + 1
                 _scores_to_probabilities(p, i * seen, mine, seen, scale, stats[2 * row])
                 delta = dot(do, (r + i) * D, all_out, row * D, D)
@@ -2819,13 +2825,23 @@ def enable_batch_invariant(cpu_threads=1):
         return
     add = _reduction(row_sums, torch.sum)
     average = _reduction(_mean, torch.mean)
-    both = dict(mm=mm, addmm=addmm, _log_softmax=log_softmax, _softmax=softmax)
-    both |= {"sum": add, "sum.dim_IntList": add, "mean": average, "mean.dim": average}
-    both |= {"embedding_dense_backward": embedding_backward}
+    both = {
+        "mm": mm,
+        "addmm": addmm,
+        "_log_softmax": log_softmax,
+        "_softmax": softmax,
+        "sum": add,
+        "sum.dim_IntList": add,
+        "mean": average,
+        "mean.dim": average,
+        "embedding_dense_backward": embedding_backward,
+    }
     on_cpu = {
-        "exp": _element_wise(cpu_exp, torch.exp), "log": _element_wise(cpu_log, torch.log),
-        "std.correction": _reduction(_std, torch.std), "pow.Scalar": power,
-    }  # fmt: skip
+        "exp": _element_wise(cpu_exp, torch.exp),
+        "log": _element_wise(cpu_log, torch.log),
+        "std.correction": _reduction(_std, torch.std),
+        "pow.Scalar": power,
+    }
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want
@@ -3045,17 +3061,30 @@ HALF_PI = (1.5707963267948966, 6.123233995736766e-17)
 LOG_SHIFT = (0x3FF00000 - 0x3FE6A09E) << 32  # the bits of 1 minus those of sqrt(1/2)
 LN2_64 = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 LOG = (
-    1.479819860511658591e-01, 1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01,
-    2.857142874366239149e-01, 3.999999999940941908e-01, 6.666666666666735130e-01,
-)  # fmt: skip
+    1.479819860511658591e-01,
+    1.531383769920937332e-01,
+    1.818357216161805012e-01,
+    2.222219843214978396e-01,
+    2.857142874366239149e-01,
+    3.999999999940941908e-01,
+    6.666666666666735130e-01,
+)
 COS = (
-    -1.13596475577881948265e-11, 2.08757232129817482790e-09, -2.75573143513906633035e-07, 2.48015872894767294178e-05,
-    -1.38888888888741095749e-03, 4.16666666666666019037e-02,
-)  # fmt: skip
+    -1.13596475577881948265e-11,
+    2.08757232129817482790e-09,
+    -2.75573143513906633035e-07,
+    2.48015872894767294178e-05,
+    -1.38888888888741095749e-03,
+    4.16666666666666019037e-02,
+)
 SIN = (
-    1.58969099521155010221e-10, -2.50507602534068634195e-08, 2.75573137070700676789e-06, -1.98412698298579493134e-04,
-    8.33333333332248946124e-03, -1.66666666666666324348e-01,
-)  # fmt: skip
+    1.58969099521155010221e-10,
+    -2.50507602534068634195e-08,
+    2.75573137070700676789e-06,
+    -1.98412698298579493134e-04,
+    8.33333333332248946124e-03,
+    -1.66666666666666324348e-01,
+)
 
 
 def cpu_features():
