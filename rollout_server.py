@@ -206,7 +206,7 @@ def round_operators(bits):
 def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, lends, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
-    the folder of one, where turns end at strings. bits: the config's engine_bits.
+    the folder of one, where turns end at strings. bits: the config's engine_bits. lends: as in RolloutEngine.
     """
     from sglang.srt import batch_invariant_ops, models
     from sglang.srt.distributed import parallel_state
@@ -261,7 +261,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, lends, *
     def flush_cache(self, *args, own=Scheduler.flush_cache, **kwargs):
         if kernels.panel_cache:
             kernels.panel_cache.clear()
-        if lends:
+        if lends and device == "cpu":
             kernels.give_memory_back()
         return own(self, *args, **kwargs)
 

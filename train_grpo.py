@@ -1001,9 +1001,9 @@ class Trainer:
                 share = len(leaf.ids) / sum(len(s.tokens) for s in samples) if chosen else 0
                 loss = loss + self.routers.note(figures, leaf, share)
             if torch.is_grad_enabled():
-                if together == 2 and rows and len(rows) % 2 == 0:
-                    add()
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
+                if together == 2 and len(rows) % 2:
+                    add()
             if check:
                 self.mismatches += check_logprobs(leaf, output[0].detach(), age=0, samples=[samples[i] for i in chosen])
             if check and self.c.engine_bits != "fp32":
@@ -1011,7 +1011,7 @@ class Trainer:
                 columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted]
                 self.token_stats |= zip(chosen, zip(*columns))
             rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
-        if torch.is_grad_enabled():
+        if together == 1 and torch.is_grad_enabled():
             add()
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         mine = torch.stack(rows)
