@@ -2850,6 +2850,12 @@ def enable_batch_invariant(cpu_threads=1):
                 _library.impl(name, operator, device, allow_override=True)
 
 
+def give_memory_back():
+    """Gives the system what this process has of memory and does not use."""
+    torch.cuda.empty_cache()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def disable_batch_invariant():
     """Gives torch its kernels back: for tests, which show the difference."""
     global _library

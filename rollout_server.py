@@ -212,10 +212,10 @@ def adapt_to_cpu(threads):
     GroupCoordinator.__init__ = group_on_cpu  # it would ask for a CUDA device
 
 
-def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, **kwargs):
+def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, lends, *args, **kwargs):
     """
     SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
-    the folder of one, where turns end at strings. bits: the config's engine_bits.
+    the folder of one, where turns end at strings. bits: the config's engine_bits. lends: as in RolloutEngine.
     """
     from sglang.srt import batch_invariant_ops, models
     from sglang.srt.layers import sampler
@@ -259,6 +259,8 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, *args, *
     def flush_cache(self, *args, own=Scheduler.flush_cache, **kwargs):
         if kernels.panel_cache:
             kernels.panel_cache.clear()
+        if lends and device == "cpu":
+            kernels.give_memory_back()
         return own(self, *args, **kwargs)
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
@@ -403,6 +405,7 @@ class RolloutEngine:
         self.name = f"engine {index}"
         self.stderr = os.dup(2)  # while it starts, 2 is the log
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
+        self.device = device
         self.lends = lends
         self.asleep = False
         self.model_type = hf.model_type
@@ -436,14 +439,14 @@ class RolloutEngine:
         tokenizer = str(model_path) if self.config["agent"] else ""
         asked = self.config["tp_split"], self.config["engine_bits"]
         tp = self.config["rollout_tp"]
-        run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer, *asked)
+        run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer, *asked, self.lends)
         if device == "cpu":
             if tp > 1:  # SGLang would want a NUMA node for each
                 os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(tp * [f"0-{os.cpu_count() - 1}"])
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         else:
             torch.cuda.empty_cache()  # SGLang measures what is free
-        if self.lends:
+        if self.lends and device == "cuda":
             # torch_memory_saver is LD_PRELOADed into the scheduler; ld.so drops it unless CUDA's folders are on
             # LD_LIBRARY_PATH
             loaded = re.findall(r"(/\S+)/libcuda(?:rt)?\.so", Path("/proc/self/maps").read_text())
@@ -585,11 +588,13 @@ class RolloutEngine:
     def sleep(self):
         """If it lends: gives up the memory of weights and cache until the next weights come."""
         if self.lends:
-            self.flush()  # waits until it is idle
+            self.flush()  # waits until it is idle; on a CPU what it lends are the weights' panels
+            self.asleep = True
+            if self.device == "cpu":
+                return
             free, _ = torch.cuda.mem_get_info()
             self.request("release_memory_occupation", "giving its memory back", tags=LENT)
             self.version = None
-            self.asleep = True
             if torch.cuda.mem_get_info()[0] <= free:  # all else goes on as if it had
                 print(f"{self.name}: SGLang lends no memory, its torch_memory_saver is not loaded; see {self.log}")
                 self.lends = False
@@ -597,9 +602,10 @@ class RolloutEngine:
     def wake(self):
         """Takes the memory again; what was in it is lost."""
         if self.asleep:
-            torch.cuda.empty_cache()  # what this rank's trainer holds and does not use now
-            self.request("resume_memory_occupation", "taking its memory again", tags=LENT)
             self.asleep = False
+            kernels.give_memory_back()  # what this rank's trainer holds and does not use now
+            if self.device == "cuda":
+                self.request("resume_memory_occupation", "taking its memory again", tags=LENT)
 
     def _load(self, name, version, last, **weights):
         """Has SGLang take some weights; with the last of them the engine holds `version`."""

@@ -167,8 +167,9 @@ def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
     """
     {what a card is for: bytes that it needs at the very least}, for a model of so many parameters of which so many are
     learned; on place='cpu' {'run': bytes that all ranks need together}. reward: bytes of reward models, which an
-    engine's rank has. Training: weights, AdamW's moments, and the gradients of a row of leaves. Sampling: the engine
-    gets a share of what the rest leaves of a card; on a CPU its weights do not sleep.
+    engine's rank has. Training: weights, AdamW's moments, and the gradients of a row of leaves, of which two are added
+    in one. Sampling: the engine gets a share of what the rest leaves of a card; on a CPU it has its weights twice, as
+    sent and as its loops read them, and only the second sleep.
     """
     trainers, engines = roles(config, world)
     compute = 4 if place == "cpu" else 2  # bytes of a number in the compute dtype
@@ -179,13 +180,15 @@ def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
     if trainers:
         frozen = compute * parameters * (learned < parameters)
         held = (frozen + 3 * 4 * learned) / trainers
-        gradients = math.log2(config["lanes"] / trainers) + 1
+        gradients = max(1, math.log2(config["lanes"] / trainers))
         needs["train"] = held + 4 * learned / trainers * gradients + reward * (trainers == world)
     if engines:
         needs["sample"] = held * (trainers == world) + reward + weights / config["engine_memory"]
     if place == "cpu":
-        of_engines = weights * config["rollout_tp"] + reward * (trainers < world)
-        return dict(run=trainers * needs.get("train", 0) + engines * of_engines)
+        weights *= config["rollout_tp"] * engines
+        trains = trainers * needs.get("train", 0)
+        most = max(trains, trainers * held + weights) if trainers == world else trains + weights
+        return dict(run=most + weights + engines * reward * (trainers < world))
     return needs
 
 
@@ -332,7 +335,7 @@ class LeafSum:
     Adds this rank's part of the gradients, micro-batch by micro-batch, in place. The `per_rank` leaves that a row has
     on this rank (a power of two) add as a binary counter adds ones: equal-sized subtrees merge. The sum of each row is
     added to `total`. So beside `total` there are at most log2(per_rank) + 1 gradients at a time, however large the
-    batch is. With four lanes:
+    batch is; one less where autograd adds two leaves, as in Trainer.gradients. With four lanes:
 
         leaf                   0     1     2     3
         one rank               LeafSum: (0 + 1) + (2 + 3)
@@ -341,22 +344,19 @@ class LeafSum:
 
     def __init__(self, per_rank):
         self.per_rank = per_rank
-        self.subtrees = {}  # {leaves: [tensors]}
-        self.total = None
+        self.subtrees = {}  # {leaves: [tensors]}; of whole rows the sum
 
-    def add(self, grads):
-        """Adds the tensors [(rows here, ..)] of one leaf, and keeps and overwrites them."""
-        leaves = 1
+    def add(self, grads, leaves=1):
+        """Adds the tensors [(rows here, ..)] of so many leaves, and keeps and overwrites them."""
         while left := self.subtrees.pop(leaves, None):
             torch._foreach_add_(left, grads)
             grads = left
-            leaves *= 2
-        if leaves < self.per_rank:
-            self.subtrees[leaves] = grads
-        elif self.total is None:
-            self.total = grads
-        else:
-            torch._foreach_add_(self.total, grads)
+            leaves = min(2 * leaves, self.per_rank)
+        self.subtrees[leaves] = grads
+
+    @property
+    def total(self):
+        return self.subtrees.get(self.per_rank)
 
 
 class Shard(NamedTuple):
@@ -369,6 +369,11 @@ class Shard(NamedTuple):
     column: int = 0  # first column of the whole that is here
 
 
+def local(x):
+    """What this rank has of a parameter or its gradient: FSDP2's are DTensors."""
+    return x.to_local() if isinstance(x, dist.tensor.DTensor) else x
+
+
 def shards(model, mesh):
     """FSDP2 gives rank r the r-th chunk of ceil(rows / ranks) rows (torch.chunk). Plain views of the parameters."""
     rank = mesh.get_local_rank()
@@ -377,7 +382,7 @@ def shards(model, mesh):
             name,
             shape=tuple(p.shape),
             first=-(-p.shape[0] // mesh.size()) * rank,
-            data=p.to_local().detach(),
+            data=local(p).detach(),
         )
         for name, p in model.named_parameters()
     ]

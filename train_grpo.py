@@ -202,7 +202,7 @@ if __name__ == "__main__":
     config, resumed, restarted = resolve(globals(), DEFAULTS)
     start_engine_early(config)
 
-with lean_imports():
+with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") == "0"):
     import torch
     import torch.distributed as dist
     from torch import Tensor
@@ -829,8 +829,8 @@ class Trainer:
         return model
 
     def state_bytes(self):
-        """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of the current row."""
-        copies = 3 + len(MOMENTS) + math.log2(self.c.lanes // self.mesh.size())
+        """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of a row, two in one."""
+        copies = 2 + len(MOMENTS) + math.log2(self.c.lanes // self.mesh.size())
         trained, frozen = (sum(s.data.nbytes for s in part) for part in (self.shards, self.parts.frozen))
         return frozen + copies * trained
 
@@ -925,7 +925,7 @@ class Trainer:
                 chosen = [i * unit + k for i in units for k in range(unit)]
                 leaf = pack([samples[i] for i in chosen], self.device)
                 output = model.token_logprobs(leaf, sampling)
-                if not torch.is_grad_enabled():
+                if hasattr(model, "reshard") and not torch.is_grad_enabled():
                     model.reshard()  # FSDP2 does it after a backward pass; there is none
                 yield chosen, leaf, output
 
@@ -1010,7 +1010,17 @@ class Trainer:
             if not MODES[self.c.mode].scores:  # DPO needs the reference's log-probs
                 samples = self.forward_only(samples)
         total = sync.LeafSum(self.c.lanes // self.mesh.size())
+        together = min(2, total.per_rank)  # leaves whose gradients autograd adds: the next one's takes no more room
         rows = []
+
+        @torch.no_grad()  # else `to_local` is a node of a graph: as slow as the sum
+        def add():
+            # A parameter that took no part has no gradient, such as the critic's in supervised steps.
+            learned = (p for p in self.model.parameters() if p.requires_grad)
+            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
+            total.add([sync.local(g) for g in grads], together)
+            self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
+
         if self.routers and check:
             self.routers.dialled = self.dialled_choices(samples)
         for chosen, leaf, output in self.passes(samples, self.model, objective):
@@ -1020,12 +1030,8 @@ class Trainer:
                 loss = loss + self.routers.note(figures, leaf, share)
             if torch.is_grad_enabled():
                 loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
-                # A parameter that took no part has no gradient, such as the critic's in supervised steps.
-                learned = (p for p in self.model.parameters() if p.requires_grad)
-                grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
-                with torch.no_grad():  # else `to_local` is a node of a graph: as slow as the sum
-                    total.add([g.to_local() for g in grads])
-                self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
+                if together == 2 and len(rows) % 2:
+                    add()
             if check:
                 packed = [samples[i] for i in chosen]
                 self.mismatches += check_logprobs(leaf, output[0].detach(), age=0, samples=packed)
@@ -1035,6 +1041,8 @@ class Trainer:
                 self.token_stats |= zip(chosen, zip(*columns))
             numbers = loss, *figures.values()
             rows.append(torch.stack([x.detach().double().sum() for x in numbers]))
+        if together == 1 and torch.is_grad_enabled():
+            add()
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         mine = torch.stack(rows)
         table = mine.new_zeros(len(rows) * self.mesh.size(), len(mine[0]))
@@ -1322,7 +1330,8 @@ if __name__ == "__main__":
             compute_dtype,
             folder / f"engine_{ranks.engine}.log",
             gpu,
-            lends=bool(trainer) and place == "cuda",  # its memory, while this rank trains
+            # its memory, while this rank trains
+            lends=bool(trainer) and (place == "cuda" or folders.large(model_path)),
         )
         kind = episodes.sampler if episodes else Sampler
         sampler = kind(

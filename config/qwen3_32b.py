@@ -5,9 +5,9 @@ cards each. The same ledger with `--rollout_tp=4`, or with one engine only: `tp_
     torchrun --nnodes=2 --nproc_per_node=8 .. train_grpo.py config/qwen3_32b.py --out_dir=/shared/run  # see README
 
 Memory of a trainer, 32.8 G parameters over 8 ranks: float32 weights 16.4 + AdamW's two moments 32.8 + gradients
-16.4 * 2 (8 lanes are one per rank) = 82 GB; embedding and head gathered in bfloat16, and their gradients, 6 GB, two
-layers 2 GB; at the end of a backward pass the gradients of embedding and head in float32, as sent and received, 12
-GB: 106 GB. With --lag=1, 9 GB more.
+16.4 (8 lanes are one per rank) = 66 GB; embedding and head gathered in bfloat16, and their gradients, 6 GB, two
+layers 2 GB; at the end of a backward pass the gradients of embedding and head in float32, as sent and received, 13
+GB: 90 GB. With --lag=1, 9 GB more.
 Memory of an engine's card: half of the bfloat16 weights 32.8 GB; 85 % of what is free less these leaves 86 GB of cache
 at 128 KiB a token, 658,000 tokens in the two of them: all 64 samples of an engine at their full length.
 `tools/plan.py config/qwen3_32b.py --gpus=16 --card=H200` counts so, and estimates a step of 24.8 s, or 14.5 with a lag.

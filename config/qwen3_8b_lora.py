@@ -4,8 +4,8 @@ Qwen3-8B on GSM8K with LoRA, on one 80 GB card that trains and samples in turn.
     python train_grpo.py config/qwen3_8b_lora.py
 
 Memory of the trainer: 8.2 G frozen weights in bfloat16 16.4 GB; rank 32 in all seven linear layers of the 36 is 87.3 M
-adapters in float32, with AdamW's two moments and the gradients (the sum over the batch, and log2(lanes) + 1 of the row
-that is being added) 0.35 * 8 = 2.8 GB. While it trains, also the embedding and the head once more, as FSDP2 gathers
+adapters in float32, with AdamW's two moments and the gradients (the sum over the batch, and log2(lanes) of the row that
+is being added) 0.35 * 7 = 2.4 GB. While it trains, also the embedding and the head once more, as FSDP2 gathers
 them, 2.5 GB, one activation per layer of a leaf of 16,384 tokens 36 * 16,384 * 4,096 * 2 bytes = 4.8 GB, one layer's
 inner ones 2.4 GB, x and the gradient of an MLP's matrix in float32 16,384 * (4,096 + 12,288) * 4 bytes = 1.1 GB, and
 1,024 rows of float32 logits 0.6 GB twice: 32 GB, and the engine's memory sleeps. A merged weight is 0.1 GB and lives

@@ -95,6 +95,8 @@ def check_memory(hf, config, place, judges=()):
     )
     for role, needed in needs.items():
         why = f"to {role} a {what} needs {needed / 1e9:.1f} GB and more, this one has {has / 1e9:.1f}"
+        if place == "cpu" and os.environ.get("RANK", "0") == "0":
+            print(f"memory: {why}", flush=True)
         require(needed <= has, f"{cures[role]}, or a smaller model than init_from: {why}")
 
 
@@ -140,10 +142,10 @@ def rope_frequencies(hf, device):
 def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
     """
     The Hugging Face model, sharded by FSDP2, its weights still unset. Master weights are float32, the compute dtype is
-    bfloat16 on CUDA and float32 elsewhere. `model.token_logprobs` is its forward pass for training. critic: with a
-    value head (hidden size,). lora: the config whose adapters it gets; its own weights are then frozen and held in the
-    compute dtype. mesh None: a whole model for forward passes only, in the compute dtype. tp_split: parts of
-    row-parallel sums.
+    bfloat16 on CUDA and float32 elsewhere: so one trainer on a CPU has nothing to gather or to cast, and goes without
+    FSDP2's copies. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,).
+    lora: the config whose adapters it gets; its own weights are then frozen and held in the compute dtype. mesh None: a
+    whole model for forward passes only, in the compute dtype. tp_split: parts of row-parallel sums.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -167,15 +169,18 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     policy = MixedPrecisionPolicy(
         param_dtype=None if lora else computed_in, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for part in (*model.model.layers, model) if mesh else ():
+    sharded = mesh and (mesh.size() > 1 or device == "cuda")
+    for part in (*model.model.layers, model) if sharded else ():
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_custom_reduce_scatter(TreeReduceScatter())
     model.to_empty(device=device)
+    if not sharded:
+        model.tie_weights()  # FSDP2 does
     model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)  # its buffers are in no checkpoint
     if batch_invariant:
         install_in_trainer(model, rope_frequencies(hf, device).to(device), tp_split)
     model.token_logprobs = functools.partial(token_logprobs, model)
-    if mesh:
+    if sharded:
         register_fsdp_forward_method(model, "token_logprobs")
     return model
 

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,12 +36,20 @@ def end_with_parent():
         os._exit(1)
 
 
+PATIENCE = 3.0  # seconds without a line at a start
+
+
 @contextmanager
-def lean_imports():
+def lean_imports(aloud=False):
     """
     Inside, importing torch, transformers and SGLang takes half as long: without packages that the latter two import
     only because they are installed, and without garbage collection among the modules, now and at the process's end.
+    aloud: a line says what is being waited for, if that takes long.
     """
+    line = "waiting for the imports of torch, transformers and SGLang, which read 1 GB at a first start"
+    said = threading.Timer(PATIENCE, print, [line], dict(flush=True))
+    if aloud:
+        said.start()
     gc.disable()
     import torch
 
@@ -50,6 +59,7 @@ def lean_imports():
     try:
         yield
     finally:
+        said.cancel()
         gc.freeze()
         gc.enable()
         for name in hidden:

@@ -7,12 +7,14 @@ The config block, files and flags: what wins, what is refused, and what the user
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import configurator
 from configurator import check_config, config_source, configure, fail, require
+from models import start
 from train_grpo import DEFAULTS
 
 HEAD = """
@@ -611,3 +613,14 @@ def test_help_and_mistyped_keys_do_not_wait_for_the_libraries(argument, status):
             print(ended.code, sorted({{"torch", "transformers", "sglang", "numpy", "tqdm"}} & set(sys.modules)))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=script.parent)
     assert done.stdout.splitlines()[-1] == f"{status} []", done.stdout + done.stderr
+
+
+def test_a_start_that_imports_for_long_says_what_it_waits_for(monkeypatch, capsys):
+    at_once = lambda seconds, call, args, kwargs: types.SimpleNamespace(  # noqa: E731
+        start=lambda: call(*args, **kwargs), cancel=lambda: None
+    )
+    monkeypatch.setattr(start.threading, "Timer", at_once)
+    for aloud in (False, True):
+        with start.lean_imports(aloud):
+            pass
+        assert capsys.readouterr().out.startswith("waiting for the imports of torch") == aloud

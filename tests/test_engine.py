@@ -205,7 +205,6 @@ def differing(model, groups, sampling=Sampling()):
     leaf = train.pack(samples, "cpu")
     with torch.no_grad():
         logprobs, *_ = model.token_logprobs(leaf, sampling)
-    model.reshard()  # FSDP2 would after a backward pass, which does not come
     return int((logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)).sum()), len(logprobs)
 
 
@@ -233,7 +232,7 @@ def test_after_an_update_the_engine_has_the_trainers_weights_and_no_stale_keys(p
     rows = prompts(8, seed=2)
     with torch.no_grad():
         for p in model.parameters():
-            p.to_local().mul_(1.01)
+            p.mul_(1.01)
     before = roll_out(engine, tmp_path / "before", rows)
     assert differing(model, before)[0] > 0  # the engine does not have them yet
     send[how](version)
@@ -380,7 +379,6 @@ def test_the_engine_samples_as_often_as_softmax_says(pair):
     def p_value(sampling):
         with torch.no_grad():
             logprobs, _, kept, *_ = model.token_logprobs(leaf, sampling)
-        model.reshard()
         expected = logprobs.double().exp() * counts.sum()
         if sampling.cuts():
             sizes = torch.bincount(kept[0])
@@ -446,6 +444,7 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
     engine.sleep()
     assert not lent and engine.version == version  # an engine that does not lend keeps its weights
     monkeypatch.setattr(engine, "lends", True)
+    monkeypatch.setattr(engine, "device", "cuda")
     roll_out(engine, tmp_path / "before", rows)
     engine.sleep()
     assert set(lent) == {"kv_cache", "weights"} and engine.lends == (freed > 0)

@@ -75,7 +75,7 @@ def make_pairs(n):
 
 def read_head(trainer, folder):
     """Gives the trainer the head of a reward model: training begins with zeros."""
-    trainer.model.score.weight.to_local().detach().copy_(load_file(folder / "model.safetensors")["score.weight"])
+    trainer.model.score.weight.detach().copy_(load_file(folder / "model.safetensors")["score.weight"])
     return trainer
 
 

@@ -43,7 +43,7 @@ from configurator import check_config, configure, named_arguments, require, role
 from kernels import CHUNK
 from models.moe import KIND
 from rewards import arithmetic
-from sync import least_memory
+from sync import least_memory, machine_memory
 
 KEYS = dict(gpus=8, gpus_per_node=8, card="H100", prompt_tokens=0.0, response_tokens=0.0)
 GB = 1e9
@@ -268,7 +268,7 @@ def trainer_memory(s, c, ranks, leaf=0):
     both = ranks == c.gpus
     beside, bucket = kept > 0 and not both, 2 * max(BUCKET, 2 * s.vocab * s.hidden) / (1 if both else ranks)
     held["a bucket of it, as cut and as sent"] = beside * bucket
-    row = math.log2(c.lanes / ranks) + 1
+    row = math.log2(c.lanes / ranks)
     train = {f"gradients: the sum, and {row:.0f} of the row that is added": 4 * learned * (1 + row)}
     train["embedding and head, gathered" + ", and their gradients" * full] = 2 * root * (1 + full)
     train["two layers, gathered"] = 2 * 2 * layer_parameters(s)
@@ -277,8 +277,8 @@ def trainer_memory(s, c, ranks, leaf=0):
     leaves["a layer's inner activations, made again"] = inner * again
     leaves["1,024 rows of logits, and their gradient"] = 2 * 4 * CHUNK * s.vocab
     leaves["an MLP's input and gradient, float32"] = (not full) * 4 * leaf * (s.hidden + s.mlp)
-    scattered = (full and ranks > 1) * 2 * 4 * root
-    reduce = {"embedding's and head's gradient, float32: sent, received": scattered}
+    scattered = full * 4 * root * (2 * (ranks > 1) + 1 / ranks)
+    reduce = {"embedding's and head's gradient, float32: sent, received, added": scattered}
     check = {"today's weights, while log-probs of older ones are checked": (kept > 0) * 4 * learned}
     publish = {"weights to send, bfloat16": 2 * mine * (full and not kept)}
     publish["a bucket, as cut and as sent"] = (not beside) * bucket
@@ -384,7 +384,9 @@ def plan(s, c, card):
     # Where both are on one card, the engine's memory sleeps while it trains.
     beside = CONTEXT + reward_bytes(c) * both
     gpu = beside + (max(trains, publishes + weights + cache) if both else max(trains, publishes))
-    least = max(least_memory(parameters(s), learned_parameters(s, c), vars(c), c.gpus, reward_bytes(c)).values())
+    learned = learned_parameters(s, c)
+    least = max(least_memory(parameters(s), learned, vars(c), c.gpus, reward_bytes(c)).values())
+    on_cpus = least_memory(parameters(s), learned, vars(c), c.gpus, 2 * reward_bytes(c), "cpu")["run"]
     idle = 1 - (cards * roll + trainers * train) / c.gpus / step
     return types.SimpleNamespace(**locals())
 
@@ -467,6 +469,7 @@ def report(s, c, card):
             row(phase, part, size)
     row("at most", "with CUDA's own" + ", and the engine's below" * made.both, made.gpu)
     row("at least", "a smaller card is refused at the start", made.least)
+    row("on CPUs", f"all {c.gpus} together, at least; this machine has {machine_memory() / GB:.1f}", made.on_cpus)
     print(f"\nGB of an engine's card, of {made.cards}")
     row("held", "weights", made.weights)
     row("held", "reward models", reward_bytes(c))

@@ -38,8 +38,8 @@ from configurator import commit
 
 def sums_as_they_come():
     class RunningSum(sync.LeafSum):
-        def add(self, grads):
-            self.total = [a + b for a, b in zip(self.total, grads)] if self.total else grads
+        def __init__(self, per_rank):
+            super().__init__(1)
 
     sync.LeafSum = RunningSum
 
