@@ -208,20 +208,23 @@ def padded(rows):
 def cpu_pack(first, last, b, b_k, b_n, K, N, packed):
     """
     Panels first .. last of b (K, N), PANEL columns each, as `cpu_multiply` reads them: (panels, K, PANEL), 0 beyond N.
-    b_k or b_n is 1.
+    b_k or b_n is 1. Beyond its panels are those of the next matrix.
     """
-    for n in range(first * PANEL, last * PANEL, VECTOR):
-        to = n // PANEL * PANEL * K + n % PANEL
+    width = panels(N) * PANEL
+    for column in range(first * PANEL, last * PANEL, VECTOR):
+        to = column // PANEL * PANEL * K + column % PANEL
+        n = column % width
+        at = column // width * K * N
         whole = K // VECTOR * VECTOR if b_n != 1 and n + VECTOR <= N else 0
         for k in range(0, whole, VECTOR):
-            square = load(VECTOR, 1, b, n * b_n + k, b_n, VECTOR)
+            square = load(VECTOR, 1, b, at + n * b_n + k, b_n, VECTOR)
             store(transpose(square), packed, to + k * PANEL, PANEL, VECTOR)
         for k in range(whole, K):
             if b_n == 1:
-                store(vector(b, k * b_k + n, N - n), packed, to + k * PANEL, 0, VECTOR)
+                store(vector(b, at + k * b_k + n, N - n), packed, to + k * PANEL, 0, VECTOR)
             else:
                 for i in range(VECTOR):
-                    packed[to + k * PANEL + i] = b[(n + i) * b_n + k] if n + i < N else ZERO
+                    packed[to + k * PANEL + i] = b[at + (n + i) * b_n + k] if n + i < N else ZERO
 
 
 @loop
@@ -269,10 +272,9 @@ def panels_of(b):
     if panel_cache and where in panel_cache:
         return panel_cache[where][1]
     *E, K, N = b.shape
-    across = -(-N // PANEL)
-    packed = np.empty(math.prod(E) * across * K * PANEL, np.float32)
-    loop, units = (cpu_pack_experts, *E) if E else (cpu_pack, across)
-    _share(loop, units, b.numel(), b, *b.stride()[-2:], K, N, packed)
+    units = math.prod(E) * -(-N // PANEL)
+    packed = np.empty(units * K * PANEL, np.float32)
+    _share(cpu_pack, units, b.numel(), b, *b.stride()[-2:], K, N, packed)
     if panel_cache is not None:
         panel_cache[where] = b, packed
     return packed
@@ -1005,18 +1007,16 @@ def swiglu(gate, up):
 @loop
 def cpu_choose(first, last, z, experts, w, E, k):
     """Of each row of z (N, E) the k experts and their w, (N, k) each, the likeliest first."""
-    keys = np.empty(k, np.int64)
+    keys = np.empty(k + 1, np.int64)  # the last is of an expert that is not chosen
     for row in range(first, last):
         keys[:] = -(1 << 62)
         for e in range(E):
             key = (_rank(z[row * E + e]) << 24) - e
             j = k
             while j > 0 and keys[j - 1] < key:
-                if j < k:
-                    keys[j] = keys[j - 1]
+                keys[j] = keys[j - 1]
                 j -= 1
-            if j < k:
-                keys[j] = key
+            keys[j] = key
         for j in range(row * k, (row + 1) * k):
             experts[j] = -keys[j - row * k] & 0xFFFFFF
             w[j] = exp(z[row * E + experts[j]] - z[row * E + experts[row * k]])
@@ -1050,13 +1050,6 @@ def cpu_to_pairs(first, last, x, y, places, w, out, dots, k, C):
 
 
 @loop
-def cpu_pack_experts(first, last, b, b_k, b_n, K, N, packed):
-    """`cpu_pack` of the matrices b (E, K, N), which are the units."""
-    for e in range(first, last):
-        cpu_pack(0, panels(N), b[e * K * N :], b_k, b_n, K, N, packed[e * panels(N) * PANEL * K :])
-
-
-@loop
 def cpu_expert_matmul(first, last, a, packed, starts, c, K, N):
     """c (N * k, N) = a b of each expert's rows of a (N * k, K) and its b (K, N); units are (expert, panel)."""
     across = panels(N)
@@ -1064,9 +1057,8 @@ def cpu_expert_matmul(first, last, a, packed, starts, c, K, N):
         e = unit // across
         panel = unit % across
         b = packed[e * across * PANEL * K :]
-        for m in range(starts[e], starts[e + 1], BLOCK_ROWS):
-            rows = min(BLOCK_ROWS, starts[e + 1] - m)
-            cpu_multiply(a, m * K, K, 1, rows, K, b, 0, K, c, m * N, N, False, panel, panel + 1)
+        m = starts[e]
+        cpu_multiply(a, m * K, K, 1, starts[e + 1] - m, K, b, 0, K, c, m * N, N, False, panel, panel + 1)
 
 
 @loop

@@ -95,8 +95,9 @@ def test_an_edited_step_is_found_and_named(tool, two_ranks, tmp_path):
     assert (status, said) == (1, "parted: rl step 3, rewards\n")
 
 
-def test_a_checkpoint_of_other_weights_is_found_before_anything_is_computed(two_ranks, tmp_path):
-    run = shutil.copytree(two_ranks[0], tmp_path / "run")
+@pytest.mark.parametrize("made", ["two_ranks", "mixture"])
+def test_a_checkpoint_of_other_weights_is_found_before_anything_is_computed(made, tmp_path, request):
+    run = shutil.copytree(request.getfixturevalue(made)[0], tmp_path / "run")
     last = sorted((run / "ckpt").iterdir())[-2]
     line = next(x for x in lines(run, "ledger.jsonl") if (x["phase"], x["step"]) == ("rl", int(last.name[5:]) - 1))
     assert differing_weight(last, line) is None

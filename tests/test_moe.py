@@ -48,6 +48,8 @@ def test_a_folder_has_each_experts_matrices_and_is_what_transformers_reads_and_c
     theirs, again = (AutoModelForCausalLM.from_pretrained(x, **options) for x in (folder, tmp_path))
     for (name, a), b in zip(theirs.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+    whole = moe.whole_experts({name: folders.weight_files(folder)[name].get_tensor(name) for name in names})
+    assert len(whole) == len(shards) and all(torch.equal(whole[s.name], s.data) for s in shards)
     tokens = torch.randint(97, (3, 9))
     no_logprobs = torch.zeros(8)
     samples = [train.make_sample(x[:1], x[1:], torch.ones(8).bool(), no_logprobs) for x in tokens]
@@ -135,6 +137,7 @@ WRONG = {
     "7 experts per token of 6": dict(num_experts_per_tok=7),
     "a glm4_moe model; known are": dict(model_type="glm4_moe"),
     "a qwen2_moe model; known are": dict(model_type="qwen2_moe"),
+    "a deepseek_v3 model; known are": dict(model_type="deepseek_v3"),
     "rollout_tp=4: does not divide the 6 experts": {},
 }
 

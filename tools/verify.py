@@ -36,6 +36,7 @@ from safetensors.torch import load_file
 import sync
 from configurator import ORIGINS, configure, fail, library_versions, printable, require
 from models.adapters import PEFT
+from models.moe import whole_experts
 
 # Repeated steps are not to be stopped by a watch.
 QUIET = ("--eval_samples=1", "--watch=")
@@ -62,7 +63,7 @@ def differing_weight(checkpoint, line):
     """The first parameter of a checkpoint whose value or moments are not those of the ledger's line; or None."""
     files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("optimizer/*.safetensors")]
     tensors = {name.removeprefix(PEFT): x for file in files for name, x in load_file(file).items()}
-    shards = [sync.Shard(name, tuple(x.shape), 0, x) for name, x in tensors.items()]
+    shards = [sync.Shard(name, tuple(x.shape), 0, x) for name, x in whole_experts(tensors).items()]
     hashes = sync.tensor_hashes([s.data for s in shards], shards, None)
     for name in line["weights"]:
         moments = "".join(hashes.get(f"{kind}.{name}", "") for kind in ("exp_avg", "exp_avg_sq"))
