@@ -295,21 +295,30 @@ def text_metrics(groups):
     )
 
 
-def nothing_to_learn(steps):
+def nothing_to_learn(steps, advantage="grpo", template_skipped=False):
     """
-    After each WATCHED RL steps, if no group of theirs had unequal rewards: so, with the likeliest cause; else ''.
-    steps: as in `hacking`.
+    After each WATCHED RL steps in which no weight moved, or every group had equal rewards and `advantage` compares none
+    but those: so, with the likeliest cause; else ''. steps: as in `hacking`.
     """
     last = steps[-WATCHED:]
-    if not last or len(steps) % WATCHED or any(x["zero_std_groups"] < x["groups"] for x in last):
+    equal = all(x["zero_std_groups"] == x["groups"] for x in last)
+    still = all(x.get("lr") == 0 or x.get("grad_norm") == 0 for x in last)
+    taught = not still and not (equal and advantage not in ("reinforce++", "gae", "distill"))
+    if not last or len(steps) % WATCHED or taught:
         return ""
     cause = "the prompts are too easy or too hard for this model"
-    if not any(x["reward_std"] for x in last):
-        cause = f"all are {last[-1]['reward_mean']:g}; is the reward made for these answers, and the prompt's template"
-        cause += " for this model?"
+    if not equal:
+        cause = "the loss leaves every token out"
+    elif not any(x["reward_std"] for x in last):
+        cause = f"all are {last[-1]['reward_mean']:g}; is the reward made for these answers?"
+        if template_skipped:
+            cause += " The prompts do without the model's chat template; chat_template=True uses it"
     if all(x["truncated_fraction"] == 1 for x in last):
         cause = "all samples are cut off; use a larger max_new_tokens, or a model that ends its answers"
-    return f"nothing was learned in {WATCHED} steps, as the rewards of every group are equal: {cause}"
+    if not equal and last[-1]["lr"] == 0:
+        cause = "learning_rate is 0"
+    what = "the rewards of every group are equal" if equal else "no weight moved"
+    return f"nothing was learned in {WATCHED} steps, as {what}: {cause}"
 
 
 def hacking(steps, reward=""):

@@ -1238,6 +1238,7 @@ if __name__ == "__main__":
         check_memory(hf, config, place, [judge.hf for judge in rewards.MODELS.values()])
     tokenizer, stop_tokens = folders.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
+    template_skipped = tokenizer.chat_template and not (chat_template or prompt_template or agent)
     episodes = None  # what an agent's runs have in place of samples of one turn
     if agent:
         from episodes.sampler import Agent
@@ -1439,7 +1440,7 @@ if __name__ == "__main__":
                 sync.write_file(own / "trainer.safetensors", trainer.token_table)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
-            if why := rewards.nothing_to_learn(record.steps):
+            if why := rewards.nothing_to_learn(record.steps, advantage, template_skipped):
                 tqdm.write(f"warning: {why}", file=sys.stderr)
         if watch:
             alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, reward), alarm_group)[0]

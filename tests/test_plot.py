@@ -22,6 +22,7 @@ import numpy
 import pytest
 import torch
 from conftest import error_line, read_groups
+from safetensors.torch import save_file
 
 import sync
 from train_grpo import samples_of, with_advantages
@@ -135,6 +136,22 @@ def test_curves_are_the_numbers_of_the_metrics(two_ranks):
     assert tops == sorted(tops) and tops[-1] == pytest.approx(max(x["step_seconds"] for x in steps))
     figures["mismatch"].canvas.draw()
     assert "0 in every step" in [text.get_text() for text in figures["mismatch"].axes[0].texts]
+
+
+def test_a_dialled_runs_distances_are_means_by_position_and_by_tenths_of_the_entropy(tmp_path):
+    folder = make_run(tmp_path / "a", ["1"])
+    for step in range(2):  # 20 tokens at the positions 0 to 3, as far off as their entropy says
+        entropy = torch.arange(20).flip(0) / 20 + step
+        table = dict(
+            entropy=entropy, position=torch.arange(20) % 4, logprobs=-entropy, rollout_logprobs=torch.zeros(20)
+        )
+        save_file(table, folder / "queue" / f"rl_{step:06d}" / "trainer.safetensors")
+    figures = plot.draw([plot.read_run(folder, "a")], {})
+    by_entropy, by_position = (figures[f"distance_{name}"].axes[0].lines[0] for name in ("entropy", "position"))
+    tenths = [(4 * i + 1.5) / 20 for i in range(10)]
+    assert by_entropy.get_xydata() == pytest.approx(numpy.array([tenths, tenths]).T)
+    means = [sum(19 - i for i in range(k, 20, 4)) / 100 + 0.5 for k in range(4)]
+    assert by_position.get_xydata() == pytest.approx(numpy.array([range(4), means]).T)
 
 
 def test_the_advantages_beside_the_samples_are_those_that_were_trained_on(draw, two_ranks):

@@ -137,11 +137,18 @@ def test_a_run_that_turns_back_goes_on_from_where_it_was_healthy_and_does_so_aga
     assert ledger(tmp_path / "b_1") == ledger(tmp_path / "a_1")
 
 
-def test_a_run_whose_groups_have_equal_rewards_is_told_the_likeliest_cause_once_in_a_while():
-    def told(n=10, **change):
+def test_a_run_that_cannot_learn_is_told_the_likeliest_cause_once_in_a_while():
+    def told(n=10, advantage="grpo", skipped=False, **change):
         step = dict(zero_std_groups=8, groups=8, reward_std=0.0, reward_mean=0.0, truncated_fraction=0.1)
-        return nothing_to_learn([step | change] * n)
+        return nothing_to_learn([step | change] * n, advantage, skipped)
 
-    assert "all are 0; is the reward made for these answers" in told()
+    assert told().endswith("all are 0; is the reward made for these answers?") and "are 1;" in told(reward_mean=1.0)
+    assert "chat_template=True" in told(skipped=True) and "chat_template" not in told(skipped=True, reward_std=0.5)
     assert "too easy or too hard" in told(reward_std=0.5) and "cut off" in told(truncated_fraction=1.0)
     assert [n for n in range(31) if told(n)] == [10, 20, 30] and told(zero_std_groups=7) == ""
+    # equal rewards in a group say nothing of a batch's, a critic's or a teacher's; weights that stay say all
+    moving = dict(lr=1e-3, grad_norm=0.5)
+    assert told(**moving) and not told(advantage="distill", **moving) and told(advantage="gae", lr=1e-3, grad_norm=0.0)
+    unequal = moving | dict(zero_std_groups=7)
+    assert not told(**unequal) and "no weight moved: learning_rate is 0" in told(**unequal | dict(lr=0.0))
+    assert "no weight moved: the loss leaves every token out" in told(**unequal | dict(grad_norm=0.0))
