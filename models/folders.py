@@ -66,6 +66,7 @@ def make_scratch_model(folder, config):
             whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)
             p.data.copy_(whole * (hf.initializer_range / 2**25))
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # as in sync.write_file
 
 
 def fetch_model(name, key="init_from"):

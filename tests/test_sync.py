@@ -294,7 +294,11 @@ def test_adamw_does_not_see_where_the_shards_are_cut():
 def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    tmp_path.chmod(0o755)
     folders.make_scratch_model(tmp_path, DEFAULTS)
+    sync.write_file(tmp_path / "more.safetensors", {"x": torch.ones(1)})
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in tmp_path.iterdir())
+    assert '"PreTrainedTokenizerFast"' in (tmp_path / "tokenizer_config.json").read_text()  # transformers 4 knows it
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     text = "17+25=\n 42 ~!"
     tokens = tokenizer(text)["input_ids"]
