@@ -136,7 +136,8 @@ def save_tokenizer(folder, tokenizer, stop_tokens):
     from transformers import GenerationConfig
 
     write_tokenizer(folder, tokenizer)
-    GenerationConfig(eos_token_id=stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]).save_pretrained(folder)
+    stop = stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]
+    GenerationConfig(eos_token_id=stop, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
 
 
 class FullWeights:

@@ -305,6 +305,8 @@ def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(tmp_path)
     assert tokenizer.decode(tokens) == text and len(tokens) == len(text)
     assert tokenizer.eos_token_id == 1 != tokenizer.pad_token_id == 0 and len(tokenizer) == model.config.vocab_size
     assert 700_000 < model.num_parameters() < 900_000
+    folders.save_tokenizer(tmp_path, tokenizer, [1])
+    assert json.loads((tmp_path / "generation_config.json").read_text())["pad_token_id"] == 0  # else generate() warns
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
