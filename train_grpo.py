@@ -550,12 +550,17 @@ def plan_leaves(lengths, leaf_tokens, lanes):
 
 
 def token_rewards(sample, reward, credit):
-    """Rewards of a sample's loss tokens (M,): all at the last one, or each turn's at the turn's last one."""
+    """
+    Rewards of a sample's loss tokens (M,): all at the last one, or each turn's at the turn's last one, with those of
+    turns behind it that have none.
+    """
     turn = sample.turn
     gains = torch.zeros(len(turn))
     if credit == "turn":
         last = turn.diff(append=turn[-1:] + 1) != 0
-        gains[last] = sample.turn_rewards[turn[last]]
+        turns = turn[last].tolist()
+        ends = [*turns[1:], None]
+        gains[last] = torch.tensor([sample.turn_rewards[i:end].sum() for i, end in zip(turns, ends)])
     else:
         gains[-1:] = reward
     return gains

@@ -395,7 +395,7 @@ async def beside(function, *args, **kwargs):
 
 
 class Chat:
-    """A dialogue with the model. ids: all its tokens; mask: whether the model wrote it, token by token."""
+    """A dialogue with the model. ids: all its tokens; mask: whether the policy drew it, token by token."""
 
     def __init__(self, episode, path):
         self.episode, self.path = episode, path
@@ -473,7 +473,8 @@ class Chat:
         episode.asking += 1
         tokens, logprobs = await episode.source(self, stop, min(room, max_new_tokens or room))
         episode.asking, episode.moved = episode.asking - 1, time.monotonic()
-        self._append(tokens, [True] * len(tokens), logprobs)
+        # Under a grammar they are of another distribution than the policy's, whose log-probs the trainer has.
+        self._append(tokens, [not self.params] * len(tokens), logprobs)
         return self._reply(tokens, stop)
 
     def _append(self, *columns):

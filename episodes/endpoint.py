@@ -23,11 +23,11 @@ the k-th request of equal ones goes on with the choices of the one before, so th
 same in any order. A request whose client is gone leaves the engine. Sessions exist there, too; they begin with their
 first request, whose seed and sampling rule they keep, and end with DELETE /s/<name>.
 
-In a run the sampling rule is the run's, and other settings of a request are ignored: a grammar too, as tokens drawn
-under one could not be trained on. A served model honours temperature (0: greedy), top_p, top_k and min_p, draws what
-tool_choice and response_format want by a grammar, and refuses what it cannot draw exactly. Log-probs are those of the
-distribution that a token was drawn from; those of a prompt (`echo`) are of temperature 1 and of all tokens. No answer
-has a clock in it: `created` is 0.
+What tool_choice and response_format want is drawn by a grammar. In a run the tokens of such a turn have no loss, as
+they are of another distribution than the policy's; the sampling rule is the run's, and other settings of a request are
+ignored. A served model honours temperature (0: greedy), top_p, top_k and min_p, and refuses what it cannot draw
+exactly. Log-probs are those of the distribution that a token was drawn from; those of a prompt (`echo`) are of
+temperature 1 and of all tokens. No answer has a clock in it: `created` is 0.
 
 Routes: POST /v1/chat/completions, /v1/completions (not in sessions), /v1/reward (sessions); GET /v1/models, /health.
 """
@@ -201,8 +201,7 @@ COMPLETION_FIELDS = (
 def read(body, chat=True, exact=False):
     """
     What the JSON of a request asks for, to /chat/completions or (chat=False) to /completions: an Asked for each of its
-    prompts. exact: as a served model, which draws by grammars and refuses settings with which it does not draw.
-    Raises Refusal.
+    prompts. exact: as a served model, which refuses settings with which it does not draw. Raises Refusal.
     """
 
     def refuse(key, why):
@@ -234,7 +233,7 @@ def read(body, chat=True, exact=False):
     asked = Asked(
         messages=[],
         tools=tools,
-        schema=schema_of(tools, values) if exact else "",
+        schema=schema_of(tools, values),
         stop=[v("stop")] if isinstance(v("stop"), str) else v("stop"),
         most=v("max_tokens") if v("max_completion_tokens") is None else v("max_completion_tokens"),
         sampling={key: v(key) for key in ("temperature", "top_p", "top_k", "min_p")},
@@ -578,6 +577,7 @@ class Session:
                 raise Refusal(400, why, "context_length_exceeded", "messages") from error
             raise Refusal(400, str(error)) from error
         except ValueError as error:  # SGLang's, of a grammar
+            self.fail(AgentError(f"{self.root.episode.where}: a request was refused: {describe(error)}"))
             raise Refusal(400, describe(error), "invalid_value") from error
         return choice_of(asked, chat, reply)
 

@@ -18,7 +18,7 @@ import types
 
 import torch
 
-from configurator import MODES, named_arguments, noise_seed, require
+from configurator import MODES, fail, named_arguments, noise_seed, require
 from episodes import again, chat
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
@@ -60,6 +60,9 @@ class Agent:
     def metrics(self, groups):
         """{metric: value} of all groups (tensors, meta) that were sampled for a step."""
         total = {name: sum(meta["counts"][name] for _, meta in groups) for name in groups[0][1]["counts"]}
+        if not total["written_tokens"] and MODES[self.config["mode"]].trains:
+            why = "all turns of a step were drawn under a grammar, and none of them has a loss; let some be free"
+            fail(f"agent={self.config['agent']!r}: {why} (tool_choice=auto)")
         means = {f"{name}_mean": total[name] / total["episodes"] for name in ("turns", "calls", "forks")}
         gained = torch.cat([tensors["turn_rewards"] for tensors, _ in groups]).tolist()
         return means | dict(

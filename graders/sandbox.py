@@ -220,7 +220,7 @@ def interpreter(sandbox):
             if os.environ.get("RANK", "0") == "0":
                 print(f"programs run in sandbox={sandbox!r} with {python}, version {run.output.strip()}", flush=True)
             return python
-        problem = run.errors
+        problem = run.errors or run.verdict
     cure = (
         "bwrap 0.8 needs user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns"
         "; docker --security-opt seccomp=unconfined) and, for root, setpriv and a Python that all users can read; "

@@ -67,6 +67,7 @@ def make_scratch_model(folder, config):
             whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)
             p.data.copy_(whole * (hf.initializer_range / 2**25))
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # as in sync.write_file
 
 
 def fetch_model(name, key="init_from"):
@@ -136,7 +137,8 @@ def save_tokenizer(folder, tokenizer, stop_tokens):
     from transformers import GenerationConfig
 
     write_tokenizer(folder, tokenizer)
-    GenerationConfig(eos_token_id=stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]).save_pretrained(folder)
+    stop = stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]
+    GenerationConfig(eos_token_id=stop, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
 
 
 class FullWeights:

@@ -273,9 +273,6 @@ def survive(folder, kills, *flags, **options):
         with shared_memory():
             left = kills - len(killed)
             status, output, victims = run_with_kills(folder, left, rng, "--checkpoint_every=2", *flags, **options)
-            for name in orphans():
-                if name.startswith("sglang_loads_"):  # a kill while SGLang starts can leave its statistics behind
-                    Path("/dev/shm", name).unlink(missing_ok=True)
         assert status == 0 and victims, output[-4000:]
         killed += victims
         ledgers.add((folder / "ledger.jsonl").read_bytes())

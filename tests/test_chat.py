@@ -695,6 +695,12 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
     assert [s.advantages.unique().tolist() for s in shared] == [[0.5]] * 3 + [[-0.5]] * 3 + [[0]] * 6
     ours = train.token_rewards(samples[0], 5.0, "sample"), train.token_rewards(samples[0], 5.0, "turn")
     assert [x.tolist() for x in ours] == [[0, 0, 0, 5], [0, 0.25, 0, 1]]
+    first = samples[0]._replace(turn=samples[0].turn[:2])  # its second turn has no loss
+    assert train.token_rewards(first, 5.0, "turn").tolist() == [0, 1.25]
+    made["counts"]["written_tokens"] = 0
+    agent = types.SimpleNamespace(config=CONFIG | dict(mode="grpo"))
+    with pytest.raises(SystemExit):
+        Agent.metrics(agent, [(t, made)])
 
 
 def test_the_advantage_of_a_turn_is_its_discounted_return_among_turns_of_its_number():

@@ -23,12 +23,13 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from conftest import digest, finish, launch_warm, orphans, read_groups, wait_for
-from prove import ROOT, command_of, lines, processes_of
+from conftest import digest, error_line, finish, launch_warm, orphans, read_groups, wait_for
+from prove import ROOT, command_of, lines, processes_of, replay_of
 from test_train import DEFAULTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import sync
 from episodes import again, chat, endpoint
 from episodes.sampler import Agent, AgentSampler
 from examples import client as example
@@ -763,7 +764,7 @@ def test_what_is_too_long_is_refused_before_it_is_rendered(template, monkeypatch
     assert served_by_a_script(template, requests) == (400, "context_length_exceeded")
 
 
-def test_nulls_and_empty_arguments_are_as_if_absent_and_a_run_takes_any_tool_choice_as_auto():
+def test_nulls_and_empty_arguments_are_as_if_absent():
     function = {"name": "add", "description": None, "parameters": None, "strict": None}
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": ""}}
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -771,10 +772,9 @@ def test_nulls_and_empty_arguments_are_as_if_absent_and_a_run_takes_any_tool_cho
     body = dict(messages=messages, tools=[{"type": "function", "function": function}], response_format=FORM)
     for choice in ("required", {"type": "function", "function": {"name": "add"}}, None):
         (asked,) = endpoint.read(body | dict(tool_choice=choice))
-        assert asked.tools == [{"type": "function", "function": {"name": "add"}}] and asked.schema == ""
+        assert asked.tools == [{"type": "function", "function": {"name": "add"}}] and asked.schema
         assert asked.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
-        assert endpoint.read(body | dict(tool_choice=choice), exact=True)[0].schema
-    assert endpoint.read(dict(messages=messages), exact=True)[0].schema == ""
+    assert endpoint.read(dict(messages=messages))[0].schema == ""
 
 
 def test_sessions_are_bounded_where_a_model_is_served(template, monkeypatch):
@@ -921,16 +921,26 @@ def test_programs_and_what_they_have_started_end_with_a_rank_that_is_killed(mode
             os.kill(pid, signal.SIGKILL)
 
 
+# A further turn, behind those of the example, that must be an object.
+OBJECT = f"""
+    more = [*messages, dict(role="user", content="1+1=")]
+    client.chat.completions.create(model="policy", messages=more, response_format={FORM})
+    print(float("""
+
+
 def test_a_run_of_programs_learns_and_gives_one_digest_also_where_they_take_streams(model, template, tmp_path):
-    code = Path(example.__file__).read_text().replace("completions.create(", "completions.stream(")
-    code = code.replace(").choices", ").__enter__().get_final_completion().choices")
-    Path(tmp_path, "b.py").write_text(code)
+    """What they draw under a grammar has no loss; a replay in which it has is the control: its log-probs differ."""
+    code = Path(example.__file__).read_text()
+    streams = code.replace("completions.create(", "completions.stream(")
+    streams = streams.replace(").choices", ").__enter__().get_final_completion().choices")
+    for name, text in dict(a=code, b=streams).items():
+        Path(tmp_path, f"{name}.py").write_text(text.replace("\n    print(float(", OBJECT))
     flags = [f"--init_from={model}", "--warmup_sft_steps=0", "--checkpoint_every=0"]
     flags += "--prompts_per_step=2 --group_size=4 --max_steps=2 --learning_rate=1e-3".split()
-    programs = dict(a=example.__file__, b=tmp_path / "b.py")
+    flags += [f"--agent=python {tmp_path}/a.py"]
     outputs = [
-        finish(tmp_path / name, *SIZES, *flags, f"--agent=python {path}", launch=launch_warm)
-        for name, path in programs.items()
+        finish(tmp_path / name, *SIZES, *flags, f"--agent=python {tmp_path}/{name}.py", launch=launch_warm)
+        for name in "ab"
     ]
     assert digest(outputs[0]) == digest(outputs[1])
     metrics = lines(tmp_path / "a", "metrics.jsonl", "rl")
@@ -938,6 +948,7 @@ def test_a_run_of_programs_learns_and_gives_one_digest_also_where_they_take_stre
     assert any(m["turns_mean"] > 1 and m["calls_mean"] > 0 for m in metrics)
     assert all(m["turn_reward_mean"] == m["reward_mean"] / m["turns_mean"] for m in metrics)
     assert all(m["logprob_mismatch_tokens"] == m["forks_mean"] == 0 for m in metrics)
+    drawn = []  # under a grammar
     for tensors, meta in read_groups(tmp_path / "a"):
         row = tensors["prompt_tokens"].tolist()
         lengths = tensors["lengths"].tolist()
@@ -947,9 +958,21 @@ def test_a_run_of_programs_learns_and_gives_one_digest_also_where_they_take_stre
             assert row == ids[: len(row)]
             ids = row + tokens.tolist()
             mine = [False] * len(row) + mask.tolist()
+            messages, free = dialogue["messages"], 0
             for turn in dialogue["turns"]:
-                assert all(mine[turn["start"] : turn["end"]])
-            assert sum(mine) == sum(turn["end"] - turn["start"] for turn in dialogue["turns"])
+                written = mine[turn["start"] : turn["end"]]
+                bound = messages[turn["message"] - 1]["content"] == "1+1="
+                drawn += [turn] * bound
+                free += len(written) * (not bound)
+                assert not any(written) if bound else all(written)
+            assert sum(mine) == free
             for before, after in zip(dialogue["turns"], dialogue["turns"][1:]):
-                told = [m for m in dialogue["messages"] if m["role"] == "tool"][: len(before["tool_calls"])]
+                told = messages[before["message"] + 1 : after["message"]]
                 assert ids[before["end"] : after["start"]] == template.next(told, TOOLS, ids[before["end"] - 1])
+    objects = [json.loads(turn["text"]) for turn in drawn if not turn["truncated"]]
+    assert len(objects) > 4 and all(x in ({"n": False}, {"n": True}) for x in objects)
+    for path in tmp_path.glob("a/queue/rl_*/group_*"):
+        tensors, meta = sync.read_group(path)
+        sync.write_group(path, tensors | dict(loss_mask=tensors["turn"] >= 0), meta)
+    status, output = launch_warm(tmp_path / "c", *SIZES, *flags, *replay_of(tmp_path / "a"))
+    assert status == 2 and "log-probs differ (strict=True)" in error_line(output)

@@ -241,12 +241,23 @@ def test_two_settings_are_compared_on_equal_noise_and_runs_are_made_once(tool, t
     args = "compare", "", "--learning_rate=1e-2", *both, "--seeds=2", f"--out={tmp_path}", "--metric=eval_loss"
     status, said = tool(*args)
     assert status == 0 and "the first step's samples are equal with 2 of 2 seeds" in said, said
+    assert said.splitlines()[2].count("paired") == 2 and "2 seeds are too few to trust" in said.splitlines()[2]
     runs = sorted(tmp_path.glob("*/seed_*"))
     figures = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"] for run in runs]
     assert len(runs) == 4 and len({*figures}) == 4
     times = [(run / "finished").stat().st_mtime_ns for run in runs]
-    assert tool(*args)[1].splitlines() == said.splitlines()[:4]
+    assert tool(*args)[1].splitlines()[:4] == said.splitlines()[:4]
     assert [(run / "finished").stat().st_mtime_ns for run in runs] == times
+
+
+def test_a_bar_says_how_much_is_left_and_does_not_wait_for_a_log(tmp_path, capsys):
+    """A run's log begins when the run does; its evaluations are no steps; a resume cuts it back."""
+    steps = [json.dumps(dict(phase=phase, step=0)) + "\n" for phase in ("sft", "eval", "rl", "rl")]
+    for text, begun, bar in (("".join(steps), "", "3/8 "), ("".join(steps[:3]), "\n\n" + "".join(steps), "0/6 ")):
+        (tmp_path / "metrics.jsonl").write_text(begun) if begun else None
+        code = f"import time; time.sleep(0.6); open({str(tmp_path / 'metrics.jsonl')!r}, 'w').write({text!r})"
+        assert runs.launch_with_bar([sys.executable, "-c", code], tmp_path, "making", 8) == (0, "")
+        assert bar in capsys.readouterr().err
 
 
 def test_a_worker_that_is_gone_leaves_no_timer_for_which_its_process_would_wait(tmp_path, monkeypatch):

@@ -294,13 +294,19 @@ def test_adamw_does_not_see_where_the_shards_are_cut():
 def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    tmp_path.chmod(0o755)
     folders.make_scratch_model(tmp_path, DEFAULTS)
+    sync.write_file(tmp_path / "more.safetensors", {"x": torch.ones(1)})
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in tmp_path.iterdir())
+    assert '"PreTrainedTokenizerFast"' in (tmp_path / "tokenizer_config.json").read_text()  # transformers 4 knows it
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     text = "17+25=\n 42 ~!"
     tokens = tokenizer(text)["input_ids"]
     assert tokenizer.decode(tokens) == text and len(tokens) == len(text)
     assert tokenizer.eos_token_id == 1 != tokenizer.pad_token_id == 0 and len(tokenizer) == model.config.vocab_size
     assert 700_000 < model.num_parameters() < 900_000
+    folders.save_tokenizer(tmp_path, tokenizer, [1])
+    assert json.loads((tmp_path / "generation_config.json").read_text())["pad_token_id"] == 0  # else generate() warns
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from runs import check_trusted, lines, saved_config
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from verify import QUIET, copy_run, go_on, link, starts_of
 
 import configurator
@@ -43,7 +43,7 @@ def checkpoint_of(run, step, scratch, said):
     check_trusted(run, saved_config(run), said)
     before = max((s for s in starts if s < step), default=None)
     copy_run(run, scratch / "past", starts.get(before))
-    problem = go_on(scratch / "past", [f"--max_steps={step}", f"--checkpoint_every={step}", *QUIET])
+    problem = go_on(scratch / "past", step, [f"--checkpoint_every={step}", *QUIET])
     require(not problem, f"{run}: up to step {step} it cannot be done again: {problem}")
     require((made := starts_of(scratch / "past")).get(step), f"{run}: no checkpoint of step {step} could be made")
     return made[step]
@@ -58,7 +58,7 @@ def reseal_checkpoint(old, new, nudged=None, **changes):
     if nudged:
         file, weights = nudged
         (partial / file).unlink()  # a link, of the other checkpoint's
-        save_file(weights, partial / file, {"format": "pt"})
+        sync.write_file(partial / file, weights)
     kept = {key: x for key, x in record.items() if key not in ("files", "sha256")}
     sync.seal_checkpoint(partial, new, **kept | changes)
 
@@ -114,7 +114,7 @@ def main():
         nudged = nudge(checkpoint, ulp) if ulp else None
         print(f"from step {step} on: {', '.join(changed)}", flush=True)
         branch(run, checkpoint, folder, config, nudged)
-    problem = go_on(folder, [])
+    problem = go_on(folder, config["max_steps"], [])
     require(not problem, f"{folder}: {problem}")
     for name in "reward_mean", "pass@1":
         for future in run, folder:

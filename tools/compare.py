@@ -24,6 +24,7 @@ from pathlib import Path
 
 import runs
 from scipy import stats  # SGLang's own dependency
+from tqdm import tqdm
 
 from configurator import commit
 from sync import content_hash
@@ -36,7 +37,6 @@ def run(folder, flags):
     finished = folder / "finished"  # holds the commit of the code that finished the run
     if not finished.exists() or finished.read_text() != commit():
         shutil.rmtree(folder, ignore_errors=True)
-        print(f"{folder}: {shlex.join(flags)}", file=sys.stderr, flush=True)
         runs.run(folder, *flags)
         finished.write_text(commit())
     return runs.lines(folder)
@@ -80,7 +80,7 @@ def main():
     if args.seeds < 2:
         sys.exit("error: --seeds: an interval wants two seeds or more")
     sides, firsts = [[], []], []
-    for seed in range(1, args.seeds + 1):
+    for seed in tqdm(range(1, args.seeds + 1), unit="seed"):
         ledgers = []
         for side, flags in zip(sides, (a, b)):
             flags = [*both, *shlex.split(flags)]
@@ -89,16 +89,14 @@ def main():
             side.append(figure(run(folder, [*flags, f"--seed={seed}"]), args.metric))
             ledgers.append(runs.lines(folder, "ledger.jsonl"))
         firsts.append([next(x["tokens"] for x in lines if x["phase"] == lines[-1]["phase"]) for lines in ledgers])
-        print(f"seed {seed}: {sides[0][-1]:.4f} | {sides[1][-1]:.4f}", flush=True)
+        tqdm.write(f"seed {seed}: {sides[0][-1]:.4f} | {sides[1][-1]:.4f}")
     found = intervals(*sides)
-    means = [f"{side!r} {statistics.mean(x):.4f}" for side, x in zip((a, b), sides)]
-    print(
-        f"{args.metric}: {', '.join(means)}; difference {found['mean']:+.4f} +- {found['paired']:.4f} paired, ", end=""
-    )
+    means = ", ".join(f"{side!r} {statistics.mean(x):.4f}" for side, x in zip((a, b), sides))
+    between = f"{found['mean']:+.4f} +- {found['paired']:.4f} paired, +- {found['unpaired']:.4f} unpaired"
     worth = f"{args.seeds} seeds on equal noise are worth {found['seeds']:.1f} without"
     if args.seeds < FEW:
         worth = f"{args.seeds} seeds are too few to trust these intervals; {FEW} or more say something"
-    print(f"+- {found['paired']:.4f} paired, +- {found['unpaired']:.4f} unpaired: {worth}")
+    print(f"{args.metric}: {means}; difference {between}: {worth}")
     print(f"the first step's samples are equal with {sum(x == y for x, y in firsts)} of {args.seeds} seeds")
 
 

@@ -14,13 +14,14 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
 from configurator import require  # noqa: E402
 from models.adapters import PEFT, read_adapter_config  # noqa: E402
 from models.folders import fetch_model, weight_files  # noqa: E402
+from sync import write_file  # noqa: E402
 
 
 def main(base, adapters, out, dtype=""):
@@ -43,7 +44,7 @@ def main(base, adapters, out, dtype=""):
             if name in wanted:
                 weight = kernels.merge(weight, *wanted[name], config["lora_alpha"] / config["r"])
             tensors[name] = weight.cpu()
-        save_file(tensors, out / path.name, {"format": "pt"})
+        write_file(out / path.name, tensors)
     for path in (path for path in base.iterdir() if path.is_file()):  # the index, the config, the tokenizer's
         if path.suffix != ".safetensors" and path.name != "checkpoint.json":
             shutil.copy(path, out)

@@ -27,7 +27,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from runs import saved_config
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import sync
 from configurator import fail, require
@@ -92,7 +92,7 @@ def export(checkpoint, out):
     for path in checkpoint.iterdir():
         if path.suffix == ".safetensors":
             tensors = {name: x.to(torch.bfloat16) for name, x in load_file(path).items()}
-            save_file(tensors, out / path.name, {"format": "pt"})
+            sync.write_file(out / path.name, tensors)
         elif path.is_file() and path.name not in ("checkpoint.json", "config.json"):
             shutil.copy(path, out)
     if (checkpoint / "config.json").is_file():

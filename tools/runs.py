@@ -68,17 +68,26 @@ def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None, worke
     return status, output.read_text()
 
 
-def launch_with_bar(command, folder, what):
-    """`launch` of a run in this folder, with a bar that follows its metrics.jsonl: engines take seconds to start."""
+def launch_with_bar(command, folder, what, steps):
+    """
+    `launch` of a run in this folder that ends after so many steps, with a bar that follows its metrics.jsonl: engines
+    take seconds to start.
+    """
     from tqdm import tqdm
 
+    def done():
+        there = (Path(folder) / "metrics.jsonl").exists()
+        return sum(line["phase"] != "eval" for line in lines(folder)) if there else 0
+
     with ThreadPoolExecutor(1) as pool, tqdm(desc=what, unit="step", mininterval=0.5) as bar:
+        begun = done()
         running = pool.submit(launch, command)
-        begun = len(lines(folder))
-        while not wait([running], 0.5).done:
-            done = len(lines(folder))
-            begun = min(begun, done)  # a resume cuts the log back first
-            bar.update(done - begun - bar.n)
+        ended = False
+        while not ended:
+            ended = wait([running], 0.5).done
+            begun = min(begun, done())  # a resume cuts the log back first
+            bar.total = steps - begun
+            bar.update(done() - begun - bar.n)
         return running.result()
 
 
@@ -94,7 +103,7 @@ def lines(folder, file="metrics.jsonl", phase=None):
     require(path.is_file(), f"{folder}: no {file} in it: not the folder of a run")
     text = path.read_text()
     try:
-        every = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        every = [*map(json.loads, filter(None, text[: text.rfind("\n") + 1].splitlines()))]
     except ValueError as e:
         require(False, f"{path}: not lines of JSON: {e}")
     whole = all(isinstance(line, dict) and {"phase", "step"} <= line.keys() for line in every)

@@ -34,7 +34,7 @@ from runs import check_trusted, command, launch_with_bar, lines, problem, saved_
 from safetensors.torch import load_file
 
 import sync
-from configurator import ORIGINS, configure, fail, library_versions, printable, require
+from configurator import MODES, ORIGINS, configure, fail, library_versions, printable, require
 from models.adapters import PEFT
 from models.moe import whole_experts
 
@@ -111,10 +111,15 @@ def copy_run(run, folder, start, without=()):
             shutil.copytree(step, folder / "queue" / step.name, copy_function=link)
 
 
-def go_on(folder, flags, nproc=1):
-    """Runs train_grpo.py from the latest checkpoint in the folder; returns its error line, '' if it does not fail."""
-    words = command("--init_from=resume", f"--out_dir={folder}", *flags, ranks=nproc)
-    status, output = launch_with_bar(words, folder, f"{folder.name}: making steps")
+def go_on(folder, steps, flags, nproc=1):
+    """
+    Runs train_grpo.py from the latest checkpoint in the folder to so many steps; returns its error line, '' if it does
+    not fail.
+    """
+    config = saved_config(folder)
+    before = config["warmup_sft_steps"] * (MODES[config["mode"]].steps == "rl")
+    words = command("--init_from=resume", f"--out_dir={folder}", f"--max_steps={steps}", *flags, ranks=nproc)
+    status, output = launch_with_bar(words, folder, f"{folder.name}: making steps", before + steps)
     return problem(output) if status else ""
 
 
@@ -128,7 +133,7 @@ def parted(run, folder, start, steps, flags, nproc):
             return f"{start}: {name} is not that of {before[-1]['phase']} step {before[-1]['step']} in the ledger"
     copy_run(run, folder, start, steps)
     quiet = ["--checkpoint_every=0", "--sample_every=0", "--strict=False", *QUIET]
-    failure = go_on(folder, [f"--max_steps={steps[-1] + 1}", *quiet, *flags], nproc)
+    failure = go_on(folder, steps[-1] + 1, [*quiet, *flags], nproc)
     again = lines(folder, "ledger.jsonl")
     if difference := first_difference(ledger, again):
         line, stage, item = difference
