@@ -106,11 +106,10 @@ def mistaken(sample, reference, temperature):
     yield THROUGHOUT, logprobs(reference.rounded, sample, temperature)
     model = reference.model
     own = logprobs(model, sample, temperature)
-    yield "log-probs with the other sign", -own
-    yield "probabilities", own.exp()
     yield "bits", own / math.log(2)
+    wide = torch.nn.functional.pad(own, (2, 2), value=math.nan)
     for by in (-2, -1, 1, 2):
-        yield f"log-probs shifted by {by:+d}", torch.nn.functional.pad(own, (by, -by), value=math.nan)
+        yield f"log-probs shifted by {by:+d}", wide[2 - by :][: len(own)]
     rotary = model.model.rotary_emb
     frequencies = bfloat16(rope_frequencies(reference.hf, "cpu"))
     head = bfloat16(model.lm_head.weight)
@@ -139,7 +138,8 @@ def judge(theirs, ours, predicted):
     left = {}
     for name, x in predicted:
         its = (theirs[: len(x)] - x).abs()
-        left[name] = float(its.nanmean() / far[: len(x)][~its.isnan()].mean().clamp(min=1e-30))
+        share = its.nanmean() / far[: len(x)][~its.isnan()].mean().clamp(min=1e-30)
+        left[name] = float(share.nan_to_num(1.0))
         if name == THROUGHOUT:
             unit = float((ours[: len(x)] - x).abs().mean())
     best = sorted(left, key=left.get)

@@ -35,6 +35,7 @@ def read_batch(path, args):
     for row in rows:
         own, engine = torch.tensor([row.trainer_logprobs, row.logprobs])
         row.old = own.where(~own.isnan(), engine)
+        row.advantage = torch.as_tensor(row.advantage)
     return rows
 
 
@@ -46,8 +47,7 @@ def gradients(model, rows, args):
         at = torch.tensor(row.mask).nonzero()[:, 0]
         now = logprobs(model, row, args.temperature)
         old = now.detach().where(row.old.isnan(), row.old)
-        advantages = torch.as_tensor(row.advantage).expand(len(now))
-        columns = [x[at] for x in (now, old, advantages)]
+        columns = [x[at] for x in (now, old, row.advantage.expand(len(now)))]
         losses, _ = policy_loss(args.loss, *columns, [len(at)], args.clip_low, args.clip_high)
         aggregate(losses, [len(at)], args.aggregation, len(rows), tokens, args.max_new_tokens).backward()
     return {name: p.grad.float() for name, p in model.named_parameters()}
@@ -68,8 +68,7 @@ def compare(theirs, ours):
     """(cosine, relative distance, best factor on ours) of two vectors."""
     x = theirs.double()
     y = ours.double()
-    far = (x - y).norm() / x.norm().clamp(min=1e-30)
-    return float(torch.cosine_similarity(x, y, 0)), float(far), float(x @ y / (y @ y).clamp(min=1e-30))
+    return float(torch.cosine_similarity(x, y, 0)), float((x - y).norm() / x.norm()), float(x @ y / (y @ y))
 
 
 def mistaken(reference, rows, args, before, grads, factor):
@@ -91,8 +90,9 @@ def mistaken(reference, rows, args, before, grads, factor):
     for kind in ("token", "sequence", "constant"):
         yield f"loss aggregated by {kind}", again(rows, aggregation=kind)
     for by in (1, -1):
-        others = zip(rows, rows[by:] + rows[:by])
-        yield f"advantages of other samples, {by:+d}", again([changed(r, advantage=x.advantage) for r, x in others])
+        firsts = [x.advantage.flatten()[0] for x in rows[by:] + rows[:by]]
+        others = [changed(r, advantage=x) for r, x in zip(rows, firsts)]
+        yield f"advantages of other samples, {by:+d}", again(others)
     ends = [[m and token not in reference.stop for m, token in zip(r.mask, r.response)] for r in rows]
     yield "EOS without loss", again([changed(r, mask=m) for r, m in zip(rows, ends)])
     fresh = [changed(r, old=torch.tensor(math.nan)) for r in rows]
