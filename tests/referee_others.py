@@ -140,7 +140,7 @@ SIDE = {  # of the other environments
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 RATE = "--learning_rate=1e-4"
-HEALTHY = ("", "in bfloat16", "healthy")
+HEALTHY = ("", "in bfloat16", "healthy", "float16 attention")
 STEPS = {  # mistake: (what the referee must say, TRL's settings, the referee's flags)
     "": ("", {}, {}),
     "in bfloat16": ("", dict(bf16=True), {}),
@@ -307,14 +307,16 @@ def llama_side(task):
 
     out = Path(task["out"])
     write_gguf(Path(task["model"]), out / "model.gguf")
-    for name, (cache, temperature, base, before) in task["settings"].items():
+    for name, (bits, temperature, base, before) in task["settings"].items():
         params = xllamacpp.CommonParams()
         params.model.path = str(out / "model.gguf")
         params.n_ctx = 4096
         params.n_parallel = 4
         params.verbosity = 0
         params.rope_freq_base = base
-        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_{cache}"]
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_F{bits}"]
+        if bits == 32:  # flash attention computes in float16
+            params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         server = xllamacpp.Server(params)
         rows = []
@@ -330,12 +332,12 @@ def llama_side(task):
 def of_llama(checkpoints, prompts, out):
     from transformers import AutoTokenizer
 
-    settings = {  # type of the KV cache, temperature, RoPE's base (0: the model's), tokens before the prompt
-        "float32": ("F32", 1.0, 0, []),
-        "float16": ("F16", 1.0, 0, []),
-        "cold": ("F32", 0.7, 0, []),
-        "base": ("F32", 1.0, 1e6, []),
-        "bos": ("F32", 1.0, 0, [1]),
+    settings = {  # bits of attention, temperature, RoPE's base (0: the model's), tokens before the prompt
+        "float32": (32, 1.0, 0, []),
+        "float16": (16, 1.0, 0, []),
+        "cold": (32, 0.7, 0, []),
+        "base": (32, 1.0, 1e6, []),
+        "bos": (32, 1.0, 0, [1]),
     }
     tokens = AutoTokenizer.from_pretrained(checkpoints[1])(prompts).input_ids
     other_environment("llama_side", LLAMA, out, settings=settings, model=str(checkpoints[1]), prompts=tokens)
@@ -343,7 +345,7 @@ def of_llama(checkpoints, prompts, out):
     for name in settings:
         rows[name] = [json.loads(line) for line in (out / f"llama_{name}.jsonl").read_text().splitlines()]
     yield "", "", rows["float32"], {}
-    yield "", "", rows["float16"], {}
+    yield "float16 attention", "", rows["float16"], {}
     yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
     yield "sampled at 0.7, said to be 1.0", "drawn by temperature 0.7", rows["cold"], {}
     yield "another base of RoPE", "unexplained", rows["base"], {}
@@ -392,7 +394,7 @@ def of_vllm(checkpoints, prompts, out):
     for name in settings:
         rows[name] = [json.loads(line) for line in (out / f"vllm_{name}.jsonl").read_text().splitlines()]
     yield "", "", rows["float32"], {}
-    yield "", "", rows["bfloat16"], {}
+    yield "in bfloat16", "", rows["bfloat16"], {}
     yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
     yield "sampled at 0.7, said to be 1.0", "drawn by temperature 0.7", rows["cold"], {}
     yield "the engine adds a BOS", "before the prompts", rows["bos"], {}
