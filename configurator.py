@@ -145,13 +145,17 @@ def start_schedulers(count):
     return started
 
 
+def on_cpu(config):
+    """Whether the run will be on a CPU; before torch, which knows, is imported."""
+    return config["device"] == "cpu" or not (config["device"] or Path("/proc/driver/nvidia").exists())
+
+
 def start_engine_early(config):
     """Has the process of an engine that this rank will have on a CPU begin with its imports."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     _, engines = roles(config, world)
     mine = int(os.environ.get("RANK", 0)) >= world - engines
-    on_cpu = config["device"] == "cpu" or not (config["device"] or Path("/proc/driver/nvidia").exists())
-    if mine and on_cpu and config["rollout_tp"] == 1:
+    if mine and on_cpu(config) and config["rollout_tp"] == 1:
         early.extend(start_schedulers(1))
         atexit.register(lambda: [process.kill() for process, *_ in early])
 
@@ -521,6 +525,9 @@ def key_rules(c, world, defaults):
     fill = trainers + engines * c.rollout_tp == world and (here == world or here % c.rollout_tp == 0)
     why = f"{world} ranks, of which {trainers} train, do not make engines of {c.rollout_tp}; use others, or 1"
     yield "rollout_tp", c.rollout_tp == 1 or fill, why
+    machine = os.uname().machine
+    why = f"SGLang's engine has run on x86_64 only, and this is {machine}; use a mode without an engine, such as sft"
+    yield "device", machine == "x86_64" or not (engines and on_cpu(values)), why
     why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
     yield "rollout_ranks", (trainers > 0, engines > 0) == MODES[c.mode][:2], why
     why = f"does not divide tp_split={c.tp_split}, the parts of a sum; use a tp_split of which it is a divisor"
