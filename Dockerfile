@@ -3,8 +3,8 @@
 #   docker build -t onecurve .
 #   docker run -it --rm onecurve                    # then as in README.md
 #
-# For amd64, since SGLang has wheels for it. On arm64 the trainer's pieces compute the same bits (tests/aarch64.sh), the
-# engine has not run there: so an image for it is refused below, rather than made and not tested.
+# For amd64. On arm64 the trainer's pieces compute the same bits (tests/aarch64.sh), but the engine has not run there: so
+# an image for it is refused below, rather than made and not tested.
 FROM python:3.11-slim-bookworm
 RUN test "$(uname -m)" = x86_64 || { echo "onecurve: no image for $(uname -m); use --platform linux/amd64"; exit 1; }
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap git && rm -rf /var/lib/apt/lists/*

@@ -42,6 +42,11 @@ def close_bars():
             bar.close()
 
 
+def on_cpu(config):
+    """Whether the run will be on a CPU; before torch, which knows, is imported."""
+    return config["device"] == "cpu" or not (config["device"] or Path("/proc/driver/nvidia").exists())
+
+
 def printable(text):
     """`text` as one line that a terminal shows and does not obey: what others wrote may have escape sequences in it."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.splitlines()))
@@ -423,6 +428,9 @@ def key_rules(c, world, defaults):
     fill = trainers + engines * c.rollout_tp == world and (here == world or here % c.rollout_tp == 0)
     why = f"{world} ranks, of which {trainers} train, do not make engines of {c.rollout_tp}; use others, or 1"
     yield "rollout_tp", c.rollout_tp == 1 or fill, why
+    machine = os.uname().machine
+    why = f"SGLang's engine has run on x86_64 only, and this is {machine}; use a mode without an engine, such as sft"
+    yield "device", machine == "x86_64" or not (engines and on_cpu(values)), why
     why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
     yield "rollout_ranks", (trainers > 0, engines > 0) == MODES[c.mode][:2], why
     why = f"does not divide tp_split={c.tp_split}, the parts of a sum; use a tp_split of which it is a divisor"

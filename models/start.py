@@ -15,7 +15,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-from configurator import roles
+from configurator import on_cpu, roles
 
 
 def end_with_parent():
@@ -135,7 +135,6 @@ def start_engine_early(config):
     world = int(os.environ.get("WORLD_SIZE", 1))
     _, engines = roles(config, world)
     mine = int(os.environ.get("RANK", 0)) >= world - engines
-    on_cpu = config["device"] == "cpu" or not (config["device"] or Path("/proc/driver/nvidia").exists())
-    if mine and on_cpu and config["rollout_tp"] == 1:
+    if mine and on_cpu(config) and config["rollout_tp"] == 1:
         early.extend(start_schedulers(1))
         atexit.register(lambda: [process.kill() for process, *_ in early])

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+from conftest import error_line
 
 import configurator
 from configurator import check_config, config_source, configure, fail, require
@@ -584,6 +585,17 @@ def test_values_that_make_no_sense_are_refused_in_one_line(change, world, messag
         check_config(DEFAULTS | change, world, DEFAULTS)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")
+
+
+def test_an_engine_on_another_kind_of_cpu_is_refused_and_a_mode_without_one_is_not(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(configurator.os, "uname", lambda: types.SimpleNamespace(machine="aarch64"))
+    config = DEFAULTS | dict(device="cpu")
+    check_config(config | dict(mode="sft"), 1, DEFAULTS)
+    check_config(config | dict(device="cuda"), 1, DEFAULTS)
+    with pytest.raises(SystemExit):
+        check_config(config, 1, DEFAULTS)
+    assert error_line(capsys.readouterr().err).startswith("error: device='cpu': SGLang's engine has run on x86_64 only")
 
 
 @pytest.mark.parametrize("name", ["torch", "sglang", "transformers", "triton", "numba"])
