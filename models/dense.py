@@ -139,13 +139,18 @@ def rope_frequencies(hf, device):
     return inv_freq
 
 
+def is_sharded(mesh, device):
+    """One trainer on a CPU has nothing to gather or to cast, and goes without FSDP2, which would copy all of it."""
+    return mesh.size() > 1 or device == "cuda"
+
+
 def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
     """
     The Hugging Face model, sharded by FSDP2, its weights still unset. Master weights are float32, the compute dtype is
-    bfloat16 on CUDA and float32 elsewhere: so one trainer on a CPU has nothing to gather or to cast, and goes without
-    FSDP2's copies. `model.token_logprobs` is its forward pass for training. critic: with a value head (hidden size,).
-    lora: the config whose adapters it gets; its own weights are then frozen and held in the compute dtype. mesh None: a
-    whole model for forward passes only, in the compute dtype. tp_split: parts of row-parallel sums.
+    bfloat16 on CUDA and float32 elsewhere. `model.token_logprobs` is its forward pass for training. critic: with a
+    value head (hidden size,). lora: the config whose adapters it gets; its own weights are then frozen and held in the
+    compute dtype. mesh None: a whole model for forward passes only, in the compute dtype. tp_split: parts of
+    row-parallel sums.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -169,7 +174,7 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     policy = MixedPrecisionPolicy(
         param_dtype=None if lora else computed_in, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    sharded = mesh and (mesh.size() > 1 or device == "cuda")
+    sharded = mesh and is_sharded(mesh, device)
     for part in (*model.model.layers, model) if sharded else ():
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_custom_reduce_scatter(TreeReduceScatter())

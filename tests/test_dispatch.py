@@ -15,6 +15,7 @@ from test_trainer import make_samples
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import train_grpo as train
+from models import dense
 from models.dense import MODEL_TYPES
 from models.moe import KIND
 from sync import Ranks
@@ -89,6 +90,7 @@ def operators_of_an_update(family, folder, mesh, change, monkeypatch):
         f = getattr(train.kernels, name)
         monkeypatch.setattr(train.kernels, name, functools.partial(Sealed.apply, f))
     monkeypatch.setattr(train.kernels, "AdamW", torch.optim.AdamW)  # as it is on CUDA
+    monkeypatch.setattr(dense, "is_sharded", lambda *_: True)
     hf = AutoConfig.for_model(
         family, vocab_size=98, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, tie_word_embeddings=family != KIND, **EXPERTS if family == KIND else {},

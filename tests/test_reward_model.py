@@ -104,7 +104,7 @@ def test_a_leaf_without_a_pair_has_no_loss_and_a_gradient_of_zeros(our_operators
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch, judge, batch_invariant):
-    """Against float64, through FSDP2, leaves, the sum and our operators."""
+    """Against float64, through leaves, the sum and our operators."""
     from transformers import AutoModelForSequenceClassification
 
     if batch_invariant:

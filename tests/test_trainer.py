@@ -158,7 +158,7 @@ def test_the_memory_of_an_update_does_not_grow_with_the_batch(ranks, scratch, la
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_logprobs_and_gradients_are_those_of_plain_transformers(mesh, scratch, batch_invariant):
-    """Right, and not only equal to the engine's: against float64, through FSDP2, leaves, the sum and our operators."""
+    """Right, and not only equal to the engine's: against float64, through leaves, the sum and our operators."""
     from transformers import AutoModelForCausalLM
 
     if batch_invariant:

@@ -116,6 +116,7 @@ def test_engine_and_trainer_round_to_bfloat16_in_the_same_places(tmp_path, monke
     policy = fsdp.MixedPrecisionPolicy
     with monkeypatch.context() as patch:  # as on CUDA
         patch.setattr(fsdp, "MixedPrecisionPolicy", lambda **options: policy(**options | dict(param_dtype=bf16)))
+        patch.setattr(dense, "is_sharded", lambda *_: True)
         model = dense.build_model(hf, ranks.mesh, "cpu", True)
     folders.load_weights(sync.shards(model, ranks.mesh), tmp_path, hf.tie_word_embeddings)
     engine = rollout_server.RolloutEngine(0, tmp_path, hf, config, "cpu", bf16, tmp_path / "engine.log")
