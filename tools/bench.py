@@ -9,6 +9,7 @@ Sampled tokens per second in steady state, of rollout and training together.
     python tools/bench.py --agent                            # a turn through episodes/chat.py and a plain sample; and
                                                              # 64 dialogues whose tools sleep
     python tools/bench.py --sandbox                          # 1,000 programs, and in bare Python
+    python tools/bench.py --experts                          # a mixture's products beside a dense layer's
 
 Runs train_grpo.py for some steps with samples of a fixed length and takes the median over the steps after the first
 four, which warm up. tools/peer.py compares them with TRL's; tools/bench_operators.py times each operator on a GPU.
@@ -197,6 +198,49 @@ def sandbox():
         print(f"{other / bare:.2f} and {other / own:.2f} times as long; {machine()}")
 
 
+def experts(C=256, F=512, E=8, k=2):
+    """
+    The first product of a layer's experts, and that of a dense MLP of equal work, in turn, on one core: of a trainer
+    with its gradients, of an engine with weights that are packed. Eight layers of it have 8 M parameters for a token.
+    """
+    import torch
+    from gpu_bits import machine
+
+    import kernels
+
+    weight, dense_weight = torch.randn(E, 2 * F, C, requires_grad=True), torch.randn(k * 2 * F, C)
+    for rows in (64, 256, 1024, 4096):
+        counts = torch.rand(rows, E).topk(k).indices.flatten().bincount(minlength=E)
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        pairs, grad = torch.randn(rows * k, C, requires_grad=True), torch.randn(rows * k, 2 * F)
+        x, dense_grad = torch.randn(rows, C), grad.view(rows, -1)
+
+        def grouped():
+            return kernels.ExpertMatmul.apply(pairs, weight, starts)
+
+        def plain():
+            return kernels.matmul(x, dense_weight.t())
+
+        def grouped_in_trainer():
+            torch.autograd.grad(grouped(), (pairs, weight), grad)
+
+        def plain_in_trainer():
+            plain(), kernels.matmul(dense_grad, dense_weight), kernels.matmul(dense_grad.t(), x)
+
+        for cache, products, calls in ((None, 3, (grouped_in_trainer, plain_in_trainer)), ({}, 1, (grouped, plain))):
+            kernels.panel_cache = cache
+            seconds = [[], []]
+            for _ in range(3 + max(10, 8192 // rows)):
+                for call, found in zip(calls, seconds):
+                    began = time.perf_counter()
+                    call()
+                    found.append(time.perf_counter() - began)
+            rates = [products * 2 * rows * k * 2 * F * C / statistics.median(found[3:]) / 1e9 for found in seconds]
+            place = "trainer" if cache is None else "engine"
+            print(f"{place}, {rows} rows: {rates[0]:.1f} of {rates[1]:.1f} GFLOP/s, {rates[0] / rates[1]:.2f}")
+    print(machine())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="1: one process alternates; more: torchrun")
@@ -207,6 +251,7 @@ def main():
     parser.add_argument("--beside", help="runs with these flags beside runs without, such as '--lora_rank=16'")
     parser.add_argument("--agent", action="store_true", help="dialogues through episodes/chat.py, on a CPU")
     parser.add_argument("--sandbox", action="store_true", help="programs in the sandbox beside bare Python")
+    parser.add_argument("--experts", action="store_true", help="products of a mixture beside dense ones, on a CPU")
     args, args.flags = parser.parse_known_args()
     if args.onoff:
         flags = ((f"--batch_invariant={on}", f"--strict={on}") for on in (True, False))
@@ -215,6 +260,8 @@ def main():
         alternately(args, {args.beside: args.beside.split(), "without": []})
     elif args.sandbox:
         sandbox()
+    elif args.experts:
+        experts()
     elif args.agent:
         agents(args)
     else:
