@@ -299,7 +299,7 @@ def lagged_apart(once, some_kills):
 @pytest.fixture(scope="session")
 def segments(once):
     """Partial rollouts, each segment with the weights of its step, in one process; no prefix is found again."""
-    flags = (*SEGMENTS, "--engine_args=disable_radix_cache=True, max_running_requests=17")
+    flags = (*SEGMENTS, "--weight_sync=ipc", "--engine_args=disable_radix_cache=True, max_running_requests=17")
     return once("segments", lambda folder: finish(folder, *flags, launch=launch_warm))
 
 

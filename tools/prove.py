@@ -225,7 +225,7 @@ TWO = "low={'arithmetic_size': 5, 'eval_size': 5}, high={'arithmetic_min': 5, 'e
 LAG = ("--lag=2", "--curriculum=15", f"--sources={TWO}")
 SPLIT = ("--tp_split=4", "--lag=1")
 RULE = ("--top_p=0.9", "--top_k=20", "--min_p=0.02")
-SEGMENTS = "--lag=1 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2".split()
+SEGMENTS = "--lag=2 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2".split()
 SEGMENTS += RULE
 
 MIXTURE = ("--scratch_experts=8", "--scratch_mlp=64")
