@@ -25,7 +25,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 
 
 def learned(out):
@@ -369,7 +368,8 @@ def vllm_side(task):
             engines[dtype] = LLM(task["model"], dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=64)
         prompts = [dict(prompt_token_ids=before + prompt) for prompt in task["prompts"]]
         rows = []
-        sampling = SamplingParams(temperature=temperature, top_k=0, max_tokens=100, logprobs=1, seed=1)
+        settings = dict(temperature=temperature, top_k=0, max_tokens=100, logprobs=1)
+        sampling = [SamplingParams(seed=i, **settings) for i in range(len(prompts))]  # one seed would be one noise
         for prompt, answer in zip(task["prompts"], engines[dtype].generate(prompts, sampling)):
             (output,) = answer.outputs
             steps = [{token: dict(logprob=x.logprob) for token, x in step.items()} for step in output.logprobs]
@@ -550,6 +550,7 @@ def main():
     if args.side:
         task = json.loads(args.side.read_text())
         return globals()[task["side"]](task)
+    sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]  # not of the other systems, which have a `kernels` of their own
     out = args.out.resolve()
     os.environ["OPENAI_API_KEY"] = "key"
     checkpoints, prompts = learned(out)
