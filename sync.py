@@ -373,7 +373,12 @@ def shards(model, mesh):
     """FSDP2 gives rank r the r-th chunk of ceil(rows / ranks) rows (torch.chunk). Plain views of the parameters."""
     rank = mesh.get_local_rank()
     return [
-        Shard(name, tuple(p.shape), -(-p.shape[0] // mesh.size()) * rank, p.to_local().detach())
+        Shard(
+            name,
+            shape=tuple(p.shape),
+            first=-(-p.shape[0] // mesh.size()) * rank,
+            data=p.to_local().detach(),
+        )
         for name, p in model.named_parameters()
     ]
 
@@ -453,7 +458,8 @@ def rounded_to(x, bits):
         return x
     if bits == "fp16" or bits == "bf16" or x.dim() < 2:
         return x.to(torch.float16 if bits == "fp16" else torch.bfloat16).to(x.dtype)
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (448 if bits == "fp8" else 127)
+    largest = 448 if bits == "fp8" else 127
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / largest
     y = x / scale
     return scale * (y.to(torch.float8_e4m3fn).to(x.dtype) if bits == "fp8" else y.round())
 
@@ -548,7 +554,8 @@ class WeightSync:
         meet()
         rest = iter(shards)
         for bucket in self.plan:
-            self.send(bucket, map(self._as_sent, islice(rest, len(bucket))), version, bucket is self.plan[-1])
+            sent = map(self._as_sent, islice(rest, len(bucket)))
+            self.send(bucket, sent, version, bucket is self.plan[-1])
         expected = from_all_ranks(expected)[0]
         if self.engine:
             self.engine.check_weights(expected)
@@ -617,7 +624,7 @@ def _digest(meta, tensors={}):
     h = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     for name, t in sorted(tensors.items()):
         h.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        h.update(t.numpy().tobytes())
+        h.update(t.numpy())
     return h.hexdigest()
 
 
@@ -830,7 +837,8 @@ def step_figures(batch, pass_reward, times, sent):
     rewards = torch.stack([t["rewards"] for t, _ in batch.groups])  # (P, G)
     lengths = torch.stack([group.response_lengths() for group in batch.groups]).double()  # (P, G)
     cut = torch.cat([t["truncated"] for t, _ in batch.groups])
-    right = [float((t["rewards"] >= pass_reward).double().mean()) for t, m in batch.sampled if m["finished"]]
+    finished = [t["rewards"] >= pass_reward for t, m in batch.sampled if m["finished"]]
+    right = [float(x.double().mean()) for x in finished]
     meta = sorted((m for _, m in batch.sampled), key=lambda m: m["elapsed"])
     idle = {m["engine"]: m["idle"] for m in meta}  # of each engine up to its last group
     began, sampled, learned, published = times
@@ -892,7 +900,8 @@ class Record:
     def supervised(self, phase, step, samples, metrics, hashes):
         """A step on known answers ('sft') or pairs ('rm', 'dpo')."""
         self.metrics(phase=phase, step=step, **metrics)
-        self.ledger.append(phase=phase, step=step, tokens=content_hash(*(s.tokens for s in samples)), **hashes)
+        tokens = content_hash(*(s.tokens for s in samples))
+        self.ledger.append(phase=phase, step=step, tokens=tokens, **hashes)
         if (step + 1) % 50 == 0:
             tqdm.write(f"supervised step {step + 1}: loss {metrics['loss']:.4f}")
 
@@ -916,9 +925,12 @@ class Record:
         """
         c = self.c
         tensors, meta = zip(*batch.groups)
-        named = "tokens logprobs rewards" + " weight_version" * bool(c.lag or c.segment_tokens)
-        named += " loss_mask turn_rewards" * bool(self.agent)
-        stages = {k: content_hash(*(t[k] for t in tensors)) for k in named.split()}
+        named = ["tokens", "logprobs", "rewards"]
+        if c.lag or c.segment_tokens:
+            named.append("weight_version")
+        if self.agent:
+            named += ["loss_mask", "turn_rewards"]
+        stages = {k: content_hash(*(t[k] for t in tensors)) for k in named}
         if self.agent:
             stages["journal"] = content_hash([m["journal"] for m in meta])
         prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t in tensors))
@@ -970,7 +982,8 @@ def write_tensors(folder, prefix, shards, mesh):
     Writes whole tensors, of which each rank has rows, into `folder` as <prefix>-00001-of-00003.safetensors and so on,
     with Hugging Face's index. The trainers take turns with the files. Collective over the trainers.
     """
-    plan = buckets([(s.name, s.shape) for s in shards], shards[0].data.dtype, 4 << 30)
+    shapes = [(s.name, s.shape) for s in shards]
+    plan = buckets(shapes, shards[0].data.dtype, 4 << 30)
     rest = iter(shards)
     where = {}  # {name: file}
     for i, bucket in enumerate(plan):
@@ -1002,7 +1015,8 @@ def seal_checkpoint(partial, final, **record):
     paths = sorted(p for p in partial.rglob("*") if p.is_file())
     with ThreadPoolExecutor() as pool:
         list(pool.map(_sync, paths))
-        record["files"] = {str(p.relative_to(partial)): h for p, h in zip(paths, pool.map(_file_hash, paths))}
+        names = (str(p.relative_to(partial)) for p in paths)
+        record["files"] = dict(zip(names, pool.map(_file_hash, paths)))
     record["sha256"] = _digest(record)
     write_atomic(partial / "checkpoint.json", json.dumps(record, indent=1).encode())
     shutil.rmtree(final, ignore_errors=True)
@@ -1084,8 +1098,9 @@ def tensor_hashes(tensors, shards, group):
     sums = []
     for t, s in zip(tensors, shards):
         rows = t[:, None].flatten(1).view({2: torch.int16, 4: torch.int32}[t.itemsize])
-        odds = _odd(s.first + (1 << 40), len(t), t.device), _odd(s.column, rows.shape[1], t.device)
-        sums.append(kernels.bit_sum(rows, *odds))
+        of_rows = _odd(s.first + (1 << 40), len(t), t.device)
+        of_columns = _odd(s.column, rows.shape[1], t.device)
+        sums.append(kernels.bit_sum(rows, of_rows, of_columns))
     sums = torch.stack(sums)
     if group:
         dist.all_reduce(sums, group=group)
@@ -1096,7 +1111,10 @@ def content_hash(*parts):
     """16 hex digits over tensors and plain values, in order."""
     h = hashlib.sha256()
     for part in parts:
-        h.update(part.contiguous().numpy().tobytes() if torch.is_tensor(part) else json.dumps(part).encode())
+        if torch.is_tensor(part):
+            h.update(part.contiguous().numpy())
+        else:
+            h.update(json.dumps(part).encode())
         h.update(b"\0")
     return h.hexdigest()[:16]
 

@@ -313,8 +313,8 @@ def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip
         return -advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
     difference = logprobs - old_logprobs
     if kind == "gspo":
-        mean = torch.cat([part.detach().mean().expand(len(part)) for part in difference.split(counts)])
-        difference = mean + logprobs - logprobs.detach()
+        means = [part.mean().expand(len(part)) for part in difference.detach().split(counts)]
+        difference = torch.cat(means) + logprobs - logprobs.detach()
     ratio = torch.exp(difference)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     if kind == "cispo":
@@ -360,7 +360,8 @@ def aggregate(losses, counts, kind, samples, tokens, longest):
         return losses.sum() / tokens
     if kind == "constant":
         return losses.sum() / (samples * longest)
-    return torch.stack([part.sum() / max(1, len(part)) for part in losses.split(counts)]).sum() / samples
+    means = [part.sum() / max(1, len(part)) for part in losses.split(counts)]
+    return torch.stack(means).sum() / samples
 
 
 def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
@@ -422,7 +423,11 @@ def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **ot
     zeros = torch.zeros(len(response)).long()
     at = loss_mask.nonzero()[:, 0]
     columns = dict.fromkeys(COLUMNS, torch.zeros(len(at)))
-    columns |= dict(staleness=(zeros + staleness)[at], logprobs=logprobs[at], old_logprobs=logprobs[at])
+    columns |= dict(
+        staleness=(zeros + staleness)[at],
+        logprobs=logprobs[at],
+        old_logprobs=logprobs[at],
+    )
     return Sample(
         tokens=torch.cat([prompt, response]),
         prompt_tokens=len(prompt),
@@ -452,13 +457,25 @@ def samples_of(groups, step, overlong_filter=False):
         t, meta = group
         rows = group.rows("tokens", "loss_mask", "logprobs", "weight_version", "turn")
         gained = t["turn_rewards"].split(t["turns"].tolist())
-        # A partial rollout may be trained on at a later step than its file's; then the name says which.
-        where = f"prompt {meta['prompt']}" + f" of step {meta['step']}" * (step != meta["step"])
+        where = f"prompt {meta['prompt']}"
+        if step != meta["step"]:  # a partial rollout, which may be trained on at a later step than its file's
+            where += f" of step {meta['step']}"
         for g, cut, gains, row in zip(t["sample"].tolist(), t["truncated"].tolist(), gained, rows):
             tokens, mask, logprobs, version, turn = row
             mask = mask & (not (cut and overlong_filter))
-            known = dict(name=f"{where}, sample {g}", truncated=cut, of=begun + g, turn_rewards=gains)
-            samples.append(make_sample(t["prompt_tokens"], tokens, mask, logprobs, turn, step - version, **known))
+            sample = make_sample(
+                t["prompt_tokens"],
+                tokens,
+                mask,
+                logprobs,
+                turn,
+                staleness=step - version,
+                name=f"{where}, sample {g}",
+                truncated=cut,
+                of=begun + g,
+                turn_rewards=gains,
+            )
+            samples.append(sample)
         begun += len(t["rewards"])
     return samples
 
@@ -493,8 +510,10 @@ def pack(samples, device):
     at = torch.cat([s.loss_at for s in samples]) + starts.repeat_interleave(counts)
     columns = [torch.cat([getattr(s, name) for s in samples]) for name in COLUMNS]
     kept = torch.cat([s.kept for s in samples], 1)
-    kept[0] += (counts.cumsum(0) - counts).repeat_interleave(torch.tensor([s.kept.shape[1] for s in samples]))
-    return Leaf(*(x.to(device) for x in (ids, positions, lengths, counts, at - 1, ids[at], *columns, kept)))
+    pairs = torch.tensor([s.kept.shape[1] for s in samples])
+    kept[0] += (counts.cumsum(0) - counts).repeat_interleave(pairs)
+    fields = ids, positions, lengths, counts, at - 1, ids[at], *columns, kept
+    return Leaf(*(x.to(device) for x in fields))
 
 
 def split_kept(kept, counts):
@@ -502,7 +521,8 @@ def split_kept(kept, counts):
     ends = counts.cumsum(0)
     sample = torch.bucketize(kept[0], ends, right=True)
     rows = kept[0] - (ends - counts)[sample]
-    return torch.stack([rows, kept[1]]).cpu().split(torch.bincount(sample, minlength=len(counts)).tolist(), 1)
+    pairs = torch.bincount(sample, minlength=len(counts))
+    return torch.stack([rows, kept[1]]).cpu().split(pairs.tolist(), 1)
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -576,8 +596,13 @@ def critic_advantages(samples, gains, gamma, lam):
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
     mean = torch.cat(advantages).mean()
     std = torch.cat(advantages).std()
-    each = zip(samples, advantages)
-    return [s._replace(advantages=(a - mean) / (std + 1e-6), returns=a + s.values) for s, a in each]
+    return [
+        s._replace(
+            advantages=(a - mean) / (std + 1e-6),
+            returns=a + s.values,
+        )
+        for s, a in zip(samples, advantages)
+    ]
 
 
 def with_advantages(samples, rewards, c, groups=()):
@@ -587,7 +612,7 @@ def with_advantages(samples, rewards, c, groups=()):
     """
     if c.advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
-    costs = [0.0] * len(samples)
+    costs = [torch.zeros(1)] * len(samples)
     if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
         costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator) for s in samples]
     if c.advantage == "gae":
@@ -597,7 +622,7 @@ def with_advantages(samples, rewards, c, groups=()):
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
     total = torch.zeros(rewards.numel())
-    for s, cost in zip(samples, costs) if c.kl_in_reward else ():
+    for s, cost in zip(samples, costs):
         total[s.of] += cost.sum()
     rewards = rewards - total.view(rewards.shape)
     own = own_function("advantage", c.advantage)
@@ -619,7 +644,12 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     logprobs, entropy, _, values, _ = output
     counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
-    ours = dict(logprobs=logprobs, rollout_logprobs=leaf.logprobs, entropy=entropy, counts=counts)
+    ours = dict(
+        logprobs=logprobs,
+        rollout_logprobs=leaf.logprobs,
+        entropy=entropy,
+        counts=counts,
+    )
     loss = own_function("loss", c.loss) or partial(policy_loss, c.loss)
     losses, figures["clip_fraction"] = loss(**vars(c) | leaf._asdict() | ours)
     if c.importance:
@@ -630,8 +660,13 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     if max_staleness(c) or c.engine_bits != "fp32":
         moved = logprobs.detach() - leaf.logprobs
         ratio = torch.exp(moved)
-        figures |= dict(logprob_distance=moved.abs(), staleness=leaf.staleness, ratio_mean=ratio)
-        figures |= dict(ratio_square=ratio.square(), kl_behaviour=kl(leaf.logprobs, logprobs.detach(), "k3"))
+        figures |= dict(
+            logprob_distance=moved.abs(),
+            staleness=leaf.staleness,
+            ratio_mean=ratio,
+            ratio_square=ratio.square(),
+            kl_behaviour=kl(leaf.logprobs, logprobs.detach(), "k3"),
+        )
     if c.entropy_coef:  # Schulman et al. 2017, equation 9
         losses = losses - c.entropy_coef * entropy
     if c.kl_coef or c.advantage == "distill":
@@ -688,7 +723,8 @@ def check_logprobs(leaf, logprobs, age, samples):
     bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
     sample, at = [(s, at) for s in samples for at in s.loss_at.tolist()][i]
     line = f"{sample.name}, token {at - sample.prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
-    return [(sample.of, line, int(differ.sum()), float((logprobs - leaf.logprobs)[differ].abs().max()))]
+    distances = (logprobs - leaf.logprobs)[differ].abs()
+    return [(sample.of, line, len(distances), float(distances.max()))]
 
 
 def token_table(samples, parts):
@@ -705,7 +741,8 @@ def token_table(samples, parts):
         staleness=[s.staleness for s in samples],
         sample=[torch.full_like(s.loss_at, s.of) for s in samples],
     )
-    columns |= zip(("logprobs", "entropy", "choice_changed"), zip(*(ours[i] for i in range(len(samples)))))
+    in_order = (ours[i] for i in range(len(samples)))
+    columns |= zip(("logprobs", "entropy", "choice_changed"), zip(*in_order))
     return {name: torch.cat(parts) for name, parts in columns.items()}
 
 
@@ -766,9 +803,9 @@ class Trainer:
         if checkpoint:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
-            trained, frozen = (sum(math.prod(s.shape) for s in part) for part in (self.shards, self.parts.frozen))
-            line = f"model: {trained + frozen:,} parameters"
-            if frozen:
+            trained = self.model.num_parameters(only_trainable=True)
+            line = f"model: {self.model.num_parameters():,} parameters"
+            if self.parts.frozen:
                 line += f", of which {trained:,} are trained"
             if device == "cuda":
                 room = torch.cuda.get_device_properties(device).total_memory
@@ -794,12 +831,13 @@ class Trainer:
     def state_bytes(self):
         """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of the current row."""
         copies = 3 + len(MOMENTS) + math.log2(self.c.lanes // self.mesh.size())
-        return sum(s.data.nbytes for s in self.parts.frozen) + copies * sum(s.data.nbytes for s in self.shards)
+        trained, frozen = (sum(s.data.nbytes for s in part) for part in (self.shards, self.parts.frozen))
+        return frozen + copies * trained
 
     def optimizer_state(self, versions):
         """The shards that a checkpoint has beside the model: AdamW's moments, these versions, the critic's head."""
-        pairs = [*zip(self.shards, self.weights)]
-        state = [s._replace(name=f"{k}.{s.name}", data=self.optimizer.state[w][k]) for s, w in pairs for k in MOMENTS]
+        moments = ((s, self.optimizer.state[w], k) for s, w in zip(self.shards, self.weights) for k in MOMENTS)
+        state = [s._replace(name=f"{k}.{s.name}", data=has[k]) for s, has, k in moments]
         for version, kept in versions.items():
             state += [s._replace(name=f"version {version}.{s.name}", data=s.data.to(self.device)) for s in kept]
         return state + [s for s in self.shards if s.name == "value_head"]
@@ -879,7 +917,8 @@ class Trainer:
         """
         unit = objective.unit
         sampling = kernels.Sampling() if objective is ANSWERS else self.sampling
-        lengths = [sum(len(s.tokens) for s in samples[i : i + unit]) for i in range(0, len(samples), unit)]
+        tokens = [len(s.tokens) for s in samples]
+        lengths = [sum(tokens[i : i + unit]) for i in range(0, len(tokens), unit)]
         planned = plan_leaves(lengths, self.c.leaf_tokens, self.c.lanes)
         with self.holding(weights):
             for units in planned[self.rank :: self.mesh.size()]:
@@ -988,12 +1027,14 @@ class Trainer:
                     total.add([g.to_local() for g in grads])
                 self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
             if check:
-                self.mismatches += check_logprobs(leaf, output[0].detach(), age=0, samples=[samples[i] for i in chosen])
+                packed = [samples[i] for i in chosen]
+                self.mismatches += check_logprobs(leaf, output[0].detach(), age=0, samples=packed)
             if check and self.c.engine_bits != "fp32":
                 noted = *output[:2], *(figures[name] for name in ("choice_changed",) if name in figures)
                 columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted]
                 self.token_stats |= zip(chosen, zip(*columns))
-            rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
+            numbers = loss, *figures.values()
+            rows.append(torch.stack([x.detach().double().sum() for x in numbers]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         mine = torch.stack(rows)
         table = mine.new_zeros(len(rows) * self.mesh.size(), len(mine[0]))
@@ -1003,7 +1044,8 @@ class Trainer:
         metrics = {"loss": loss} | {name: x / tokens for name, x in zip(figures, sums)}
         if square := metrics.pop("ratio_square", None):
             mean_square = metrics["ratio_mean"] ** 2
-            metrics |= dict(ratio_variance=square - mean_square, effective_sample_size=mean_square / square)
+            metrics["ratio_variance"] = square - mean_square
+            metrics["effective_sample_size"] = mean_square / square
         if self.routers:
             metrics |= self.routers.metrics(self.process_group)
         return total.total, metrics
@@ -1026,8 +1068,9 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()  # or the parameters would hold this memory until the next step
         # The gradients are hashed as clipped: these are the numbers that moved the weights.
-        tensors = (grads, self.weights, *([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS))
-        gradients, weights, first, second = (sync.tensor_hashes(x, self.shards, self.process_group) for x in tensors)
+        moments = ([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS)
+        stages = grads, self.weights, *moments
+        gradients, weights, first, second = (sync.tensor_hashes(x, self.shards, self.process_group) for x in stages)
         optimizer = {name: first[name] + second[name] for name in first}
         return float(norm), dict(gradients=gradients, weights=weights, optimizer=optimizer)
 
@@ -1045,7 +1088,8 @@ class Trainer:
             self.mismatches = []
             differ = sum(count for _, _, count, _ in mismatches)
             largest = max((distance for _, _, _, distance in mismatches), default=0.0)
-            metrics |= dict(logprob_mismatch_tokens=differ, logprob_mismatch_max=largest)
+            metrics["logprob_mismatch_tokens"] = differ
+            metrics["logprob_mismatch_max"] = largest
             self.token_table = token_table(samples, sync.from_all_ranks(self.token_stats, self.control))
             self.token_stats = {}
             if mismatches and self.c.strict and self.c.engine_bits == "fp32":
@@ -1095,8 +1139,9 @@ def evaluate(queue, step, rows, c, version, record):
     if record:
         scores = rewards.reward_metrics(groups)
         for source, own in {"": groups, **rewards.by_source(groups)}.items():
-            rates = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
-            scores |= {f"{source}{'/' * bool(source)}{metric}": x for metric, x in rates.items()}
+            scored = torch.stack([group.tensors["rewards"] for group in own])
+            rates = rewards.pass_rates(scored, c.pass_reward)
+            scores |= {f"{source}/{metric}".lstrip("/"): x for metric, x in rates.items()}
         record.evaluation(step, scores, len(rows))
 
 
@@ -1192,10 +1237,11 @@ if __name__ == "__main__":
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
     train_rows, eval_rows = rewards.load_sources(config)
     for name, reward_function in {} if episodes else scored_by.items():
-        known = [*train_rows.get(name, ()), *(row for row in eval_rows if row.get("source", "") == name)]
+        held_out = [row for row in eval_rows if row.get("source", "") == name]
+        known = [*train_rows.get(name, ()), *held_out]
         rewards.check_answers(reward_function, known, sources_of(config)[name]["answer_column"])
     for name, rows in train_rows.items():
-        train_rows[name] = rewards.encode_prompts(rows, f"training{' ' * bool(name)}{name}", tokenizer, config)
+        train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)
     eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads())
@@ -1203,7 +1249,11 @@ if __name__ == "__main__":
     # ---- the state of the loop, and where an interrupted run goes on. All else that a step needs is a function of the
     # config and the step's number: that is why so little has to be saved.
     run_id = sync.run_id(config)
-    origin = dict(run=run_id, versions=library_versions(), device=sync.one_device(place))
+    origin = dict(
+        run=run_id,
+        versions=library_versions(),
+        device=sync.one_device(place),
+    )
     latest = max(sync.checkpoints(folder / "ckpt"), default=None) if resumed else None
     saved = sync.read_checkpoint(latest, ranks.rank, world, **origin) if latest else {}  # what it says of itself
     start = saved.get("step", 0)  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
