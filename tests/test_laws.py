@@ -551,7 +551,7 @@ def test_L11_control_segments_cut_by_time_are_other_samples(segments, tmp_path):
 # Of config/small.py and of tests/one_digest.py's algorithms on a CPU. They move with the versions in pyproject.toml and
 # with any change of any bit, and only then.
 SMALL_RUN = "a0dc934371551f7ec6352c90f264ac92f992978dbc9c378e2d9fb450bf6fcae9"
-ITS_THIRD_STEP = "87229ef8b5e3fe36e2517d466d539551667ccc58903de5569521c242eafa7e18"
+THIRD_STEP_UNDER_A_RULE = "0c41835050db34f47ed57de759aa145eada9236437f2a88ed5c2ea3bacfda937"
 ALGORITHMS = "0ac89590474d284bdd40ce453c748a888633053a10799a39cd4e5738f51cb3f3"
 ON_PURPOSE = "these bits were the same on every CPU and for every user: if they are to change, change this constant too"
 
@@ -603,17 +603,18 @@ def test_L12_control_torchs_own_operators_differ_between_cpus(hashes):
 
 
 @on_a_cpu
-@pytest.mark.law("a run on this CPU's and on AVX2's")
+@pytest.mark.law("a run under a sampling rule on this CPU's and on AVX2's")
 def test_L12_the_small_run_has_one_digest_and_a_run_on_another_cpu_the_same(
-    two_ranks, hashes, tmp_path, assert_it_learned
+    two_ranks, one_engine, hashes, tmp_path, assert_it_learned
 ):
-    """The other run ends after three steps, and must be the same up to there."""
+    """The other run is DAPO's, under a sampling rule; it ends after three steps, and must be the same up to there."""
     assert digest(two_ranks[1]) == f"digest {SMALL_RUN}", ON_PURPOSE
     env = AVX2 | dict(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="2")  # `hashes` has compiled the loops for it
-    output = finish(tmp_path / "run", "--max_steps=3", "--threads=2", "--checkpoint_every=0", env=env)
+    flags = (*DAPO, "--max_steps=3", "--threads=2", "--checkpoint_every=0")
+    output = finish(tmp_path / "run", *flags, env=env)
     assert_it_learned(tmp_path / "run", steps=3)
-    assert ledger(two_ranks[0]).startswith(ledger(tmp_path / "run"))
-    assert digest(output) == f"digest {ITS_THIRD_STEP}", ON_PURPOSE
+    assert ledger(one_engine[0]).startswith(ledger(tmp_path / "run"))
+    assert digest(output) == f"digest {THIRD_STEP_UNDER_A_RULE}", ON_PURPOSE
 
 
 # ---- L13: engines over several ranks
