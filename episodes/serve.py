@@ -26,7 +26,19 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from configurator import block, check_config, configure, lean_imports, library_versions, named_arguments, require
+from configurator import (
+    block,
+    check_config,
+    configure,
+    end_with_parent,
+    lean_imports,
+    library_versions,
+    named_arguments,
+    require,
+)
+
+if __name__ == "__mp_main__":
+    end_with_parent()  # an engine's process; before anything that takes time
 
 # ------------------------------------------------------------------------------------------------------------------
 init_from = ""  # a model folder, such as a run's ckpt/step_000100, or a hub name
