@@ -27,7 +27,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from configurator import block, check_config, configure, library_versions, named_arguments, require
-from models.start import lean_imports
+from models.start import end_with_parent, lean_imports
+
+if __name__ == "__mp_main__":
+    end_with_parent()  # an engine's process; before anything that takes time
 
 # ------------------------------------------------------------------------------------------------------------------
 init_from = ""  # a model folder, such as a run's ckpt/step_000100, or a hub name
