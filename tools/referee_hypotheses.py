@@ -128,20 +128,25 @@ def mistaken(sample, reference, temperature):
         yield name, logprobs(model, other, temperature)
 
 
-def judge(theirs, ours, predicted):
+def judge(theirs, ours, predicted, power=1):
     """
     (mean distance, a verdict, whether it is a finding, rows of the best hypotheses) of numbers (N,). predicted: pairs
-    of a hypothesis, THROUGHOUT among them, and numbers (n,) for the first n, nan where it says nothing.
+    of a hypothesis, THROUGHOUT among them, and numbers (n,) for the first n, nan where it says nothing. power: of the
+    mean; 2 is a norm.
     """
+
+    def size(x):
+        return float(x.abs().pow(power).nanmean() ** (1 / power))
+
     far = (theirs - ours).abs()
-    average = float(far.nanmean())
+    average = size(far)
     left = {}
     for name, x in predicted:
-        its = (theirs[: len(x)] - x).abs()
-        share = its.nanmean() / far[: len(x)][~its.isnan()].mean().clamp(min=1e-30)
-        left[name] = float(share.nan_to_num(1.0))
+        its = theirs[: len(x)] - x
+        same = size(far[: len(x)] + 0 * its)  # of the tokens of which it says anything
+        left[name] = size(its) / max(same, 1e-30) if same == same else 1.0
         if name == THROUGHOUT:
-            unit = float((ours[: len(x)] - x).abs().mean())
+            unit = size(ours[: len(x)] - x)
     best = sorted(left, key=left.get)
     rows = [[f"{1 - left[name]:.1%}", name] for name in best[:6]]
     finding = False

@@ -111,7 +111,8 @@ def step(args):
     grads = gradients(reference.model, rows, args)
     ours = update(before, grads, args)
     cosine, far, factor = compare(theirs, ours)
-    _, verdict, finding, hypotheses = judge(theirs, ours, mistaken(reference, rows, args, before, grads, factor))
+    predicted = mistaken(reference, rows, args, before, grads, factor)
+    _, verdict, finding, hypotheses = judge(theirs, ours, predicted, power=2)
     parameters = [["cosine", "distance", "best factor", "parameter"]]
     sizes = [p.numel() for p in before.values()]
     still = []
