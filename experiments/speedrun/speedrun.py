@@ -1,0 +1,66 @@
+"""
+The speedrun: the fewest sampled tokens after which 95 % of held-out sums are right. The page has the rules.
+
+    uv run experiments/speedrun/speedrun.py            # executes all entries again
+    uv run experiments/speedrun/speedrun.py mine.py    # executes yours
+"""
+
+import ast
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from study import ROOT, Study, content_hash, label_ends, lines, panels, plot, read_group  # noqa: E402
+
+# The task, as flags: they win over an entry, and over config/tiny.py.
+HELD = """
+    --mode=grpo --warmup_sft_steps=0 --dataset=arithmetic --arithmetic_min=10 --arithmetic_size=50 --sources= --agent=
+    --prompt_template= --chat_template=False --max_new_tokens=4 --reward=numeric --pass_reward=1.0 --overlong_cache=0
+    --top_p=1.0 --top_k=0 --min_p=0.0 --dynamic_sampling=0 --segment_tokens=0 --lora= --reference= --seeds=
+    --eval_split= --eval_size=256 --eval_samples=4 --eval_temperature=1.0 --eval_every=10 --keep_rollouts=0
+    --engine_bits=fp32
+""".split()
+ENOUGH = 0.95
+SEED = 1
+
+
+def sampled_tokens(run):
+    """[tokens sampled until the end of each step]."""
+    total, found = 0, [0]
+    for step in sorted(run.glob("queue/rl_*")):
+        total += sum(int(read_group(path)[0]["loss_mask"].sum()) for path in step.glob("group_*"))
+        found.append(total)
+    return found
+
+
+study = Study(__file__)
+mine = [Path(flag) for flag in study.flags if flag.endswith(".py")]
+study.flags = [flag for flag in study.flags if not flag.endswith(".py")]  # those that are left go to every run
+entries = [os.path.relpath(path.resolve(), ROOT) for path in mine or sorted(study.home.glob("[0-9]*.py"))]
+entries = entries[: 1 if study.quick else None]
+task = ["config/tiny.py", "experiments/sums.py", f"--init_from={study.start()}", *HELD]
+task += ["--max_steps=4"] * study.quick
+wanted = {}
+for entry in entries:
+    version = content_hash((ROOT / entry).read_text())[:4]  # an entry that was changed is another one
+    wanted[entry] = f"{Path(entry).stem} {version}", [*task, entry, f"--seed={SEED}"]
+made = study.make(dict(wanted.values()))
+
+figure, (axis,) = panels("pass@1 after so many sampled tokens")
+rows, ends = [], {}
+for entry, color in zip(entries, plot.COLORS):
+    run = made[wanted[entry][0]]
+    evaluations = lines(run, phase="eval")
+    tokens = sampled_tokens(run)
+    curve = [x["pass@1"] for x in evaluations]
+    axis.plot([tokens[x["step"]] / 1000 for x in evaluations], curve, "o-", color=color, linewidth=1.5, markersize=3)
+    ends[Path(entry).stem] = curve[-1], color
+    what = ast.get_docstring(ast.parse((ROOT / entry).read_text())).partition("\n")[0]
+    verdict = f"{tokens[-1]:,}" if curve[-1] >= ENOUGH else f"none: {tokens[-1]:,} were not enough"
+    rows.append([f"[{Path(entry).stem}]({Path(entry).name})", what, f"{curve[-1]:.3f}", verdict])
+study.table(["entry", "what is new", "pass@1", "sampled tokens"], rows)
+axis.axhline(ENOUGH, color="#444444", linewidth=0.7)
+axis.set(xlabel="sampled tokens, thousands", ylabel="pass@1")
+label_ends(axis, ends)
+study.end(figure)
