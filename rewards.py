@@ -303,7 +303,8 @@ def nothing_to_learn(steps, advantage="grpo", template_skipped=False):
     last = steps[-WATCHED:]
     equal = all(x["zero_std_groups"] == x["groups"] for x in last)
     still = all(x.get("lr") == 0 or x.get("grad_norm") == 0 for x in last)
-    taught = not still and not (equal and advantage not in ("reinforce++", "gae", "distill"))
+    in_groups = advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")  # a file's may be anything
+    taught = not still and not (equal and in_groups)
     if not last or len(steps) % WATCHED or taught:
         return ""
     cause = "the prompts are too easy or too hard for this model"

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import runs
@@ -262,14 +263,21 @@ def steps_that_taught_nothing(folder):
     return [m["step"] for m, something in zip(metrics, taught) if not something]
 
 
+def written_by(pid):
+    """The files that a process has open for writing."""
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it closes one meanwhile, and may still hold the others
+            if fd.lstat().st_mode & 0o200:
+                yield str(fd.resolve())
+
+
 def processes_of(folder):
-    """{id: command line} of living processes that name the folder or have a file in it open, as the engine its log."""
+    """{id: command line} of living processes that name the folder or write a file in it, as the engine its log."""
     living = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            # resolve raises nothing where it closes one meanwhile: it may still hold the others
-            files = [str(fd.resolve()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+            files = [*written_by(pid)]
         except OSError:
             continue
         if any(str(folder) in x for x in (command, *files)):
