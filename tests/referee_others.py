@@ -225,7 +225,8 @@ def other_environment(side, packages, out, **task):
         pins = out / f"{side}.txt"
         pins.write_text("\n".join(x for x in packages if x.startswith("torch")))
         subprocess.run(["uv", "venv", f"--python={sys.executable}", out / side], check=True)
-        subprocess.run(["uv", "pip", "install", f"--python={python}", f"--override={pins}", *packages], check=True)
+        install = ["uv", "pip", "install", f"--python={python}", f"--override={pins}", *packages]
+        subprocess.run(install, check=True, cwd=out)  # away from here, where our project's settings for uv are
     subprocess.run([python, Path(__file__).resolve(), f"--side={path}"], check=True, cwd=out, env=os.environ | SIDE)
 
 
