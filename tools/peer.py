@@ -154,6 +154,7 @@ def both_sides(args, python, size, task):
     from bench import measure
 
     from models import folders
+    from train_grpo import DEFAULTS
 
     folder = Path(tempfile.mkdtemp(prefix="peer"))
     command = [*python, str(Path(__file__).resolve()), f"--trl_side={folder}"]
@@ -161,8 +162,7 @@ def both_sides(args, python, size, task):
     ours = []
     theirs = []
     try:
-        scratch = dict(seed=1, agent="", scratch_experts=0) | {f"scratch_{key}": x for key, x in size.items()}
-        folders.make_scratch_model(folder / "model", scratch)
+        folders.make_scratch_model(folder / "model", DEFAULTS | {f"scratch_{key}": x for key, x in size.items()})
         (folder / "task.json").write_text(json.dumps(task))
         for _ in range(2):
             steps = measure(args, f"--init_from={folder / 'model'}")
