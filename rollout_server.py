@@ -400,6 +400,7 @@ class RolloutEngine:
         self.index = index
         self.config = config
         self.log = log
+        self.logged = log.stat().st_size if log.exists() else 0  # bytes of earlier starts
         self.version = 0  # as loaded
         self.heartbeat = log.with_suffix(".alive")  # touched while SGLang lives and works (sync.Queue)
         self.name = f"engine {index}"
@@ -484,7 +485,9 @@ class RolloutEngine:
 
     def _died(self, *_):
         """SGLang's watchdog and its failing children send SIGQUIT."""
-        self.end(f"{self.name}: the SGLang process died; see {self.log}")
+        log = self.log.read_bytes()[self.logged :].decode(errors="replace")
+        errors = re.findall(r"^\w*(?:Error|Exception)(: .+)", log, re.M)
+        self.end(f"{self.name}: the SGLang process died{''.join(errors[-1:])}; see {self.log}")
 
     def fail(self, line):
         """
@@ -651,7 +654,10 @@ SCORERS = ThreadPoolExecutor(64, "reward")  # rewards are worked out beside the 
 
 
 def sampling_seed(*key):
-    """64 bits, signed, of (run seed, stream, step, prompt, sample, turn): each sample its own, whoever draws it."""
+    """
+    64 bits, signed, of (seed, stream, step, prompt, sample, turn): each sample its own, whoever draws it. seed: the
+    config's for noise; step, prompt: those with which the sample was begun.
+    """
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
 
 
@@ -691,8 +697,8 @@ class Sampler:
 
     def params(self, job, seed, **others):
         """What SGLang is told of a request."""
-        drawn = job.sampling._asdict() | dict(top_k=job.sampling.top_k or -1, sampling_seed=seed)
-        return drawn | dict(ignore_eos=self.config["ignore_eos"], stop_token_ids=self.stop_tokens) | others
+        rule = job.sampling._asdict() | dict(top_k=job.sampling.top_k or -1, sampling_seed=seed)
+        return rule | dict(ignore_eos=self.config["ignore_eos"], stop_token_ids=self.stop_tokens) | others
 
     def sample(self, folder, job, prompts):
         """
@@ -739,7 +745,8 @@ class Sampler:
         """A prompt's samples of one turn: (tensors, meta) of the group file."""
         row = job.rows[index]
         began = time.time()
-        born, group = job.begun.get(index, ((job.step, index), None))  # begun at an earlier step: a partial rollout
+        # a fresh prompt, which nothing is drawn of, or a partial rollout, begun at an earlier step
+        born, group = job.begun.get(index, ((job.step, index), None))
         seeds = [sampling_seed(self.seed, job.stream, *born, g, 0) for g in range(job.samples)]
         samples = [Drawn([], [], []) for _ in seeds]
         if group:  # as far as its file has them
@@ -777,8 +784,8 @@ class Sampler:
             params.append(self.params(job, seed, max_new_tokens=min(left, job.tokens or left)))
         outputs = await self.engine.generate([prompt + sample.tokens for sample, _ in unfinished], params)
         for (sample, _), output in zip(unfinished, outputs):
-            for mine, drawn in zip(sample, self.engine.drawn(output, job.version)):
-                mine.extend(drawn)
+            for field, more in zip(sample, self.engine.drawn(output, job.version)):  # tokens, log-probs, versions
+                field.extend(more)
         return sum(output["meta_info"]["num_retractions"] for output in outputs)
 
     def _tensors(self, row, samples, seeds, rewards):
