@@ -99,18 +99,22 @@ def check_weights(scheduler, expected):
 def receive_rows(self, names, dtypes, shapes, *_):
     """
     In place of SGLang's WeightUpdater.update_weights_from_distributed, which takes whole tensors from one sender: each
-    trainer sends its rows, in the group that it has with all workers. Tensor after tensor, trainer after trainer: in
-    the same order in every worker, as NCCL wants it. Returns (whether it worked, why not).
+    trainer sends its rows of all tensors in one piece, in the group that it has with all workers. Returns (whether it
+    worked, why not).
     """
-    groups = self._model_update_group.values()  # in the order of the trainers
-    weights = []
+    groups = self._model_update_group.values()  # in the order of the trainers: in every worker the same, as NCCL wants
     try:
-        for name, dtype, shape in zip(names, dtypes, shapes):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            for group, rows in zip(groups, tensor.chunk(len(groups))):  # as FSDP2 cuts it
-                dist.broadcast(rows.view(torch.uint8), src=0, group=group)
-            weights.append((name, tensor))
-        self.get_model().load_weights(weights)
+        dtype = getattr(torch, dtypes[0])
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+        for r, group in enumerate(groups):
+            each = [-(-len(x) // len(groups)) for x in tensors]  # rows of a trainer, as FSDP2 cuts them
+            rows = [x[r * n : r * n + n] for x, n in zip(tensors, each)]
+            sizes = [x.numel() for x in rows]
+            piece = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+            dist.broadcast(piece.view(torch.uint8), src=0, group=group)
+            for x, part in zip(rows, piece.split(sizes)):
+                x.copy_(part.view(x.shape))
+        self.get_model().load_weights([*zip(names, tensors)])
     except Exception as e:
         return False, str(e)
     return True, ""

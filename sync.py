@@ -589,13 +589,15 @@ class WeightSync:
             self._at_both_ends(lambda: dist.destroy_process_group(self.group), "leave_weight_group")
 
     def _broadcast(self, bucket, shards, version, last):
-        """Sends this trainer's rows, first in a group that it has with all engines: so `src=0` is itself."""
-        rows = [s.data for s in shards if s.data.numel()]  # held until they are sent
-        sending = [dist.broadcast(x.view(torch.uint8), src=0, group=self.group, async_op=True) for x in rows]
+        """Sends this trainer's rows, in one piece, first in a group that it has with all engines: `src=0` is itself."""
+        sending = None
+        if self.group:
+            piece = torch.cat([s.data.flatten() for s in shards])
+            sending = dist.broadcast(piece.view(torch.uint8), src=0, group=self.group, async_op=True)
         if self.engine:
             self.engine.receive_weights(bucket, self.dtype, version, last)
-        for work in sending:
-            work.wait()
+        if sending:
+            sending.wait()
         if self.device == "cuda":  # `wait` was the stream's: nothing of this bucket may be freed or changed before
             torch.cuda.current_stream().synchronize()
 
