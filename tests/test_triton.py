@@ -80,16 +80,14 @@ class Compiled:
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter():
-    """{file: its run}, begun before the first test here and read by the last: it is slow, and has one thread."""
-    options = dict(cwd=Path(__file__).parent.parent, env=os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
-    options |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    pytest_of = [sys.executable, "-m", "pytest", "-x", "-n0", "-W", "ignore"]
-    files = "triton_interpreted", "triton_engine"
-    runs = {file: subprocess.Popen([*pytest_of, f"tests/{file}.py"], **options) for file in files}
-    yield runs
-    for run in runs.values():
-        run.kill()
-        run.wait()
+    """The run of tests/triton_interpreted.py, begun before the first test here and read by the last: it is slow."""
+    env = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "pytest", "-x", "-n0", "-W", "ignore", "tests/triton_interpreted.py"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(command, cwd=Path(__file__).parent.parent, env=env, **pipes)
+    yield run
+    run.kill()
+    run.wait()
 
 
 def launches(work, compiled=True, capability=HOPPER, k=kernels):
@@ -487,12 +485,10 @@ def test_contraction_spills_and_too_much_shared_memory_are_caught(tmp_path):
 # ---- the interpreter, in a process of its own
 
 
-@pytest.mark.parametrize("file,tests", [("triton_interpreted", 60), ("triton_engine", 0)])
-def test_the_operators_are_right_and_batch_invariant_in_the_interpreter(interpreter, file, tests):
-    """Alone, and all of them between the real engine and the trainer."""
-    output, _ = interpreter[file].communicate()
-    assert interpreter[file].returncode == 0, output[-6000:]
-    assert int(re.search(r"(\d+) passed", output)[1]) > tests
+def test_the_operators_are_right_and_batch_invariant_in_the_interpreter(interpreter):
+    output, _ = interpreter.communicate()
+    assert interpreter.returncode == 0, output[-6000:]
+    assert int(re.search(r"(\d+) passed", output)[1]) > 60
 
 
 # ---- the CPU's path of the same functions, and a machine without a GPU

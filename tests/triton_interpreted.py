@@ -490,7 +490,7 @@ def test_a_wrong_draw_is_caught(change, large_blocks, tmp_path):
 
 
 def test_a_rule_keeps_what_the_cpus_loop_keeps_whatever_the_block(monkeypatch):
-    for lanes in (32, 4096):
+    for lanes in (128, 4096):
         monkeypatch.setattr(kernels, "LANES", lanes)
         assert cuts_are_right(kernels)
 

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # as train_grpo.py, before transformers imports joblib by the way
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as RolloutEngine, before torch reads it: SGLang would compile small things
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # transformers has an optional `kernels`: let it be ours
 
 import sglang.srt.entrypoints.engine  # noqa: E402, F401

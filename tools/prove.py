@@ -229,7 +229,8 @@ RULE = ("--top_p=0.9", "--top_k=20", "--min_p=0.02")
 SEGMENTS = "--lag=2 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2".split()
 SEGMENTS += RULE
 
-MIXTURE = ("--scratch_experts=8", "--scratch_mlp=64")
+# A mixture of experts, of which the last of four trainers has none; samples a step ahead
+MIXTURE = ("--scratch_experts=6", "--scratch_mlp=64", "--router_aux_loss_coef=0.01", "--lag=1")
 
 # Adapters of a model that was trained before, which --init_from names
 LORA = ("--lora_rank=8", "--lora_alpha=16", "--learning_rate=2e-3", "--warmup_sft_steps=0")
