@@ -28,6 +28,7 @@ from collections import ChainMap, namedtuple
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -1250,10 +1251,8 @@ if __name__ == "__main__":
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
     train_rows, eval_rows = rewards.load_sources(config)
-    for name, reward_function in {} if episodes else scored_by.items():
-        held_out = [row for row in eval_rows if row.get("source", "") == name]
-        known = [*train_rows.get(name, ()), *held_out]
-        rewards.check_answers(reward_function, known, sources_of(config)[name]["answer_column"])
+    if scored_by and not episodes:
+        rewards.check_answers(scored_by, chain(*train_rows.values(), eval_rows), config)
     for name, rows in train_rows.items():
         train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)
     eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
