@@ -61,7 +61,7 @@ def exact_value(number):
     sign, top, bottom = (part.replace(",", "") for part in number.groups(default=""))
     if len(number[0]) > LENGTH_MAX or (bottom and not Fraction(bottom)):
         return None
-    return Fraction(top) / Fraction(bottom or 1) * (-1 if sign == "-" else 1)
+    return Fraction(sign + top) / Fraction(bottom or 1)
 
 
 def final_number(text):
