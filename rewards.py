@@ -22,10 +22,10 @@ import threading
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import product
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from statistics import fmean
-from traceback import walk_tb
+from traceback import extract_tb
 
 import torch
 
@@ -61,7 +61,7 @@ def exact_value(number):
     sign, top, bottom = (part.replace(",", "") for part in number.groups(default=""))
     if len(number[0]) > LENGTH_MAX or (bottom and not Fraction(bottom)):
         return None
-    return Fraction(top) / Fraction(bottom or 1) * (-1 if sign == "-" else 1)
+    return Fraction(sign + top) / Fraction(bottom or 1)
 
 
 def final_number(text):
@@ -186,13 +186,15 @@ def find_reward(name):
     return find_function(name, BUILT_IN | ELSEWHERE, "reward")
 
 
-def check_answers(reward, rows, column):
-    """Ends the run with one line at the first row whose answer, of this column, a built-in reward cannot read."""
+def check_answers(rewards, rows, config):
+    """Ends the run with one line at the first row whose answer its source's reward, a built-in one, cannot read."""
     for row in rows:
+        source = row.get("source", "")
         try:
-            for reads in reward.reads:
+            for reads in rewards[source].reads:
                 reads(row["answer"])
         except ValueError as error:
+            column = sources_of(config)[source]["answer_column"]
             where = f"for prompt {row['prompt']!r:.60}"
             require(False, f"answer_column={column!r}: {where}: {error}; use another column or reward")
 
@@ -233,8 +235,8 @@ def reward_metrics(groups):
     {metric: value} of what was noted with the rewards of groups [(tensors, meta)]: the mean of each of several terms,
     how many verdicts were a limit of time or space, and how many so near to one that another run may differ there.
     """
-    noted = [terms for _, meta in groups for terms in meta.get("noted", ()) if terms]
-    names = dict.fromkeys(name for terms in noted for name in terms)
+    noted = [terms for _, meta in groups for terms in meta.get("noted", ())]
+    names = dict.fromkeys(chain(*noted))
     metrics = {}
     for name in names if len(names) > 1 else ():
         metrics[f"reward_{name}"] = fmean(terms[name]["reward"] for terms in noted if name in terms)
@@ -281,17 +283,16 @@ def text_metrics(groups):
     for group in groups:
         texts += group.meta["responses"]
         for ids, mask in group.rows("tokens", "loss_mask"):
-            written = ids[mask].tolist()
-            pairs = [*zip(written, written[1:])]
+            pairs = [*pairwise(ids[mask].tolist())]
             bigrams += pairs
             repeated.append(1 - len({*pairs}) / len(pairs) if pairs else 0)
     characters = "".join(texts)
-    symbols = [c for c in characters if not (c.isalnum() or c.isspace())]
+    symbols = sum(not (c.isalnum() or c.isspace()) for c in characters)
     return dict(
         unique_answers=len({*texts}) / len(groups),
         distinct_2=len({*bigrams}) / max(1, len(bigrams)),
         repetition=fmean(repeated),
-        symbols=len(symbols) / max(1, len(characters)),
+        symbols=symbols / max(1, len(characters)),
     )
 
 
@@ -347,18 +348,15 @@ def hacking(steps, reward=""):
     most["response_length_mean"] = LONGER * mean(start, "response_length_mean")
     if rises and all("kl_reference" in x for x in before + now):  # a watch that turns back begins to measure it
         most["kl_reference"] = max(KL_LEAST, KL_TIMES * mean(before, "kl_reference"))
-    for name, bound in least.items():
-        if (value := mean(now, name)) < bound:
-            return f"{name} {value:.4g} < {bound:.4g}"
-    for name, bound in most.items():
-        if (value := mean(now, name)) > bound:
-            return f"{name} {value:.4g} > {bound:.4g}"
-    only_noted = [name for weight, name in terms_of(reward) if weight == 0]
-    for truth in (name for name in only_noted if f"reward_{name}" in start[0]):
-        parts = (steps[end - WATCHED : end] for end in range(len(steps), WATCHED - 1, -WATCHED))
-        gap, *earlier = [mean(part, "reward_mean") - mean(part, f"reward_{truth}") for part in parts]
-        if gap > GAP + min(earlier):
-            return f"reward_mean - reward_{truth} {gap:.4g} > {GAP + min(earlier):.4g}"
+    signals = [(name, mean(now, name), bound) for name, bound in (least | most).items()]
+    for weight, name in terms_of(reward):
+        if weight == 0 and f"reward_{name}" in start[0]:  # a truth
+            parts = (steps[end - WATCHED : end] for end in range(len(steps), WATCHED - 1, -WATCHED))
+            gap, *earlier = [mean(part, "reward_mean") - mean(part, f"reward_{name}") for part in parts]
+            signals.append((f"reward_mean - reward_{name}", gap, GAP + min(earlier)))
+    for name, value, bound in signals:
+        if value < bound if name in least else value > bound:
+            return f"{name} {value:.4g} {'<' if name in least else '>'} {bound:.4g}"
     return ""
 
 
@@ -384,7 +382,7 @@ def find_function(name, built_in, what):
             known = f"Built in: {', '.join(built_in)}; or 'my_file.py:my_function' (no + or * in the path)"
         raise ValueError(f"no such {what} as {name!r}{suggestion(name, built_in) or '.'} {known}")
     folders = Path.cwd(), Path(__file__).resolve().parent
-    path = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    path = next(filter(Path.is_file, (folder / file for folder in folders)), None)
     if path is None:
         raise ValueError(f"no file {file} in {folders[0]} or {folders[1]}")
 
@@ -439,12 +437,11 @@ def describe(error):
         "<frozen importlib",
         os.path.dirname(os.__file__),
         __file__,
-        str(Path(__file__).parent / "episodes"),
+        str(Path(__file__).with_name("episodes")),
     )
     own = ""
     place = ""
-    for frame, line in walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
+    for file, line, *_ in extract_tb(error.__traceback__):
         if file == own or not (own or file.startswith(others)):
             own = file
             place = f" ({Path(file).name}:{line})"
@@ -461,7 +458,8 @@ def pass_rates(rewards, pass_reward):
     n = rewards.shape[1]
     right = (rewards >= pass_reward).sum(1).tolist()
     scores = {"eval_reward_mean": float(rewards.double().mean())}
-    for k in (2**i for i in range(n.bit_length())):
+    for i in range(n.bit_length()):
+        k = 2**i
         chances = torch.tensor([pass_at_k(n, m, k) for m in right], dtype=torch.float64)
         scores[f"pass@{k}"] = float(chances.mean())
         # 95 % of the normal distribution of a mean over prompts: Miller 2024 (arXiv:2411.00640), section 2
@@ -610,7 +608,7 @@ def load_sources(config):
     held_out = []
     for name, source in sources_of(config).items():
         rows, others = load_rows(source)
-        for row in [*rows, *others] if name else ():
+        for row in chain(rows, others) if name else ():
             row["source"] = name
         if source["weight"]:
             training[name] = rows
@@ -639,9 +637,8 @@ def load_rows(config):
         order = permutation(len(data), "held out")  # the same for every seed
         held_out = [data[i] for i in order[:size]]
         data = [data[i] for i in order[size:]]
-    data = data if trained_on else []
-    training = [row_of(x, config) for x in data]
-    return training, [row_of(x, config) for x, _ in zip(held_out, range(size))]
+    training = [row_of(x, config) for x in (data if trained_on else ())]
+    return training, [row_of(x, config) for x in islice(held_out, size)]
 
 
 def read_data(config):
@@ -694,19 +691,14 @@ def answer_ids(texts, tokenizer, stop_tokens):
 
 def encode_prompts(rows, what, tokenizer, config):
     """Adds prompt_tokens to each row and drops rows with too many, with a line. what: 'training' or 'held-out'."""
-    arguments = named_arguments(config["chat_template_args"])
-    known = not config["chat_template"] or tokenizer.chat_template
-    require(known, "chat_template=True: the model's tokenizer has none; use prompt_template")
-    for row in rows:
-        if config["chat_template"]:
+    if config["chat_template"]:
+        require(tokenizer.chat_template, "chat_template=True: the model's tokenizer has none; use prompt_template")
+        options = named_arguments(config["chat_template_args"]) | dict(tokenize=False, add_generation_prompt=True)
+        for row in rows:
             messages = [{"role": "user", "content": row["prompt"]}]
-            row["prompt"] = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **arguments
-            )
-    prompts = [row["prompt"] for row in rows]
-    for row, ids in zip(rows, prompt_ids(prompts, tokenizer, config)):
-        row["prompt_tokens"] = ids
-    return _short_enough(rows, "prompt_tokens", "max_prompt_tokens", f"{what} prompts", config)
+            row["prompt"] = tokenizer.apply_chat_template(messages, **options)
+    ids = prompt_ids([row["prompt"] for row in rows], tokenizer, config)
+    return _with_ids(rows, "prompt_tokens", ids, "max_prompt_tokens", f"{what} prompts", config)
 
 
 def encode_answers(rows, tokenizer, stop_tokens, config):
@@ -716,19 +708,19 @@ def encode_answers(rows, tokenizer, stop_tokens, config):
     """
     texts = sides(config["mode"])
     for side in texts:
-        known = [row.get(f"shown_{side}", row[side]) for row in rows]
-        for row, ids in zip(rows, answer_ids(known, tokenizer, stop_tokens)):
-            row[f"{side}_tokens"] = ids
-    for row in rows:
-        same = len(texts) == 2 and row["chosen_tokens"] == row["rejected_tokens"]
+        ids = answer_ids([row.get(f"shown_{side}", row[side]) for row in rows], tokenizer, stop_tokens)
+        rows = _with_ids(rows, f"{side}_tokens", ids, "max_new_tokens", f"{side} texts", config)
+    for row in rows if len(texts) == 2 else ():
         where = f"a pair of prompt {row['prompt']!r:.60} has equal sides"
-        require(not same, f"mode={config['mode']!r}: {where}, {row[texts[-1]]!r:.60}; drop such pairs")
-    for side in texts:
-        rows = _short_enough(rows, f"{side}_tokens", "max_new_tokens", f"{side} texts", config)
+        differ = row["chosen_tokens"] != row["rejected_tokens"]
+        require(differ, f"mode={config['mode']!r}: {where}, {row['rejected']!r:.60}; drop such pairs")
     return rows
 
 
-def _short_enough(rows, field, key, what, config):
+def _with_ids(rows, field, ids, key, what, config):
+    """The rows with their ids in a field, without those of more than config[key] ids or none."""
+    for row, own in zip(rows, ids):
+        row[field] = own
     kept = [row for row in rows if 0 < len(row[field]) <= config[key]]
     require(kept or not rows, f"{key}={config[key]}: all {len(rows)} {what} are longer (or empty); use more")
     if len(kept) < len(rows) and os.environ.get("RANK", "0") == "0":

@@ -216,10 +216,10 @@ def adapt_to_cpu(threads):
     GroupCoordinator.__init__ = group_on_cpu  # it would ask for a CUDA device
 
 
-def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, lends, *args, **kwargs):
+def run_scheduler(config, threads, inv_freq, lends, server_args, *args):
     """
-    SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. tokenizer:
-    the folder of one, where turns end at strings. bits: the config's engine_bits. lends: as in RolloutEngine.
+    SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. lends: as
+    in RolloutEngine.
     """
     from sglang.srt import batch_invariant_ops, models
     from sglang.srt.layers import sampler
@@ -228,6 +228,7 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, lends, *
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
     from sglang.srt.model_loader import loader
 
+    device = server_args.device
     enable = functools.partial(kernels.enable_batch_invariant, threads)
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
     batch_invariant_ops.enable_batch_invariant_mode = enable if inv_freq else lambda: None
@@ -241,11 +242,11 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, lends, *
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
         memory_pool.can_use_store_cache = lambda *_: False
     if inv_freq:
-        each = bits.endswith(":act")
-        in_one_call = device == "cpu" and tp_split == 1 and not each and not kernels.INTERPRET
-        install_operators(ATTENTION_BACKEND[device], inv_freq, tp_split, in_one_call)
+        each = config["engine_bits"].endswith(":act")
+        in_one_call = device == "cpu" and config["tp_split"] == 1 and not each and not kernels.INTERPRET
+        install_operators(ATTENTION_BACKEND[device], inv_freq, config["tp_split"], in_one_call)
         if each:
-            round_operators(bits)
+            round_operators(config["engine_bits"])
         attention_backend_setup.init_cublas = lambda: None  # a product of float16, which kernels.py refuses
         # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
         # graph's replay, PagedAttention reads it until the end
@@ -268,13 +269,13 @@ def run_scheduler(device, threads, inv_freq, tokenizer, tp_split, bits, lends, *
         return own(self, *args, **kwargs)
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
-    if tokenizer:
+    if config["agent"]:  # turns may end at strings
         from episodes.scheduler import install_tokenizer
 
-        install_tokenizer(tokenizer)
+        install_tokenizer(server_args.model_path)
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc
     leave_nothing_open()
-    run_scheduler_process(*args, **kwargs)
+    run_scheduler_process(server_args, *args)
 
 
 @contextmanager
@@ -344,7 +345,6 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     """What SGLang is started with, as its ServerArgs name it."""
     tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
     samples = max(config["prompts_per_step"], config["groups_in_flight"]) * config["group_size"]
-    requests = max(samples, config["eval_size"] * config["eval_samples"])
     args = dict(
         model_path=str(model_path),
         device=device,
@@ -373,7 +373,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
         )
     else:
         args |= dict(
-            cuda_graph_max_bs_decode=min(512, requests),
+            cuda_graph_max_bs_decode=min(512, max(samples, config["eval_size"] * config["eval_samples"])),
             disable_prefill_cuda_graph=True,  # of decode steps only: a prefill has work enough to hide its launches
             bf16_gemm_backend="torch",  # F.linear, whose aten operators are ours
             moe_runner_backend="triton",  # on Blackwell another permutes the rows of the experts' weights
@@ -405,7 +405,7 @@ class RolloutEngine:
         self.config = config
         self.log = log
         self.logged = log.stat().st_size if log.exists() else 0  # bytes of earlier starts
-        self.version = 0  # as loaded
+        self.version = 0  # of the weights as loaded, then of those that came last
         self.heartbeat = log.with_suffix(".alive")  # touched while SGLang lives and works (sync.Queue)
         self.name = f"engine {index}"
         self.stderr = os.dup(2)  # while it starts, 2 is the log
@@ -441,10 +441,8 @@ class RolloutEngine:
 
     def _start(self, model_path, device, dtype, gpu, sockets):
         threads = max(kernels.threads, torch.get_num_threads())
-        tokenizer = str(model_path) if self.config["agent"] else ""
-        asked = self.config["tp_split"], self.config["engine_bits"]
         tp = self.config["rollout_tp"]
-        run = functools.partial(run_scheduler, device, threads, self.inv_freq, tokenizer, *asked, self.lends)
+        run = functools.partial(run_scheduler, self.config, threads, self.inv_freq, self.lends)
         if device == "cpu":
             if tp > 1:  # SGLang would want a NUMA node for each
                 os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(tp * [f"0-{os.cpu_count() - 1}"])
@@ -576,9 +574,16 @@ class RolloutEngine:
 
     def join_weight_group(self, name, host, port, rank, size, backend):
         """Enters the group in which one trainer broadcasts, as its member `rank`; returns when all are in it."""
-        where = dict(master_address=host, master_port=port, rank_offset=rank, world_size=size)
-        doing = "joining the weight group"
-        self.request("init_weights_update_group", doing, **where, group_name=name, backend=backend)
+        self.request(
+            "init_weights_update_group",
+            "joining the weight group",
+            master_address=host,
+            master_port=port,
+            rank_offset=rank,
+            world_size=size,
+            group_name=name,
+            backend=backend,
+        )
 
     def leave_weight_group(self, name):
         """Leaves it again; returns when all have left."""
@@ -601,7 +606,6 @@ class RolloutEngine:
                 return
             free, _ = torch.cuda.mem_get_info()
             self.request("release_memory_occupation", "giving its memory back", tags=LENT)
-            self.version = None
             if torch.cuda.mem_get_info()[0] <= free:  # all else goes on as if it had
                 print(f"{self.name}: SGLang lends no memory, its torch_memory_saver is not loaded; see {self.log}")
                 self.lends = False
@@ -615,21 +619,25 @@ class RolloutEngine:
                 self.request("resume_memory_occupation", "taking its memory again", tags=LENT)
 
     def _load(self, name, version, last, **weights):
-        """Has SGLang take some weights; with the last of them the engine holds `version`."""
+        """Has SGLang take some of the weights of `version`; with the last of them the engine holds it."""
         self.wake()
-        self.version = None
+        self.version = version
         if last:  # SGLang flushes too and asserts that it worked: old keys under new weights would spoil every sample
             self.flush()
-            self.version = version
             weights["weight_version"] = str(version)
         self.request(name, f"loading weights {version}", flush_cache=last, **weights)
 
     def receive_weights(self, bucket, dtype, version, last):
         """One bucket [(name, shape)], of which each trainer broadcasts its rows (receive_rows)."""
         names, shapes = zip(*bucket)
-        dtypes = [str(dtype).removeprefix("torch.")] * len(bucket)
-        content = dict(names=[*names], dtypes=dtypes, shapes=[*map(list, shapes)])
-        self._load("update_weights_from_distributed", version, last, **content)
+        self._load(
+            "update_weights_from_distributed",
+            version,
+            last,
+            names=[*names],
+            dtypes=[str(dtype).removeprefix("torch.")] * len(bucket),
+            shapes=[*map(list, shapes)],
+        )
 
     def take_weights(self, tensors, version, last):
         """One bucket [(name, tensor)] out of this process's own memory."""
@@ -638,8 +646,13 @@ class RolloutEngine:
 
         flat = FlattenedTensorBucket(named_tensors=tensors)
         content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        serialized = dict(serialized_named_tensors=[MultiprocessingSerializer.serialize(content)])
-        self._load("update_weights_from_tensor", version, last, load_format="flattened_bucket", **serialized)
+        self._load(
+            "update_weights_from_tensor",
+            version,
+            last,
+            load_format="flattened_bucket",
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(content)],
+        )
 
     def check_weights(self, expected):
         """Raises RunError unless the parameters the engine computes with have these hashes, {name: hash}."""
@@ -701,8 +714,13 @@ class Sampler:
 
     def params(self, job, seed, **others):
         """What SGLang is told of a request."""
-        rule = job.sampling._asdict() | dict(top_k=job.sampling.top_k or -1, sampling_seed=seed)
-        return rule | dict(ignore_eos=self.config["ignore_eos"], stop_token_ids=self.stop_tokens) | others
+        return job.sampling._asdict() | dict(
+            top_k=job.sampling.top_k or -1,
+            sampling_seed=seed,
+            ignore_eos=self.config["ignore_eos"],
+            stop_token_ids=self.stop_tokens,
+            **others,
+        )
 
     def sample(self, folder, job, prompts):
         """
@@ -847,7 +865,7 @@ def sample_step(queue, step, rows, c, version, flight):
     for k in range(rounds):
         places = draw_rows(rows, P, step * rounds + k, c, "rl", flight.seen)
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
-        prompts = {k * P + i: rows[source][row] for i, (source, row) in enumerate(places)}
+        prompts = {i: rows[source][row] for i, (source, row) in enumerate(places, k * P)}
         groups = queue.sample(Job("rl", step, version, prompts, c.group_size, sampling_of(c)))
         for place, group in zip(places, groups):
             rewards = group.tensors["rewards"]
@@ -874,8 +892,10 @@ def sample_segments(queue, step, rows, c, version, flight):
     begun = flight.begun + places - len(flight.groups)
     born = [tuple(group.meta["born"]) for group in flight.groups]
     born += [divmod(n, P) for n in range(flight.begun, begun)]
-    drawn = {s: draw_rows(rows, P, s, c, "rl") for s, _ in born}
-    prompts = [rows[source][row] for source, row in (drawn[s][i] for s, i in born)]
+    prompts = []
+    for s, i in born:
+        source, row = draw_rows(rows, P, s, c, "rl")[i]
+        prompts.append(rows[source][row])
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
         todo = [i for i, group in enumerate(groups) if not (group and group.meta["finished"])]

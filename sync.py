@@ -334,17 +334,40 @@ class LeafSum:
     """
     Adds this rank's part of the gradients, micro-batch by micro-batch, in place. The `per_rank` leaves that a row has
     on this rank (a power of two) add as a binary counter adds ones: equal-sized subtrees merge. The sum of each row is
-    added to `total`. So beside `total` there are at most log2(per_rank) + 1 gradients at a time, however large the
-    batch is; one less where autograd adds two leaves, as in Trainer.gradients. With four lanes:
+    added to the `total`. So beside the total there are at most log2(per_rank) gradients at a time, however large the
+    batch is. With four lanes:
 
         leaf                   0     1     2     3
         one rank               LeafSum: (0 + 1) + (2 + 3)
         two ranks (leaf % 2)   reduce-scatter: 0 + 1, then 2 + 3; LeafSum adds the two
+
+    model: whose gradients `backward` adds.
     """
 
-    def __init__(self, per_rank):
+    def __init__(self, per_rank, model=None):
         self.per_rank = per_rank
+        self.model = model
+        self.waiting = 0  # leaves whose gradients autograd has added in the model's parameters
         self.subtrees = {}  # {leaves: [tensors]}; of whole rows the sum
+
+    def backward(self, loss):
+        """
+        Adds the gradients of a leaf's loss. The second leaf of each two, and where a row has one here every leaf, is
+        added by autograd, in place: so the gradients of a leaf take no room of their own.
+        """
+        loss.backward()  # FSDP2 adds the ranks' gradients here, by TreeReduceScatter
+        self.waiting += 1
+        if self.waiting == 2 <= self.per_rank:
+            self._take()
+
+    @torch.no_grad()  # else `to_local` is a node of a graph: as slow as the sum
+    def _take(self):
+        # A parameter that took no part has no gradient, such as the critic's in supervised steps.
+        learned = (p for p in self.model.parameters() if p.requires_grad)
+        grads = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in learned]
+        self.add(grads, min(self.waiting, self.per_rank))
+        self.model.zero_grad()  # or the next leaf's would be added to them
+        self.waiting = 0
 
     def add(self, grads, leaves=1):
         """Adds the tensors [(rows here, ..)] of so many leaves, and keeps and overwrites them."""
@@ -354,8 +377,10 @@ class LeafSum:
             leaves = min(2 * leaves, self.per_rank)
         self.subtrees[leaves] = grads
 
-    @property
     def total(self):
+        """The tensors' sum over all leaves; None without any."""
+        if self.waiting:
+            self._take()
         return self.subtrees.get(self.per_rank)
 
 
@@ -418,16 +443,16 @@ def grad_norm(grads, shards, group):
 
 
 def buckets(shapes, dtype, max_bytes=1 << 30):
-    """Cuts [(name, shape)] into lists of at most `max_bytes` each (a larger tensor is a bucket by itself)."""
+    """Cuts [(name, shape, ..)] into lists of at most `max_bytes` each (a larger tensor is a bucket by itself)."""
     out = []
     room = 0
-    for name, shape in shapes:
-        size = math.prod(shape) * dtype.itemsize
+    for each in shapes:
+        size = math.prod(each[1]) * dtype.itemsize
         if size > room:
             out.append([])
             room = max_bytes
         room -= size
-        out[-1].append((name, shape))
+        out[-1].append(each)
     return out
 
 
@@ -531,8 +556,9 @@ class WeightSync:
 
             name = self.groups[self.ranks.rank]
             store = dist.PrefixStore(name, dist.TCPStore(host, port, timeout=FOREVER))
-            options = dict(world_size=size, rank=0, group_name=name, timeout=FOREVER)
-            return init_custom_process_group(backend, store=store, **options)
+            return init_custom_process_group(
+                backend, store=store, world_size=size, rank=0, group_name=name, timeout=FOREVER
+            )
 
         return self._at_both_ends(enter, "join_weight_group", host, port, first, size, backend)
 
@@ -892,7 +918,7 @@ class Record:
         for name in ("metrics.jsonl", "samples.md"):
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
-        lines = map(json.loads, filter(None, (folder / "metrics.jsonl").read_text().splitlines()))
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         self.steps = [line for line in lines if line["phase"] == "rl"]
 
     def state(self):
@@ -989,16 +1015,14 @@ def write_tensors(folder, prefix, shards, mesh):
     Writes whole tensors, of which each rank has rows, into `folder` as <prefix>-00001-of-00003.safetensors and so on,
     with Hugging Face's index. The trainers take turns with the files. Collective over the trainers.
     """
-    shapes = [(s.name, s.shape) for s in shards]
-    plan = buckets(shapes, shards[0].data.dtype, 4 << 30)
-    rest = iter(shards)
+    plan = buckets(shards, shards[0].data.dtype, 4 << 30)
     where = {}  # {name: file}
     for i, bucket in enumerate(plan):
         path = folder / f"{prefix}-{i + 1:05d}-of-{len(plan):05d}.safetensors"
         mine = i % mesh.size() == mesh.get_local_rank()
         content = {}
-        for name, shape in bucket:
-            for part in per_expert(Shard(name, shape, 0, whole(next(rest), mesh))):
+        for s in bucket:
+            for part in per_expert(s._replace(first=0, data=whole(s, mesh))):
                 where[part.name] = path.name
                 if mine:
                     content[part.name] = part.data.to("cpu", copy=True)

@@ -28,6 +28,7 @@ from collections import ChainMap, namedtuple
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -399,9 +400,7 @@ class Sample(NamedTuple):
 
 
 COLUMNS = "staleness logprobs old_logprobs advantages reference values returns mark".split()  # of Sample and Leaf
-
-
-LEAF = [
+LEAF = [  # the fields of a Leaf
     "ids",  # (N,) samples end to end: no padding, so none can leak
     "positions",  # (N,) of each token in its sample
     "lengths",  # (samples,) tokens
@@ -422,8 +421,7 @@ def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **ot
     """
     zeros = torch.zeros(len(response)).long()
     at = loss_mask.nonzero()[:, 0]
-    columns = dict.fromkeys(COLUMNS, torch.zeros(len(at)))
-    columns |= dict(
+    columns = dict.fromkeys(COLUMNS, torch.zeros(len(at))) | dict(
         staleness=(zeros + staleness)[at],
         logprobs=logprobs[at],
         old_logprobs=logprobs[at],
@@ -462,11 +460,10 @@ def samples_of(groups, step, overlong_filter=False):
             where += f" of step {meta['step']}"
         for g, cut, gains, row in zip(t["sample"].tolist(), t["truncated"].tolist(), gained, rows):
             tokens, mask, logprobs, version, turn = row
-            mask = mask & (not (cut and overlong_filter))
             sample = make_sample(
                 t["prompt_tokens"],
                 tokens,
-                mask,
+                mask & (not (cut and overlong_filter)),
                 logprobs,
                 turn,
                 staleness=step - version,
@@ -518,11 +515,10 @@ def pack(samples, device):
 
 def split_kept(kept, counts):
     """The pairs of a leaf, sorted, apart for its samples, which have `counts` (samples,) loss tokens."""
-    ends = counts.cumsum(0)
-    sample = torch.bucketize(kept[0], ends, right=True)
-    rows = kept[0] - (ends - counts)[sample]
-    pairs = torch.bincount(sample, minlength=len(counts))
-    return torch.stack([rows, kept[1]]).cpu().split(pairs.tolist(), 1)
+    kept = kept.cpu()
+    ends = counts.cpu().cumsum(0)
+    parts = kept.tensor_split(torch.searchsorted(kept[0], ends)[:-1], 1)
+    return [torch.stack([rows - start, ids]) for (rows, ids), start in zip(parts, [0, *ends.tolist()])]
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -596,8 +592,7 @@ def critic_advantages(samples, gains, gamma, lam):
     """
     states = [torch.cat([s.values, torch.tensor([s.bootstrap])]) for s in samples]
     # The recursion starts at the end, so samples are aligned there and it reaches the padding last.
-    at_the_end = dict(batch_first=True, padding_side="left")
-    padded = (torch.nn.utils.rnn.pad_sequence(x, **at_the_end) for x in (gains, states))
+    padded = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_side="left") for x in (gains, states))
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
     mean = torch.cat(advantages).mean()
     std = torch.cat(advantages).std()
@@ -658,8 +653,7 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     loss = own_function("loss", c.loss) or partial(policy_loss, c.loss)
     losses, figures["clip_fraction"] = loss(**vars(c) | leaf._asdict() | ours)
     if c.importance:
-        bounds = c.importance_floor, c.importance_cap
-        w = importance_weights(leaf.old_logprobs, leaf.logprobs, c.importance, *bounds)
+        w = importance_weights(leaf.old_logprobs, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
         losses = losses * w
         figures |= dict(importance_mean=w, importance_not_one=w != 1)
     if max_staleness(c) or c.engine_bits != "fp32":
@@ -687,7 +681,7 @@ def policy_step_loss(output, leaf, c, samples, tokens):
 def answer_loss(output, leaf, c, samples, tokens):
     """The negative log-likelihood of answers, the mean over all tokens."""
     logprobs, entropy, *_ = output
-    return aggregate(-logprobs, leaf.counts.tolist(), "token", samples, tokens, 0), dict(entropy=entropy)
+    return (-logprobs).sum() / tokens, dict(entropy=entropy)
 
 
 def pair_loss(output, leaf, c, samples, tokens):
@@ -714,41 +708,37 @@ ANSWERS = Objective("sft", answer_loss)
 PAIRS = Objective("rm", pair_loss, 2)
 
 
-def check_logprobs(leaf, logprobs, age, samples):
+def check_logprobs(sample, logprobs, age):
     """
-    The promise of this project, checked at every loss token of a leaf of these samples: the trainer's log-probs (M,)
-    are the engine's, as bits, where they were computed with the same weights: at tokens of staleness `age`.
-    Returns [], or [(index in the batch of the first sample with a token that differs, a line about that token, number
-    of tokens that differ, largest distance)].
+    The promise of this project, checked at every loss token of a sample: the trainer's log-probs (M,) are the engine's,
+    as bits, where they were computed with the same weights: at tokens of staleness `age`. Returns [], or [(the sample's
+    index in the batch, a line about its first token that differs, number of tokens that differ, largest distance)].
     """
-    differ = (logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)) & (leaf.staleness == age)
+    differ = (logprobs.view(torch.int32) != sample.logprobs.view(torch.int32)) & (sample.staleness == age)
     if not differ.any():
         return []
     i = int(differ.nonzero()[0])
-    bits = [f"{float(x):.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (leaf.logprobs[i], logprobs[i])]
-    sample, at = [(s, at) for s in samples for at in s.loss_at.tolist()][i]
-    line = f"{sample.name}, token {at - sample.prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
-    distances = (logprobs - leaf.logprobs)[differ].abs()
+    bits = [f"{x:.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (sample.logprobs[i], logprobs[i])]
+    line = f"{sample.name}, token {sample.loss_at[i] - sample.prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
+    distances = (logprobs - sample.logprobs)[differ].abs()
     return [(sample.of, line, len(distances), float(distances.max()))]
 
 
-def token_table(samples, parts):
+def token_table(samples, figures):
     """
-    {name: (M,)} of a batch's loss tokens, in the order of the samples: what engine and trainer say of each. parts: of
-    each rank {index of a sample: (log-probs, entropies, of a mixture `choice_changed`)}; {} of all ranks gives {}.
+    {name: (M,)} of a batch's loss tokens, in the order of the samples: what engine and trainer say of each. figures: of
+    each sample {name: (M,)}, the trainer's.
     """
-    ours = ChainMap(*parts)
-    if not ours:
-        return {}
-    columns = dict(
-        rollout_logprobs=[s.logprobs for s in samples],
-        position=[s.loss_at - s.prompt_tokens for s in samples],
-        staleness=[s.staleness for s in samples],
-        sample=[torch.full_like(s.loss_at, s.of) for s in samples],
-    )
-    in_order = (ours[i] for i in range(len(samples)))
-    columns |= zip(("logprobs", "entropy", "choice_changed"), zip(*in_order))
-    return {name: torch.cat(parts) for name, parts in columns.items()}
+    rows = [
+        dict(
+            rollout_logprobs=s.logprobs,
+            position=s.loss_at - s.prompt_tokens,
+            sample=torch.full_like(s.loss_at, s.of),
+            **own,
+        )
+        for s, own in zip(samples, figures)
+    ]
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -802,19 +792,14 @@ class Trainer:
             self.optimizer.state[w] = dict(step=torch.tensor(float(saved.get("optimizer_steps", 0))), **zeros)
         # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
         self.versions = {version: self.snapshot() for version in saved.get("earlier", ())}
-        self.mismatches = []  # what `check_logprobs` has found in this rank's leaves since the last update
-        self.token_stats = {}  # the same of a dialled run: {sample: columns of the table}
+        self.mismatches = []  # what `check_logprobs` has found since the last update, each sample's on one rank
         self.token_table = {}  # `token_table` of the step
         if checkpoint:
             folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
         if self.rank == 0:
-            trained = self.model.num_parameters(only_trainable=True)
             line = f"model: {self.model.num_parameters():,} parameters"
             if self.parts.frozen:
-                line += f", of which {trained:,} are trained"
-            if device == "cuda":
-                room = torch.cuda.get_device_properties(device).total_memory
-                line += f"; they, moments and gradients take {self.state_bytes() / 1e9:.1f} of {room / 1e9:.1f} GB"
+                line += f", of which {self.model.num_parameters(only_trainable=True):,} are trained"
             print(line, flush=True)
         # The reference: forward passes only, and so no optimizer. With LoRA it is the model itself with other adapters.
         self.frozen = None
@@ -833,16 +818,13 @@ class Trainer:
         folders.load_weights(sync.shards(model, self.mesh), folder, other.tie_word_embeddings)
         return model
 
-    def state_bytes(self):
-        """Bytes on this rank of weights, AdamW's moments, and gradients: their sum, and those of a row, two in one."""
-        copies = 2 + len(MOMENTS) + math.log2(self.c.lanes // self.mesh.size())
-        trained, frozen = (sum(s.data.nbytes for s in part) for part in (self.shards, self.parts.frozen))
-        return frozen + copies * trained
-
     def optimizer_state(self, versions):
         """The shards that a checkpoint has beside the model: AdamW's moments, these versions, the critic's head."""
-        moments = ((s, self.optimizer.state[w], k) for s, w in zip(self.shards, self.weights) for k in MOMENTS)
-        state = [s._replace(name=f"{k}.{s.name}", data=has[k]) for s, has, k in moments]
+        state = [
+            s._replace(name=f"{k}.{s.name}", data=self.optimizer.state[w][k])
+            for s, w in zip(self.shards, self.weights)
+            for k in MOMENTS
+        ]
         for version, kept in versions.items():
             state += [s._replace(name=f"version {version}.{s.name}", data=s.data.to(self.device)) for s in kept]
         return state + [s for s in self.shards if s.name == "value_head"]
@@ -858,7 +840,7 @@ class Trainer:
     def keep(self, version):
         """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
         if most := max_staleness(self.c):
-            self.versions = {v: kept for v, kept in self.versions.items() if version - most <= v < version}
+            self.versions = {v: kept for v, kept in self.versions.items() if v >= version - most}
             # The newest is still to be sent; older ones wait in CPU memory, where there is room. Copied like this it is
             # pinned, and torch gives what the dropped ones had.
             older = {
@@ -887,7 +869,8 @@ class Trainer:
         # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
         finished = ckpt / f"step_{step:06d}"
         unfinished = ckpt / f".step_{step:06d}"
-        earlier = {version: kept for version, kept in self.versions.items() if version != step}
+        earlier = dict(self.versions)
+        earlier.pop(step, None)  # it is the model itself
         if record:
             shutil.rmtree(unfinished, ignore_errors=True)
             for name in ("optimizer", "flight"):
@@ -907,7 +890,6 @@ class Trainer:
                 optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]),
                 earlier=[*earlier],
                 begun=flight.begun,
-                in_flight=len(flight.groups),
                 seen=[(*place, right) for place, right in flight.seen.items()],
                 **record.state(),
             )
@@ -937,61 +919,67 @@ class Trainer:
     @torch.no_grad()
     def check_past_versions(self, samples, step):
         """
-        Notes what `check_logprobs` finds in this rank's leaves at tokens that were sampled with older weights than
-        those of `step`: a pass with each version of them. Ends the run with one line if a version is not kept. Returns
-        the samples, with what a sampling rule kept for these tokens: under other weights it would keep others.
+        Notes what `check_logprobs` finds at tokens that were sampled with older weights than those of `step`: a pass
+        with each version of them. Ends the run with one line if a version is not kept. Returns the samples, with what a
+        sampling rule kept for these tokens: under other weights it would keep others.
         """
         checked = list(samples)
         ages = torch.cat([s.staleness for s in samples]).unique()
         for age in ages[ages > 0].tolist():
             cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
-            parts = list(cut.values())
+            parts = [*cut.values()]
             token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
             why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
             require(step - age in self.versions, f"step {step}, {token}: {why}")
-            outputs = self.outputs(parts, self.model, self.versions[step - age], age)
-            for i, (_, (rows, ids), *_) in zip(cut, outputs):
+            outputs = self.outputs(parts, self.model, self.versions[step - age])
+            for i, (logprobs, (rows, ids), *_) in zip(cut, outputs):
+                if self.rank == 0:  # all ranks have them all
+                    self.mismatches += check_logprobs(cut[i], logprobs, age)
                 kept = torch.stack([(samples[i].staleness == age).nonzero()[rows, 0], ids])
                 checked[i] = checked[i]._replace(kept=torch.cat([checked[i].kept, kept], 1))
         return checked
 
     @torch.no_grad()
-    def outputs(self, samples, model, weights=(), age=None):
+    def outputs(self, samples, model, weights=()):
         """
         For each sample a model's log-probs (M,), what a sampling rule kept (2, K) and, with a critic, values (M,) and
-        that after the last token. age: compare log-probs with the engine's at tokens of that staleness.
+        that after the last token.
         """
         mine = {}
         for chosen, leaf, (logprobs, _, kept, values, last) in self.passes(samples, model, weights=weights):
-            if age:
-                self.mismatches += check_logprobs(leaf, logprobs, age, [samples[i] for i in chosen])
-            columns = [x.cpu().split(leaf.counts.tolist()) for x in (logprobs, values) if x is not None]
-            columns.insert(1, split_kept(leaf.kept if kept is None else kept, leaf.counts))
-            if last is not None:
-                columns.append(last.tolist())
+            counts = leaf.counts.tolist()
+            columns = [logprobs.cpu().split(counts), split_kept(leaf.kept if kept is None else kept, leaf.counts)]
+            if values is not None:
+                columns += [values.cpu().split(counts), last.tolist()]
             mine |= zip(chosen, zip(*columns))
-        # Every rank needs every sample: advantages are normalised over the batch.
-        outputs = ChainMap(*sync.from_all_ranks(mine, self.control))
-        return [outputs[i] for i in range(len(samples))]
+        return self.in_order(mine)
+
+    def in_order(self, mine):
+        """What each rank has of its samples, {index: ..}, as a list on every rank: advantages are of a whole batch."""
+        found = ChainMap(*sync.from_all_ranks(mine, self.control))
+        return [found[i] for i in range(len(found))]
 
     def forward_only(self, samples):
         """
-        Passes over a batch before its first update: the samples with the reference's log-probs, the trainer's own
-        (where importance weights need them), the critic's values and what a sampling rule kept filled in.
+        Passes over a batch before its first update: the samples with the trainer's own log-probs (where importance
+        weights need them), what a sampling rule kept, the critic's values and the reference's log-probs filled in.
         """
         c = self.c
         outlives = self.sampling.cuts() and (self.frozen or c.updates_per_batch > 1)
         if c.importance or c.advantage == "gae" or outlives:
             outputs = self.outputs(samples, self.model)
-            samples = [s._replace(kept=output[1]) for s, output in zip(samples, outputs)]
+            samples = [
+                s._replace(kept=kept, old_logprobs=logprobs if c.importance else s.old_logprobs)
+                for s, (logprobs, kept, *_) in zip(samples, outputs)
+            ]
+        if c.advantage == "gae":  # after a sample that ended by itself nothing can be gained: its last value is 0
+            samples = [
+                s._replace(values=values, bootstrap=last if s.truncated else 0.0)
+                for s, (*_, values, last) in zip(samples, outputs)
+            ]
         if self.frozen:
             theirs = self.outputs(samples, self.frozen, self.anchor)
             samples = [s._replace(reference=output[0]) for s, output in zip(samples, theirs)]
-        if c.importance:
-            samples = [s._replace(old_logprobs=output[0]) for s, output in zip(samples, outputs)]
-        if c.advantage == "gae":  # after a sample that ended by itself nothing can be gained: its last value is 0
-            valued = zip(samples, outputs)
-            samples = [s._replace(values=v, bootstrap=last if s.truncated else 0.0) for s, (*_, v, last) in valued]
         return samples
 
     @torch.no_grad()
@@ -1014,18 +1002,9 @@ class Trainer:
             tokens = len(samples) // 2
             if not MODES[self.c.mode].scores:  # DPO needs the reference's log-probs
                 samples = self.forward_only(samples)
-        total = sync.LeafSum(self.c.lanes // self.mesh.size())
-        together = min(2, total.per_rank)  # leaves whose gradients autograd adds: the next one's takes no more room
+        grads = sync.LeafSum(self.c.lanes // self.mesh.size(), self.model)
         rows = []
-
-        @torch.no_grad()  # else `to_local` is a node of a graph: as slow as the sum
-        def add():
-            # A parameter that took no part has no gradient, such as the critic's in supervised steps.
-            learned = (p for p in self.model.parameters() if p.requires_grad)
-            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in learned)
-            total.add([sync.local(g) for g in grads], together)
-            self.model.zero_grad()  # the LeafSum has them now: the next leaf's must not be added to them
-
+        self.token_figures = {}  # {index of a sample here: {name: (M,)}}: log-probs; in a dialled run all its figures
         if self.routers and check:
             self.routers.dialled = self.dialled_choices(samples)
         for chosen, leaf, output in self.passes(samples, self.model, objective):
@@ -1034,20 +1013,14 @@ class Trainer:
                 share = len(leaf.ids) / sum(len(s.tokens) for s in samples) if chosen else 0
                 loss = loss + self.routers.note(figures, leaf, share)
             if torch.is_grad_enabled():
-                loss.backward()  # FSDP2 adds the ranks' gradients here, by sync.TreeReduceScatter
-                if together == 2 and len(rows) % 2:
-                    add()
+                grads.backward(loss)
             if check:
-                packed = [samples[i] for i in chosen]
-                self.mismatches += check_logprobs(leaf, output[0].detach(), age=0, samples=packed)
-            if check and self.c.engine_bits != "fp32":
-                noted = *output[:2], *(figures[name] for name in ("choice_changed",) if name in figures)
-                columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted]
-                self.token_stats |= zip(chosen, zip(*columns))
-            numbers = loss, *figures.values()
-            rows.append(torch.stack([x.detach().double().sum() for x in numbers]))
-        if together == 1 and torch.is_grad_enabled():
-            add()
+                noted = dict(logprobs=output[0]) | (figures if self.c.engine_bits != "fp32" else {})
+                columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted.values()]
+                for i, own in zip(chosen, zip(*columns)):
+                    self.mismatches += check_logprobs(samples[i], own[0], age=0)
+                    self.token_figures[i] = dict(zip(noted, own))
+            rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         mine = torch.stack(rows)
         table = mine.new_zeros(len(rows) * self.mesh.size(), len(mine[0]))
@@ -1061,7 +1034,7 @@ class Trainer:
             metrics["effective_sample_size"] = mean_square / square
         if self.routers:
             metrics |= self.routers.metrics(self.process_group)
-        return total.total, metrics
+        return grads.total(), metrics
 
     def apply(self, grads, lr, where, loss=0.0):
         """
@@ -1099,13 +1072,14 @@ class Trainer:
             # sample of the batch that differs.
             mismatches = sorted(sum(sync.from_all_ranks(self.mismatches, self.control), []))
             self.mismatches = []
-            differ = sum(count for _, _, count, _ in mismatches)
-            largest = max((distance for _, _, _, distance in mismatches), default=0.0)
-            metrics["logprob_mismatch_tokens"] = differ
-            metrics["logprob_mismatch_max"] = largest
-            self.token_table = token_table(samples, sync.from_all_ranks(self.token_stats, self.control))
-            self.token_stats = {}
-            if mismatches and self.c.strict and self.c.engine_bits == "fp32":
+            differ = sum(count for *_, count, _ in mismatches)
+            metrics |= dict(
+                logprob_mismatch_tokens=differ,
+                logprob_mismatch_max=max((distance for *_, distance in mismatches), default=0.0),
+            )
+            if self.c.engine_bits != "fp32":
+                self.token_table = token_table(samples, self.in_order(self.token_figures))
+            elif mismatches and self.c.strict:
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
         norm, hashes = self.apply(grads, lr, f"{objective.phase} step {step}", metrics["loss"])
@@ -1177,11 +1151,8 @@ def supervised_samples(rows, c, demonstrate=None):
     else:
         texts = [(row["prompt_tokens"], row[f"{side}_tokens"]) for row in rows for side in rewards.sides(c.mode)]
         known = [(prompt, response, [True] * len(response)) for prompt, response in texts]
-    samples = []
-    for dialogue in known:
-        prompt, response, mask = map(torch.tensor, dialogue)
-        samples.append(make_sample(prompt, response, mask, torch.zeros(len(response))))
-    return samples
+    tensors = (map(torch.tensor, dialogue) for dialogue in known)
+    return [make_sample(prompt, response, mask, torch.zeros(len(response))) for prompt, response, mask in tensors]
 
 
 def due(steps, every, last):
@@ -1211,8 +1182,9 @@ if __name__ == "__main__":
     for key in OWN:
         own_function(key, config[key])
     scored_by = {}
-    if does.samples:  # else what a reward needs, a judge or a sandbox, may be missing
-        scored_by = {name: rewards.load_reward(own["reward"], config) for name, own in sources_of(config).items()}
+    for name, own in sources_of(config).items():
+        if does.samples:  # else what a reward needs, a judge or a sandbox, may be missing
+            scored_by[name] = rewards.load_reward(own["reward"], config)
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
     # then the folder is nobody's, and a corrected command may have it.
@@ -1250,10 +1222,8 @@ if __name__ == "__main__":
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
     train_rows, eval_rows = rewards.load_sources(config)
-    for name, reward_function in {} if episodes else scored_by.items():
-        held_out = [row for row in eval_rows if row.get("source", "") == name]
-        known = [*train_rows.get(name, ()), *held_out]
-        rewards.check_answers(reward_function, known, sources_of(config)[name]["answer_column"])
+    if scored_by and not episodes:
+        rewards.check_answers(scored_by, chain(*train_rows.values(), eval_rows), config)
     for name, rows in train_rows.items():
         train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)
     eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
@@ -1268,15 +1238,17 @@ if __name__ == "__main__":
         versions=library_versions(),
         device=sync.one_device(place),
     )
+    start = 0  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
+    flight = Flight()
+    saved = {}  # what the checkpoint says of itself
     latest = max(sync.checkpoints(folder / "ckpt"), default=None) if resumed else None
-    saved = sync.read_checkpoint(latest, ranks.rank, world, **origin) if latest else {}  # what it says of itself
-    start = saved.get("step", 0)  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
-    in_flight = [sync.group_path(latest / "flight", i) for i in range(saved.get("in_flight", 0))]
-    groups = tuple(sync.read_group(path, hf.vocab_size) for path in in_flight)
-    seen = {(source, row): right for source, row, right in saved.get("seen", ())}
-    flight = Flight(saved.get("begun", 0), groups, seen)
-    if latest and not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
-        model_path = latest
+    if latest:
+        saved = sync.read_checkpoint(latest, ranks.rank, world, **origin)
+        start = saved["step"]
+        groups = tuple(sync.read_group(path, hf.vocab_size) for path in sorted((latest / "flight").glob("*")))
+        flight = Flight(saved["begun"], groups, {(source, row): right for source, row, right in saved["seen"]})
+        if not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
+            model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back
     record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
@@ -1468,7 +1440,7 @@ if __name__ == "__main__":
     if transport:
         transport.close()
     dist.destroy_process_group()
-    if engine is not None:
+    if engine:
         engine.close()
     if alarm:
         sys.exit(3)

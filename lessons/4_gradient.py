@@ -49,7 +49,7 @@ def as_one_tree(grads, gpus):
     total = LeafSum(LEAVES // gpus)
     for i in range(0, LEAVES, gpus):
         total.add([tree_sum(torch.stack(grads[i : i + gpus]))])
-    return total.total[0]
+    return total.total()[0]
 
 
 losses, grads = gradients()

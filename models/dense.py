@@ -95,7 +95,7 @@ def check_memory(hf, config, place, judges=()):
     )
     for role, needed in needs.items():
         why = f"to {role} a {what} needs {needed / 1e9:.1f} GB and more, this one has {has / 1e9:.1f}"
-        if place == "cpu" and os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0":
             print(f"memory: {why}", flush=True)
         require(needed <= has, f"{cures[role]}, or a smaller model than init_from: {why}")
 

@@ -24,7 +24,7 @@ def test_rows_are_the_same_every_time_and_the_tasks_verifier_judges_them(task):
     training, held_out = data(task)
     assert (training, held_out) == data(task) != data(task, "size=8, seed=4") and len(training) == 6
     reward = load_reward("reasoning_gym", DEFAULTS)
-    check_answers(reward, training, "answer")
+    check_answers({"": reward}, training, DEFAULTS)
     answers = [json.loads(row["answer"])["entry"]["answer"] for row in training]
     for row, right, wrong in zip(training, answers, answers[1:] + answers[:1]):
         for response in (f" {right}\n", f"so <answer>1</answer>, no: <answer>{right}</answer>."):
@@ -85,7 +85,7 @@ def test_a_task_that_is_not_there_is_refused_in_one_line(task, arguments, messag
 def test_another_reward_than_the_tasks_is_refused_at_the_first_row(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):
-        check_answers(load_reward("reasoning_gym", DEFAULTS), [dict(prompt="1+1=", answer="2")], "answer")
+        check_answers({"": load_reward("reasoning_gym", DEFAULTS)}, [dict(prompt="1+1=", answer="2")], DEFAULTS)
     assert "answer_column='answer': for prompt '1+1=': is no entry of dataset='reasoning_gym" in capsys.readouterr().err
 
 

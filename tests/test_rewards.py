@@ -418,12 +418,12 @@ def test_wrong_arguments_and_bad_answers_are_reported(write):
 )
 def test_an_answer_that_a_reward_cannot_read_is_refused_before_anything_is_sampled(spec, good, bad, capsys):
     rows = [dict(prompt="How many?", answer=good)]
-    check_answers(load_reward(spec, DEFAULTS), rows, "answer")
+    check_answers({"": load_reward(spec, DEFAULTS)}, rows, DEFAULTS)
     with pytest.raises(SystemExit) as error:
-        check_answers(load_reward(spec, DEFAULTS), [*rows, dict(prompt="Where?", answer=bad)], "answer")
+        check_answers({"": load_reward(spec, DEFAULTS)}, [*rows, dict(prompt="Where?", answer=bad)], DEFAULTS)
     line = capsys.readouterr().err
     assert error.value.code == 2 and line.count("\n") == 1 and "answer_column='answer': for prompt 'Where?'" in line
-    check_answers(load_reward("exact", DEFAULTS), [dict(prompt="Where?", answer=bad)], "answer")
+    check_answers({"": load_reward("exact", DEFAULTS)}, [dict(prompt="Where?", answer=bad)], DEFAULTS)
 
 
 def test_ctrl_c_is_not_caught():

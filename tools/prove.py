@@ -39,8 +39,8 @@ from configurator import commit
 
 def sums_as_they_come():
     class RunningSum(sync.LeafSum):
-        def __init__(self, per_rank):
-            super().__init__(1)
+        def __init__(self, per_rank, model=None):
+            super().__init__(1, model)
 
     sync.LeafSum = RunningSum
 
