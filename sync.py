@@ -340,6 +340,7 @@ class LeafSum:
         leaf                   0     1     2     3
         one rank               LeafSum: (0 + 1) + (2 + 3)
         two ranks (leaf % 2)   reduce-scatter: 0 + 1, then 2 + 3; LeafSum adds the two
+        total                  that row, then + the row of leaves 4 to 7, then + ..
 
     model: whose gradients `backward` adds.
     """

@@ -1358,10 +1358,11 @@ if __name__ == "__main__":
         save(start, flight)
 
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
-    # that only sample wait in 3 for the weights; a rank that is both does one after the other. Without a lag `sampled`
-    # is `s`, from `start` on. With one the samples are that many steps ahead. So the loop begins before `start`, with
-    # samples alone: a resume makes them again with the same versions of the weights, and those whose files are there
-    # are only read.
+    # that only sample wait in 3 for the weights; a rank that is both does one after the other.
+    #
+    # Without a lag, `ahead` is 0 and `sampled` is `s`. With one, samples are that many steps ahead: so the loop begins
+    # before `start`, with samples alone. A resume makes them again with the same versions of the weights, and those
+    # whose files are there are only read.
     ahead = lag if engine or (ranks.engines and not overlaps) else 0  # a rank that waits for files reads them when due
     batches = {}  # {step: what was sampled for it}
     alarm = ""
