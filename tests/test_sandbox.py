@@ -221,7 +221,15 @@ def test_no_process_is_left(settings, monkeypatch):
     assert finds(lambda: not descendants())
     marker = uuid.uuid4().hex
     stay = f"[sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}]"
-    program = f"import os, sys\nif os.fork() == 0:\n os.setsid(); os.execv(sys.executable, {stay})\n"
+    program = f"""
+import os, sys
+r, w = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    os.write(w, b".")
+    os.execv(sys.executable, {stay})
+os.read(r, 1)  # before, it would end with the program's group
+"""
     assert run_program(program).verdict == "fail" and not processes(marker)
     settings("sandbox", "none")
     run_program(program)
