@@ -106,9 +106,9 @@ def receive_rows(self, names, dtypes, shapes, *_):
     try:
         dtype = getattr(torch, dtypes[0])
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+        cut = [x.chunk(len(groups)) for x in tensors]  # as FSDP2 cuts them: the last trainers may have no rows
         for r, group in enumerate(groups):
-            each = [-(-len(x) // len(groups)) for x in tensors]  # rows of a trainer, as FSDP2 cuts them
-            rows = [x[r * n : r * n + n] for x, n in zip(tensors, each)]
+            rows = [parts[r] for parts in cut if r < len(parts)]
             sizes = [x.numel() for x in rows]
             piece = torch.empty(sum(sizes), dtype=dtype, device=self.device)
             dist.broadcast(piece.view(torch.uint8), src=0, group=group)
@@ -892,10 +892,8 @@ def sample_segments(queue, step, rows, c, version, flight):
     begun = flight.begun + places - len(flight.groups)
     born = [tuple(group.meta["born"]) for group in flight.groups]
     born += [divmod(n, P) for n in range(flight.begun, begun)]
-    prompts = []
-    for s, i in born:
-        source, row = draw_rows(rows, P, s, c, "rl")[i]
-        prompts.append(rows[source][row])
+    drawn = {s: draw_rows(rows, P, s, c, "rl") for s in dict(born)}
+    prompts = [rows[source][row] for source, row in (drawn[s][i] for s, i in born)]
     groups = [*flight.groups, *[None] * (begun - flight.begun)]
     for first in itertools.count(0, places):  # a file's number says in which round it was made, and for which place
         todo = [i for i, group in enumerate(groups) if not (group and group.meta["finished"])]

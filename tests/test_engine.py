@@ -474,6 +474,18 @@ def test_an_engine_that_sglang_refuses_to_start_leaves_no_process(tmp_path, give
         assert process.exitcode == 0
 
 
+def test_the_line_of_a_dead_engine_repeats_the_last_error_of_its_log_but_none_of_an_earlier_start(tmp_path):
+    engine, said = RolloutEngine.__new__(RolloutEngine), []
+    engine.name, engine.log, engine.end = "engine 0", tmp_path / "engine.log", said.append
+    for text in ("ValueError: the first\nKeyError: 'the second'\nkilled\n", "Loading: Error\n"):
+        engine.logged = engine.log.stat().st_size if engine.log.exists() else 0
+        with open(engine.log, "a") as log:
+            log.write(text)
+        engine._died()
+    start, end = "engine 0: the SGLang process died", f"; see {engine.log}"
+    assert said == [f"{start}: 'the second'{end}", f"{start}{end}"]
+
+
 def test_sockets_of_an_engine_that_was_killed_while_it_started_go_when_it_starts_again(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     log, other = tmp_path / "logs" / "engine_0.log", tmp_path / "logs" / "engine_1.log"
