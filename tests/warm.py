@@ -36,6 +36,7 @@ def wait_for_job(orders, jobs):
         output, target, args = orders.recv()
     except EOFError:  # the run has ended without it
         return
+    orders.send("received")
     for fd in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), fd)
     target(*args)
@@ -44,15 +45,19 @@ def wait_for_job(orders, jobs):
 def fork_for_spawn():
     """Forks a process now, which takes the place of the next one that is to be spawned."""
     fork, spawn = multiprocessing.get_context("fork"), multiprocessing.context.SpawnContext
-    orders, jobs = fork.Pipe(duplex=False)
+    orders, jobs = fork.Pipe()
     process, own = fork.Process(target=wait_for_job, args=(orders, jobs)), spawn.Process
     process.start()
     orders.close()
     atexit.register(jobs.close)
 
+    def start(target, args):
+        jobs.send((os.readlink("/proc/self/fd/1"), target, args))
+        jobs.recv()  # a thread hands it the pipes among args, and would say so if the run killed it before it has them
+
     def take(target, args):
         spawn.Process = own
-        process.start = lambda: jobs.send((os.readlink("/proc/self/fd/1"), target, args))
+        process.start = lambda: start(target, args)
         return process
 
     spawn.Process = staticmethod(take)
