@@ -2013,7 +2013,7 @@ def attention(q, k, v, plan, scale):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# a decoder layer of an engine on a CPU: the loops above, one after the other, in one call. With the few rows of a
+# the decoder layers of an engine on a CPU: the loops above, one after the other, in one call. With the few rows of a
 # decode step it takes as long to start each of them from Python as to run it.
 
 
@@ -2027,7 +2027,7 @@ def _linear(x, M, K, weight, bias, N):
 
 
 @loop
-def cpu_layer(
+def _layer(
     first, last, x, residual, cos, sin, keys, values, where, indices, weights, eps, H, HK, D, F, scale, mixture=None
 ):
     """Units are sequences. `where` (N,): the rows of keys and values that the tokens' get. mixture: (router, E, k)."""
@@ -2065,25 +2065,33 @@ def cpu_layer(
     x[:] = _linear(hidden, M, F, down, down_bias, C)
 
 
-def layer_weights(norms, linear):
-    """
-    `layer_on_cpu`'s weights. norms: tensors, the layer's two, then q's and k's or None. linear: modules, to q, k and v,
-    to o, to gate and up, to what the layer adds; the last two may have a weight for each expert.
-    """
-    pairs = [(panels_of(m.weight.mT), _for_loop(m.bias)) for m in linear]
-    return sum(pairs, tuple(map(_for_loop, norms)))
+def cpu_layers(first, last, x, residual, cos, sin, where, indices, layers):
+    for caches, *others in layers:
+        _layer(first, last, x, residual, cos, sin, *caches, where, indices, *others)
 
 
-def layer_on_cpu(x, residual, rope, caches, where, plan, weights, *sizes):
+def layer_on_cpu(norms, linear, caches, *sizes):
     """
-    A layer's (x, residual) of those of the layer before, (N, C) each, which are overwritten; at first residual is None.
+    A layer as `layers_on_cpu` takes it, to be made anew when its weights change. norms: tensors, the layer's two, then
+    q's and k's or None. linear: modules, to q, k and v, to o, to gate and up, to what the layer adds; the last two may
+    have a weight for each expert. caches: keys and values (any, HK, D). sizes: eps, H, HK, D, the width of the MLP,
+    attention's scale, and of a mixture (its router's panels, E, k).
+    """
+    weights = sum([(panels_of(m.weight.mT), _for_loop(m.bias)) for m in linear], tuple(map(_for_loop, norms)))
+    return [*map(_flat, caches)], weights, *map(_for_loop, sizes)
 
-    rope: cos and sin (N, D/2). caches: keys and values (any, HK, D), whose rows `where` (N,) get the tokens'. sizes:
-    eps, H, HK, D, the width of the MLP, attention's scale, and of a mixture (its router's panels, E, k).
+
+def layers_on_cpu(x, rope, where, plan, layers):
     """
-    residual = torch.full_like(x, -0.0) if residual is None else residual  # x + -0.0 is x, also where x is -0.0
-    work = 2 * len(x) * sum(w.size for w in weights)
-    _share(cpu_layer, plan.B, work, x, residual, *rope, *caches, where, plan.cpu_indices, weights, *sizes)
+    (x, residual), (N, C) each, whose sum is what these layers make of embeddings x, which are overwritten. Threads part
+    at the first layer and meet after the last: a sequence needs no other's rows, and to wake a thread takes as long as
+    a small layer.
+
+    rope: cos and sin (N, D/2). where (N,): the rows of the caches that get the tokens' keys and values.
+    """
+    residual = torch.full_like(x, -0.0)  # x + -0.0 is x, also where x is -0.0
+    work = 2 * len(x) * sum(w.size for _, weights, *_ in layers for w in weights)
+    _share(cpu_layers, plan.B, work, x, residual, *rope, where, plan.cpu_indices, layers)
     return x, residual
 
 

@@ -264,7 +264,7 @@ def paged_attention(inv_freq):
             super().__init__()
             self.req_to_token_pool = runner.req_to_token_pool
             self.token_to_kv_pool = runner.token_to_kv_pool
-
+            self.layers = runner.model.model.layers
             self.inv_freq = torch.tensor(inv_freq, device=runner.device)
 
         def init_forward_metadata_in_graph(self, batch):
@@ -283,17 +283,14 @@ def paged_attention(inv_freq):
     return PagedAttention
 
 
-def layer_on_cpu(layer, x, backend, rows, residual):
-    """An SGLang layer's operators in one call. rows: of the cache, for the new keys and values."""
+def layer_on_cpu(layer, pool):
+    """The `kernels.layer_on_cpu` of an SGLang layer with its keys and values in this pool."""
     attention = layer.self_attn
-    if layer not in kernels.panel_cache:
-        norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-        linear = attention.qkv_proj, attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
-        of_heads = head_norms(attention)[:2] or (None, None)
-        kernels.panel_cache[layer] = kernels.layer_weights((*norms, *of_heads), linear)
-    caches = backend.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
+    norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
     return kernels.layer_on_cpu(
-        x, residual, backend.rope_table, caches, rows, backend.plan, kernels.panel_cache[layer],
+        (*norms, *(head_norms(attention)[:2] or (None, None))),
+        (attention.qkv_proj, attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj),
+        pool.get_kv_buffer(attention.attn.layer_id),
         layer.input_layernorm.variance_epsilon, attention.num_heads, attention.num_kv_heads, attention.head_dim,
         layer.mlp.down_proj.weight.shape[-1], attention.attn.scaling, *moe.sizes_on_cpu(layer.mlp),
     )  # fmt: skip
@@ -303,8 +300,8 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
     """
     Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
     choice of a platform's kernel. backend: the name under which our attention is registered; by it SGLang decides how
-    the cache is laid out. tp_split: number of parts into which sums are cut for several ranks. in_one_call: whether a
-    layer's operators are, which a CPU's can be, else they are called one by one.
+    the cache is laid out. tp_split: number of parts into which sums are cut for several ranks. in_one_call: whether all
+    layers' operators are, which a CPU's can be, else they are called one by one.
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
     VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side.
@@ -338,8 +335,8 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
         return row_parallel(attention.o_proj, y.flatten(1))
 
     def layer(self, positions, x, batch, residual, **_):
-        if in_one_call and kernels.panel_cache is not None:
-            return layer_on_cpu(self, x, get_attn_backend(), batch.out_cache_loc, residual)
+        if in_one_call and kernels.panel_cache is not None:  # the first layer's call does the work of all
+            return layers_on_cpu(x, batch) if residual is None else (x, residual)
         ln = self.input_layernorm
         x, residual = (norm(ln, x), x) if residual is None else norm(ln, x, residual)
         x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
@@ -347,6 +344,13 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
             return moe.in_engine(self.mlp, x, get_tp_group().all_reduce), residual
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
         return row_parallel(self.mlp.down_proj, hidden), residual
+
+    def layers_on_cpu(x, batch):
+        backend = get_attn_backend()
+        if "layers" not in kernels.panel_cache:
+            kernels.panel_cache["layers"] = [layer_on_cpu(m, backend.token_to_kv_pool) for m in backend.layers]
+        plan = backend.rope_table, batch.out_cache_loc, backend.plan
+        return kernels.layers_on_cpu(x, *plan, kernels.panel_cache["layers"])
 
     def norm(self, x, residual=None):
         return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)

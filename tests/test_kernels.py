@@ -727,6 +727,7 @@ def decoder_layers(k, in_one_call):
     plan = k.paged_plan(q_lens, kv_lens, table, torch.arange(3))
     rope = k.rope_table(1e4 ** (-torch.arange(D // 2) / D), torch.arange(9))
     residual = None
+    layers = []
     for of_heads, kv, E in (([torch.randn(D), torch.randn(D)], caches[:2], 0), ([None] * 2, caches[2:], 5)):
         first, second = torch.randn(C), torch.randn(C)
         linear = [torch.nn.Linear(*shape) for shape in ((C, (H + 2 * HK) * D), (H * D, C), (C, 2 * F), (F, C))]
@@ -736,8 +737,8 @@ def decoder_layers(k, in_one_call):
             linear[2:] = (types.SimpleNamespace(weight=weight, bias=None) for weight in weights)
             mixture = [(k.panels_of(router.t()), E, 2)]
         if in_one_call:
-            weights, sizes = k.layer_weights((first, second, *of_heads), linear), (1e-6, H, HK, D, F, 0.25)
-            x, residual = k.layer_on_cpu(x, residual, rope, kv, where, plan, weights, *sizes, *mixture)
+            norms = first, second, *of_heads
+            layers.append(k.layer_on_cpu(norms, linear, kv, 1e-6, H, HK, D, F, 0.25, *mixture))
             continue
         to_qkv, to_out, to_gate_up, to_down = (
             functools.partial(k.linear, weight=m.weight, bias=m.bias) for m in linear
@@ -751,11 +752,13 @@ def decoder_layers(k, in_one_call):
             x = k.moe(x, router, linear[2].weight, linear[3].weight, 2)
         else:
             x = to_down(k.swiglu(*to_gate_up(x).chunk(2, -1)))
+    if in_one_call:
+        x, residual = k.layers_on_cpu(x, rope, where, plan, layers)
     return x, residual, *caches
 
 
 @torch.no_grad()
-def test_a_decoder_layer_in_one_call_is_the_operators_one_by_one():
+def test_decoder_layers_in_one_call_are_the_operators_one_by_one():
     both = decoder_layers(kernels, True), decoder_layers(kernels, False)
     assert all(same(a, b) for a, b in zip(*both, strict=True))
 
