@@ -266,6 +266,7 @@ def run_scheduler(config, threads, inv_freq, lends, server_args, *args):
             kernels.panel_cache.clear()
         if lends and device == "cpu":
             kernels.give_memory_back()
+        self.tree_cache.disable_finished_insert = not config["agent"]  # nobody goes on from the end of other samples
         return own(self, *args, **kwargs)
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
