@@ -6,13 +6,16 @@ throughout, and what a card or NCCL would refuse, seen by spies. docs/hardware.m
 import json
 import re
 import shutil
+import tempfile
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import digest, error_line, finish, launch
+from conftest import digest, error_line, finish, run_warm
 from pretend.driver import stub_driver
-from prove import lines
+from prove import command_of, lines
+from runs import warm
 from test_laws import ledger
 
 SITE = Path(__file__).parent / "pretend" / "site"
@@ -34,16 +37,28 @@ ENVIRONMENT = dict(
 )
 
 
-def pretended(folder, **more):
-    """The environment of a run whose processes make notes in the folder `<folder>.log`."""
+@cache
+def worker():
+    """The name of a worker of run_warm that has a card."""
+    pretended = dict(PYTHONPATH=str(SITE), LD_LIBRARY_PATH=stub_driver(tempfile.mkdtemp()))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, **pretended}.items():
+            patch.setenv(name, value)
+        warm("pretended")
+    return "pretended"
+
+
+def launch(folder, *flags, ranks=0, **env):
+    """(status, output) of a run whose processes make notes in the folder `<folder>.log`."""
     log = folder.with_suffix(".log")
     log.mkdir(exist_ok=True)
-    env = dict(ENVIRONMENT, PYTHONPATH=str(SITE), PRETEND_LOG=str(log), LD_LIBRARY_PATH=str(stub_driver(log)))
-    return env | more
+    command = command_of(folder, *FLAGS, *flags)[1:]
+    output = folder.parent / f"{folder.name}.output"
+    return run_warm(command, output, ranks, env=dict(env, PRETEND_LOG=str(log)), worker=worker())
 
 
 def pretend(folder, *flags, ranks=0):
-    return finish(folder, *FLAGS, *flags, ranks=ranks, env=pretended(folder))
+    return finish(folder, *flags, ranks=ranks, launch=launch)
 
 
 def noted(folder, *events):
@@ -181,6 +196,5 @@ def test_a_trainer_holds_what_the_account_says(overlapped, adapted):
 
 def test_a_resume_on_another_architecture_is_refused(alone, tmp_path):
     shutil.copytree(alone[0], tmp_path / "run")
-    env = pretended(tmp_path / "run", PRETEND_CAPABILITY="8.6")
-    status, output = launch(tmp_path / "run", *FLAGS, "--init_from=resume", "--max_steps=3", env=env)
+    status, output = launch(tmp_path / "run", "--init_from=resume", "--max_steps=3", PRETEND_CAPABILITY="8.6")
     assert status == 1 and "has device 'cuda 9.0', expected 'cuda 8.6'" in error_line(output)

@@ -4,8 +4,8 @@ run, which saves 5 to 10 s of each. From the fork on it is as if the user had ty
 conftest.py talks to it: a line of JSON in, the run's process id and then its exit status out. With several ranks it
 does what torchrun would: each is such a process, and when one fails the others end, too.
 
-SGLang's scheduler would be spawned by the run, and import all of it again: here it is a fork, too, made before the run
-has a thread, that waits until the run wants one.
+SGLang's schedulers would be spawned by the run, and import all of it again: here they are forks, too, made before the
+run has a thread, that wait until the run wants them.
 """
 
 import atexit
@@ -23,6 +23,7 @@ os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # as train_grpo.py, before transform
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as RolloutEngine, before torch reads it: SGLang would compile small things
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # transformers has an optional `kernels`: let it be ours
 
+import setproctitle  # noqa: E402
 import sglang.srt.entrypoints.engine  # noqa: E402, F401
 import sglang.srt.managers.scheduler  # noqa: E402, F401
 import sglang.srt.models.qwen3  # noqa: E402, F401
@@ -33,34 +34,45 @@ def wait_for_job(orders, jobs):
     """What the fork does: it waits for the target of one process that was to be spawned, and runs it."""
     jobs.close()
     try:
-        output, target, args = orders.recv()
+        output, environment, target, args = orders.recv()
     except EOFError:  # the run has ended without it
         return
     orders.send("received")
     for fd in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), fd)
+    setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
+    os.environ.clear()
+    os.environ.update(environment)
     target(*args)
 
 
-def fork_for_spawn():
-    """Forks a process now, which takes the place of the next one that is to be spawned."""
-    fork, spawn = multiprocessing.get_context("fork"), multiprocessing.context.SpawnContext
-    orders, jobs = fork.Pipe()
-    process, own = fork.Process(target=wait_for_job, args=(orders, jobs)), spawn.Process
-    process.start()
-    orders.close()
-    atexit.register(jobs.close)
+def fork_for_spawn(number):
+    """Forks so many processes now, which take the place of the next ones that are to be spawned."""
+    fork, spawned = multiprocessing.get_context("fork"), multiprocessing.context.SpawnProcess
+    own, ready = spawned._Popen, []
+    for _ in range(number):
+        orders, jobs = fork.Pipe()
+        process = fork.Process(target=wait_for_job, args=(orders, jobs))
+        process.start()
+        orders.close()
+        atexit.register(jobs.close)
+        ready.append((process, jobs))
 
-    def start(target, args):
-        jobs.send((os.readlink("/proc/self/fd/1"), target, args))
+    def take(wanted):
+        process, jobs = ready.pop(0)
+        if not ready:
+            spawned._Popen = staticmethod(own)
+        jobs.send((os.readlink("/proc/self/fd/1"), dict(os.environ), wanted._target, wanted._args))
         jobs.recv()  # a thread hands it the pipes among args, and would say so if the run killed it before it has them
+        return process._popen
 
-    def take(target, args):
-        spawn.Process = own
-        process.start = lambda: start(target, args)
-        return process
+    spawned._Popen = staticmethod(take)
 
-    spawn.Process = staticmethod(take)
+
+def schedulers_of(command):
+    """How many an engine of the run has: one for each of its ranks."""
+    said = [flag.partition("=")[2] for flag in command if flag.startswith("--rollout_tp=")]
+    return int([1, *said][-1])
 
 
 gc.freeze()  # or each fork would end with a search for garbage through the libraries: 3 s
@@ -84,7 +96,7 @@ for line in sys.stdin:
                     os.kill(other, signal.SIGKILL)
         print(status, flush=True)
         continue
-    fork_for_spawn()
+    fork_for_spawn(schedulers_of(job["command"]))
     os.environ.update(env)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)

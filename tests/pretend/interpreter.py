@@ -1,10 +1,16 @@
 """
 Triton's interpreter as a card computes, after `install()`: bfloat16 is decoded before a product and rounded to nearest
 even, and `tl.dot` adds as a tensor core does. Threads take turns: a kernel that is interpreted changes Triton's module
-`language` for as long as it runs. Triton would look for what to change at each call of a function inside a kernel, too,
-which takes half of a kernel's time: here it does so once in a launch for each module of functions.
+`language` for as long as it runs.
+
+What no kernel sees, and most of its time would go to, is left out: Triton would look for what to change in `language`
+not once in a launch, but at each call of a function inside a kernel, too; it would compute each sum of 32 bits again in
+64, for an assertion that is off; and it would make the same types again and again.
 """
 
+import dataclasses
+import functools
+import math
 import threading
 
 import numpy as np
@@ -53,6 +59,45 @@ def convert(otherwise):
     return method
 
 
+def make_types_once():
+    """Triton makes the type and shape of every intermediate result anew, with their names; here equal ones are one."""
+    plain_block, plain_dtype = tl.core.block_type.__init__, interpreter._get_np_dtype
+    blocks, dtypes = {}, {}
+
+    def init_tuple_type(self, types, fields=None):
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def name_of(self):
+        return "[" + ",".join(f"{key}:{x}" for key, x in zip(self.fields, self.types)) + "]"
+
+    def init_block(self, element_ty, shape):
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in blocks:
+            plain_block(self, element_ty, shape)
+            blocks[key] = vars(self)
+        self.__dict__.update(blocks[key])
+
+    @functools.cache
+    def shape_of(sizes):
+        return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+    def init_tensor(self, handle, kind):
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shape_of((*kind.shape,) if kind.is_block() else ())
+
+    def np_dtype(kind):
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = plain_dtype(kind)
+        return dtypes[name]
+
+    tl.core.tuple_type.__init__ = init_tuple_type
+    tl.core.tuple_type.name = property(name_of)
+    tl.core.block_type.__init__ = init_block
+    tl.core.tensor.__init__ = init_tensor
+    interpreter._get_np_dtype = np_dtype
+
+
 def install():
     launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
     patch, patched = interpreter._patch_lang, set()
@@ -70,6 +115,10 @@ def install():
 
     interpreter.GridExecutor.__call__ = one_at_a_time
     interpreter._patch_lang = patch_once
+    options = interpreter.interpreter_builder.options
+    assert not options.debug  # nothing is asserted
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    make_types_once()
     builder = interpreter.InterpreterBuilder
     builder.create_dot = dot
     builder.cast_impl = convert(plain_cast)

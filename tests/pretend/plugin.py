@@ -22,11 +22,15 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 
-CAPABILITY = tuple(map(int, os.environ.get("PRETEND_CAPABILITY", "9.0").split(".")))
 MEMORY = int(os.environ.get("PRETEND_BYTES", 2 << 30))  # of the card
 HERE = threading.local()
 IN_ORDER = "PRETEND_ORDER" in os.environ  # whether accesses are looked at that nothing keeps in order
 ROOT = str(Path(__file__).parents[2])
+
+
+def capability(*_):
+    """Of the card, (major, minor)."""
+    return tuple(map(int, os.environ.get("PRETEND_CAPABILITY", "9.0").split(".")))
 
 
 def note(event, **what):
@@ -40,9 +44,11 @@ def note(event, **what):
 
 def place_in_project():
     """'train_grpo.py:100' of the innermost frame that is the project's own; '' where there is none."""
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(ROOT) and "/tests/" not in f.filename]
-    frames = [f for f in frames if "/.venv/" not in f.filename]
-    return f"{frames[-1].filename[len(ROOT) + 1 :]}:{frames[-1].lineno}" if frames else ""
+    for frame, line in traceback.walk_stack(None):
+        _, _, file = frame.f_code.co_filename.partition(f"{ROOT}/")
+        if file and not file.startswith(("tests/", ".venv/")):
+            return f"{file}:{line}"
+    return ""
 
 
 # ---- which tensors are on the card
@@ -333,8 +339,9 @@ def mem_get_info(*_):
 
 
 def properties_of(*_):
+    major, minor = capability()
     return types.SimpleNamespace(
-        name="Pretended", major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=MEMORY, warp_size=32,
+        name="Pretended", major=major, minor=minor, total_memory=MEMORY, warp_size=32,
         multi_processor_count=132, shared_memory_per_block_optin=232448, L2_cache_size=50 << 20, gcnArchName="",
         regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, uuid="pretended", is_integrated=False,
     )  # fmt: skip
@@ -371,10 +378,10 @@ def patch_torch(module):
         set_stream=lambda s: setattr(HERE, "stream", s), memory_allocated=lambda *_: Held.now,
         max_memory_allocated=lambda *_: Held.most, memory_reserved=lambda *_: Held.now, CUDAGraph=CUDAGraph,
         graph=graph, synchronize=lambda *_: [order.host_waits(s) for s in Stream.every],
-        is_current_stream_capturing=lambda: bool(getattr(HERE, "recorder", None)),
+        get_device_capability=capability, is_current_stream_capturing=lambda: bool(getattr(HERE, "recorder", None)),
     ) | answers(
-        is_available=True, device_count=8, get_device_name="Pretended", get_device_capability=CAPABILITY,
-        empty_cache=None, is_initialized=True, init=None, _lazy_init=None, ipc_collect=None,
+        is_available=True, device_count=8, get_device_name="Pretended", empty_cache=None,
+        is_initialized=True, init=None, _lazy_init=None, ipc_collect=None,
         reset_peak_memory_stats=None, manual_seed_all=None, manual_seed=None,
         is_bf16_supported=True, can_device_access_peer=False, memory_stats={}, get_arch_list=["sm_90"],
         graph_pool_handle=(0, 0), _is_in_bad_fork=False,
