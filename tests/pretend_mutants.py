@@ -27,10 +27,10 @@ MUTANTS = dict(
     ),
     thread_gathers=(
         "sync.py",
-        "        rows = [s.data for s in shards",
-        """        shards = [*shards]
-        [whole(s, self.ranks.mesh) for s in shards]
-        rows = [s.data for s in shards""",
+        "            piece = torch.cat([s.data",
+        """            shards = [*shards]
+            [whole(s, self.ranks.mesh) for s in shards]
+            piece = torch.cat([s.data""",
         THREADS,
     ),
     sends_on_without_waiting=(
