@@ -3,6 +3,7 @@ Whole runs with --device=cuda on a machine without a card (tests/pretend/): trai
 throughout, and what a card or NCCL would refuse, seen by spies. docs/hardware.md says what is left.
 """
 
+import atexit
 import json
 import re
 import shutil
@@ -40,7 +41,9 @@ ENVIRONMENT = dict(
 @cache
 def worker():
     """The name of a worker of run_warm that has a card."""
-    pretended = dict(PYTHONPATH=str(SITE), LD_LIBRARY_PATH=stub_driver(tempfile.mkdtemp()))
+    driver = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, driver)
+    pretended = dict(PYTHONPATH=str(SITE), LD_LIBRARY_PATH=stub_driver(driver))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, **pretended}.items():
             patch.setenv(name, value)
