@@ -298,8 +298,9 @@ def descendants():
     parents, chain = {}, [os.getpid()]
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if b"bwrap" not in (path.parent / "cmdline").read_bytes() and f" {os.getpid()} " in path.read_text()[:60]:
-                continue  # another child of this process, such as the one that starts runs
+            other = b"--as-pid-1" not in (path.parent / "cmdline").read_bytes()
+            if other and f" {os.getpid()} " in path.read_text()[:60]:
+                continue  # a child that starts runs, or a worker of Reasoning Gym in its own bwrap
             parents[int(path.read_text().rpartition(")")[2].split()[1])] = int(path.parent.name)
     while chain[-1] in parents:
         chain.append(parents[chain[-1]])
