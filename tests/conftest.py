@@ -37,6 +37,7 @@ from prove import (  # noqa: E402
     SPLIT,
     command_of,
     interrupt,
+    kill_one,
     launch,
     lines,
     processes_of,
@@ -227,7 +228,7 @@ def one_engine(once):
 def two_engines(once):
     """The same with two engines that share the work; small caches, so that they put requests back all the time."""
     flags = "--rollout_ranks=2 --engine_args=max_total_tokens=150".split()
-    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"})
+    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"}, launch=launch_warm)
     return once("two_engines", lambda folder: finish(folder, *DAPO, *flags, **options))
 
 
@@ -262,7 +263,21 @@ def some_kills(request):
     return -(-request.config.getoption("kills") // 3)
 
 
-def survive(folder, kills, *flags, **options):
+def resume_with_kills(folder, kills, rng, *flags, **options):
+    """`run_with_kills` of a run by `launch_warm`, which is resumed as by its user and not by torchrun."""
+    victims = []
+    with ThreadPoolExecutor(1) as pool:
+        while True:
+            resume = ["--init_from=resume"] * (folder / "config.py").exists()
+            run = pool.submit(launch_warm, folder, *flags, *resume, **options)
+            kind = kill_one(folder, rng, lambda: not run.done()) if len(victims) < kills else ""
+            victims += [kind] * bool(kind)
+            status, output = run.result()
+            if not (status and kind):
+                return status, output, victims
+
+
+def survive(folder, kills, *flags, run=run_with_kills, **options):
     """
     A line about what was killed, and the output of a run that gets so many SIGKILLs at random moments and continues. If
     it is done before it was killed so often, it is made again, and must come out the same.
@@ -272,7 +287,7 @@ def survive(folder, kills, *flags, **options):
         shutil.rmtree(folder, ignore_errors=True)
         with shared_memory():
             left = kills - len(killed)
-            status, output, victims = run_with_kills(folder, left, rng, "--checkpoint_every=2", *flags, **options)
+            status, output, victims = run(folder, left, rng, "--checkpoint_every=2", *flags, **options)
         assert status == 0 and victims, output[-4000:]
         killed += victims
         ledgers.add((folder / "ledger.jsonl").read_bytes())
@@ -292,7 +307,7 @@ def lagged_apart(once, some_kills):
     """
     The same side by side, on two engines that are slow at random, with SIGKILLs at random moments.
     """
-    flags, options = (*LAG, "--rollout_ranks=2"), dict(ranks=3, broken=slow_engines)
+    flags, options = (*LAG, "--rollout_ranks=2"), dict(ranks=3, broken=slow_engines, run=resume_with_kills)
     return once("lagged_apart", lambda folder: survive(folder, some_kills, *flags, **options))
 
 
@@ -306,8 +321,8 @@ def segments(once):
 @pytest.fixture(scope="session")
 def segments_apart(once, some_kills):
     """The same side by side on two slow engines, with SIGKILLs at random moments."""
-    options = dict(ranks=3, broken=slow_engines)
-    return once("segments_apart", lambda folder: survive(folder, some_kills, *SEGMENTS, "--rollout_ranks=2", **options))
+    flags, options = (*SEGMENTS, "--rollout_ranks=2"), dict(ranks=3, broken=slow_engines, run=resume_with_kills)
+    return once("segments_apart", lambda folder: survive(folder, some_kills, *flags, **options))
 
 
 @pytest.fixture(scope="session")

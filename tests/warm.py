@@ -25,9 +25,10 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # transformers has an
 
 import setproctitle  # noqa: E402
 import sglang.srt.entrypoints.engine  # noqa: E402, F401
-import sglang.srt.managers.scheduler  # noqa: E402, F401
 import sglang.srt.models.qwen3  # noqa: E402, F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
+from sglang.srt.environ import envs  # noqa: E402
+from sglang.srt.managers import scheduler  # noqa: E402
 
 
 def wait_for_job(orders, jobs):
@@ -43,6 +44,7 @@ def wait_for_job(orders, jobs):
     setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
     os.environ.clear()
     os.environ.update(environment)
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()  # it has read that at its import
     target(*args)
 
 

@@ -290,39 +290,51 @@ def processes_of(folder):
 
 
 def is_rank(command):
-    return ("train_grpo.py" in command or "--broken" in command) and "torch.distributed.run" not in command
+    """Also of one that tests/warm.py has forked."""
+    named = any(name in command for name in ("train_grpo.py", "--broken", "warm.py"))
+    return named and "torch.distributed.run" not in command
+
+
+def kill_one(folder, rng, goes_on):
+    """
+    Kills a process of a run (a rank or an SGLang scheduler) at a moment drawn from `rng`, half of the times while it
+    starts, half in its steps: returns which, or '' if the run has ended before. goes_on(): whether it has not.
+    """
+
+    def schedulers():
+        return [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
+
+    def sleep_until(condition, seconds):
+        end = time.monotonic() + seconds
+        while goes_on() and not condition() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    metrics = folder / "metrics.jsonl"
+    if rng.random() < 0.5:
+        sleep_until(lambda: False, rng.uniform(0, 20))
+    else:
+        sleep_until(lambda: schedulers() and time.time() - metrics.stat().st_mtime < 0.3, 120)
+        sleep_until(lambda: False, rng.uniform(0, 3))
+    ranks = [pid for pid, command in processes_of(folder).items() if is_rank(command)]
+    kinds = {k: pids for k, pids in (("rank", ranks), ("scheduler", schedulers())) if pids}
+    if not kinds or not goes_on():
+        return ""
+    kind = rng.choice(sorted(kinds))
+    os.kill(rng.choice(kinds[kind]), signal.SIGKILL)
+    return kind
 
 
 def run_with_kills(folder, kills, rng, *flags, say=lambda _: None, **options):
     """
-    A run under torchrun --max-restarts, whose processes (ranks and SGLang schedulers) get up to `kills` SIGKILLs at
-    moments drawn from `rng`, half of them while it starts, half in its steps: (status, output, [what was killed]).
+    A run under torchrun --max-restarts, of which up to `kills` processes are killed as `kill_one` says: (status,
+    output, [what was killed]).
     """
     command, victims = command_of(folder, *flags, **({"ranks": 2} | options), restarts=kills), []
-    metrics = folder / "metrics.jsonl"
     with open(folder.parent / f"{folder.name}.output", "w+") as output:
         run = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-
-        def schedulers():
-            return [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
-
-        def sleep_until(condition, seconds):
-            end = time.monotonic() + seconds
-            while run.poll() is None and not condition() and time.monotonic() < end:
-                time.sleep(0.05)
-
         try:
             while len(victims) < kills and run.poll() is None:
-                if rng.random() < 0.5:
-                    sleep_until(lambda: False, rng.uniform(0, 20))
-                else:
-                    sleep_until(lambda: schedulers() and time.time() - metrics.stat().st_mtime < 0.3, 120)
-                    sleep_until(lambda: False, rng.uniform(0, 3))
-                ranks = [pid for pid, command in processes_of(folder).items() if is_rank(command)]
-                kinds = {k: pids for k, pids in (("rank", ranks), ("scheduler", schedulers())) if pids}
-                if kinds and run.poll() is None:
-                    kind = rng.choice(sorted(kinds))
-                    os.kill(rng.choice(kinds[kind]), signal.SIGKILL)
+                if kind := kill_one(folder, rng, lambda: run.poll() is None):
                     victims.append(kind)
                     say(f"killed a {kind}")
             run.wait(timeout=300)
