@@ -289,8 +289,7 @@ def cpu_matmul(a, b, out=None):
     if 1 not in b.stride():
         b = b.contiguous()
     units = -(-M // BLOCK_ROWS) * -(-N // PANEL)
-    args = a, *a.stride(), panels_of(b), c, M, N, K, add
-    _share(cpu_matmul_blocks, units, 2 * M * N * K, *args)
+    _share(cpu_matmul_blocks, units, 2 * M * N * K, a, *a.stride(), panels_of(b), c, M, N, K, add)
     return c
 
 
@@ -627,8 +626,7 @@ def merge(weight, A, B, scale):
     N, K = weight.shape
     out = torch.empty_like(weight)
     grid = -(-N // LORA_TILE), -(-K // LORA_TILE)
-    args = weight, A, B, out, scale, N, K, len(A)
-    _launch(triton_lora, grid, *args, BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
+    _launch(triton_lora, grid, weight, A, B, out, scale, N, K, len(A), BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
     return out
 
 
@@ -1894,8 +1892,7 @@ class CpuAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, stats)
         ctx.plan = plan
         ctx.tail = plan.cpu_indices, H, HK, D, float(scale)
-        work = 4 * H * D * plan.cpu_pairs
-        _share(cpu_attention, plan.B * HK, work, q, k, v, out, stats, *ctx.tail)
+        _share(cpu_attention, plan.B * HK, 4 * H * D * plan.cpu_pairs, q, k, v, out, stats, *ctx.tail)
         return out
 
     @staticmethod
@@ -1904,8 +1901,7 @@ class CpuAttention(torch.autograd.Function):
         grads = [_contiguous_like(x) for x in (q, k, v)]
         _, H, HK, D, _ = ctx.tail
         work = 10 * H * D * ctx.plan.cpu_pairs
-        args = grad.contiguous(), *saved, *grads, *ctx.tail
-        _share(cpu_attention_backward, ctx.plan.B * HK, work, *args)
+        _share(cpu_attention_backward, ctx.plan.B * HK, work, grad.contiguous(), *saved, *grads, *ctx.tail)
         return *grads, None, None
 
 
@@ -1948,8 +1944,7 @@ class TritonAttention(torch.autograd.Function):
         _launch(triton_attention, (tiles, heads, lanes), *args, **flags, **config)
         if parts:
             args = part_o, part_m, part_l, out, plan.q_ends, plan.kv_lens, c, plan.B, splits
-            config = dict(num_warps=1, **EXACT)
-            _launch(triton_merge_parts, (N * H,), *args, H=H, D=D, SPLIT=SPLIT, **config)
+            _launch(triton_merge_parts, (N * H,), *args, H=H, D=D, SPLIT=SPLIT, num_warps=1, **EXACT)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.tail = plan, scale, shape, strides, tma
         return out
@@ -2642,9 +2637,7 @@ def draw(logprobs, seeds, positions):
     fits = logprobs.dim() == 2 and seeds.shape == positions.shape == logprobs.shape[:1]
     check(fits, "logprobs, seeds, positions {}, {}, {}: (B, V), (B,), (B,) are needed", logprobs, seeds, positions)
     B, V = logprobs.shape
-    seeds = seeds.long().contiguous()
-    positions = positions.long().contiguous()
-    args = logprobs.contiguous(), seeds, positions
+    args = logprobs.contiguous(), seeds.long().contiguous(), positions.long().contiguous()
     if not use_triton(logprobs):
         tokens = torch.zeros(B, 1, dtype=torch.int64)
         _share(cpu_draw, B, 60 * B * V, *args, tokens, V)

@@ -22,7 +22,7 @@ import threading
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import chain, islice, pairwise, product
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from statistics import fmean
 from traceback import extract_tb
@@ -377,9 +377,7 @@ def find_function(name, built_in, what):
         return built_in[name]
     file, _, attribute = name.rpartition(":")
     if not file.endswith(".py"):
-        known = "Use 'my_file.py:my_function'"
-        if built_in:
-            known = f"Built in: {', '.join(built_in)}; or 'my_file.py:my_function' (no + or * in the path)"
+        known = f"Use {', '.join(built_in)}{' or ' * bool(built_in)}'my_file.py:my_function' (no + or * in the path)"
         raise ValueError(f"no such {what} as {name!r}{suggestion(name, built_in) or '.'} {known}")
     folders = Path.cwd(), Path(__file__).resolve().parent
     path = next(filter(Path.is_file, (folder / file for folder in folders)), None)
@@ -500,24 +498,6 @@ def with_wrong_sum(row):
         is_changed = changed == 0 or changed >> i & 1
         wrong += str((int(digit) + (1 + by) * is_changed) % 10)
     return dict(prompt=row["prompt"], chosen=right, rejected=wrong)
-
-
-def programs():
-    """
-    Rows {"prompt": "plus 13, times 4:", "answer": tests, "program": "def f(x):return(x+13)*4"} of all pairs of steps
-    with numbers from 2 to 19. Of the programs that need parentheses, about every other one lacks them.
-    """
-    words = {"+": "plus", "-": "minus", "*": "times"}
-    rows = []
-    for first, a, second, b in product(words, range(2, 20), words, range(2, 20)):
-        prompt = f"{words[first]} {a}, {words[second]} {b}:"
-        careful = f"(x{first}{a}){second}{b}"
-        careless = int(content_hash(prompt), 16) % 2 or "*" not in second or "*" in first
-        value = eval(f"lambda x: {careful}")
-        tests = "\n".join(f"assert f({x}) == {value(x)}" for x in (-7, 1, 10))
-        program = "def f(x):return" + (f" x{first}{a}{second}{b}" if careless else careful)
-        rows.append(dict(prompt=prompt, answer=tests, program=program))
-    return rows
 
 
 def chance(*key):
@@ -648,7 +628,9 @@ def read_data(config):
         data = arithmetic(config["arithmetic_size"], config["arithmetic_min"])
         return [with_wrong_sum(row) for row in data] if MODES[config["mode"]].pairs else data, None
     if name == "programs":
-        return programs(), None
+        from graders import sandbox
+
+        return sandbox.programs(), None
     if name.startswith("reasoning_gym:"):
         from graders import gym
 
@@ -695,8 +677,7 @@ def encode_prompts(rows, what, tokenizer, config):
         require(tokenizer.chat_template, "chat_template=True: the model's tokenizer has none; use prompt_template")
         options = named_arguments(config["chat_template_args"]) | dict(tokenize=False, add_generation_prompt=True)
         for row in rows:
-            messages = [{"role": "user", "content": row["prompt"]}]
-            row["prompt"] = tokenizer.apply_chat_template(messages, **options)
+            row["prompt"] = tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}], **options)
     ids = prompt_ids([row["prompt"] for row in rows], tokenizer, config)
     return _with_ids(rows, "prompt_tokens", ids, "max_prompt_tokens", f"{what} prompts", config)
 

@@ -43,8 +43,10 @@ import tempfile
 import threading
 import time
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -696,22 +698,17 @@ class Job(NamedTuple):
     begun: dict = {}  # {prompt's index: ((step, index) with which its group was begun, the group so far or None)}
 
 
+@dataclass
 class Sampler:
-    """
-    Makes samples with one of a run's `engines` engines: prompts in, group files out.
+    """Makes samples with one engine: prompts in, group files out."""
 
-    config has the keys of train_grpo.py's block, run is the run's id; rewards has load_reward's function for each
-    source of the data; decode(tokens) -> text; a sample ends with the first of the stop_tokens.
-    """
-
-    def __init__(self, engine, config, run, engines, rewards, decode, stop_tokens):
-        self.engine = engine
-        self.config = config
-        self.run = run
-        self.engines = engines
-        self.rewards = rewards
-        self.decode = decode
-        self.stop_tokens = stop_tokens
+    engine: RolloutEngine
+    config: dict  # the keys of train_grpo.py's block
+    run: str  # the run's id
+    engines: int  # of the run
+    rewards: dict  # {source of the data: load_reward's function}
+    decode: Callable  # tokens -> text
+    stop_tokens: list  # a sample ends with the first of them
 
     def params(self, job, seed, **others):
         """What SGLang is told of a request."""

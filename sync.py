@@ -225,8 +225,7 @@ def check_compilers():
     cure = f"install Python's headers (python3-dev), or set CC, now {compiler!r}"
     require(not done.returncode, f"device='cuda': Triton cannot build its launchers: {reason(done.stderr)}; {cure}")
     # Without a toolkit deep_gemm, which SGLang imports on a Hopper, ends in an assertion.
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if not (named or shutil.which("nvcc") or TOOLKIT.exists()):
+    if not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc") or TOOLKIT.exists()):
         wheel = Path(torch.__file__).parents[1] / f"nvidia/cu{torch.version.cuda.partition('.')[0]}"
         cure = "install one and set CUDA_HOME, or the wheel nvidia-cuda-nvcc"
         require((wheel / "bin/nvcc").is_file(), f"CUDA_HOME='': no CUDA toolkit is found; {cure}")
@@ -579,8 +578,7 @@ class WeightSync:
             self._deliver(version, shards, expected)
 
     def _as_sent(self, shard):
-        data = rounded_to(shard.data.to(self.device), self.bits)
-        return Shard(*shard[:3], data.to(self.dtype))
+        return Shard(*shard[:3], rounded_to(shard.data.to(self.device), self.bits).to(self.dtype))
 
     def _deliver(self, version, shards, expected):
         meet()
@@ -871,8 +869,7 @@ def step_figures(batch, pass_reward, times, sent):
     rewards = torch.stack([t["rewards"] for t, _ in batch.groups])  # (P, G)
     lengths = torch.stack([group.response_lengths() for group in batch.groups]).double()  # (P, G)
     cut = torch.cat([t["truncated"] for t, _ in batch.groups])
-    finished = [t["rewards"] >= pass_reward for t, m in batch.sampled if m["finished"]]
-    right = [float(x.double().mean()) for x in finished]
+    right = [float((t["rewards"] >= pass_reward).double().mean()) for t, m in batch.sampled if m["finished"]]
     meta = sorted((m for _, m in batch.sampled), key=lambda m: m["elapsed"])
     idle = {m["engine"]: m["idle"] for m in meta}  # of each engine up to its last group
     began, sampled, learned, published = times
@@ -1047,8 +1044,7 @@ def seal_checkpoint(partial, final, **record):
     paths = sorted(p for p in partial.rglob("*") if p.is_file())
     with ThreadPoolExecutor() as pool:
         list(pool.map(_sync, paths))
-        names = (str(p.relative_to(partial)) for p in paths)
-        record["files"] = dict(zip(names, pool.map(_file_hash, paths)))
+        record["files"] = dict(zip((str(p.relative_to(partial)) for p in paths), pool.map(_file_hash, paths)))
     record["sha256"] = _digest(record)
     write_atomic(partial / "checkpoint.json", json.dumps(record, indent=1).encode())
     shutil.rmtree(final, ignore_errors=True)
@@ -1131,8 +1127,7 @@ def tensor_hashes(tensors, shards, group):
     for t, s in zip(tensors, shards):
         rows = t[:, None].flatten(1).view({2: torch.int16, 4: torch.int32}[t.itemsize])
         of_rows = _odd(s.first + (1 << 40), len(t), t.device)
-        of_columns = _odd(s.column, rows.shape[1], t.device)
-        sums.append(kernels.bit_sum(rows, of_rows, of_columns))
+        sums.append(kernels.bit_sum(rows, of_rows, _odd(s.column, rows.shape[1], t.device)))
     sums = torch.stack(sums)
     if group:
         dist.all_reduce(sums, group=group)

@@ -361,8 +361,7 @@ def aggregate(losses, counts, kind, samples, tokens, longest):
         return losses.sum() / tokens
     if kind == "constant":
         return losses.sum() / (samples * longest)
-    means = [part.sum() / max(1, len(part)) for part in losses.split(counts)]
-    return torch.stack(means).sum() / samples
+    return torch.stack([part.sum() / max(1, len(part)) for part in losses.split(counts)]).sum() / samples
 
 
 def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
@@ -965,8 +964,7 @@ class Trainer:
         weights need them), what a sampling rule kept, the critic's values and the reference's log-probs filled in.
         """
         c = self.c
-        outlives = self.sampling.cuts() and (self.frozen or c.updates_per_batch > 1)
-        if c.importance or c.advantage == "gae" or outlives:
+        if c.importance or c.advantage == "gae" or self.sampling.cuts() and (self.frozen or c.updates_per_batch > 1):
             outputs = self.outputs(samples, self.model)
             samples = [
                 s._replace(kept=kept, old_logprobs=logprobs if c.importance else s.old_logprobs)
@@ -1054,8 +1052,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()  # or the parameters would hold this memory until the next step
         # The gradients are hashed as clipped: these are the numbers that moved the weights.
-        moments = ([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS)
-        stages = grads, self.weights, *moments
+        stages = grads, self.weights, *([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS)
         gradients, weights, first, second = (sync.tensor_hashes(x, self.shards, self.process_group) for x in stages)
         optimizer = {name: first[name] + second[name] for name in first}
         return float(norm), dict(gradients=gradients, weights=weights, optimizer=optimizer)
@@ -1126,8 +1123,7 @@ def evaluate(queue, step, rows, c, version, record):
     if record:
         scores = rewards.reward_metrics(groups)
         for source, own in {"": groups, **rewards.by_source(groups)}.items():
-            scored = torch.stack([group.tensors["rewards"] for group in own])
-            rates = rewards.pass_rates(scored, c.pass_reward)
+            rates = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
             scores |= {f"{source}/{metric}".lstrip("/"): x for metric, x in rates.items()}
         record.evaluation(step, scores, len(rows))
 

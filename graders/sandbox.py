@@ -1,8 +1,9 @@
 """
-Programs that a model wrote, in a sandbox: the reward `code`, which judges them by tests, and the tool `python` for
-agents. bubblewrap isolates them: no network, no files but the interpreter's and a small folder of their own, an empty
-environment, another user, few system calls that reach further, limits of time, memory, threads and output. A program is
-one process, which may have threads: so the kernel's limits of a process are those of the program.
+Programs that a model wrote, in a sandbox: the reward `code`, which judges them by tests, the tasks for it that are made
+here (dataset='programs'), and the tool `python` for agents. bubblewrap isolates them: no network, no files but the
+interpreter's and a small folder of their own, an empty environment, another user, few system calls that reach further,
+limits of time, memory, threads and output. A program is one process, which may have threads: so the kernel's limits of
+a process are those of the program.
 """
 
 import ast
@@ -23,11 +24,12 @@ import tempfile
 import threading
 from contextlib import ExitStack
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from rewards import SETTINGS
-from sync import reason
+from sync import content_hash, reason
 
 OUTPUT = 65536  # bytes that a program may write to its output, to its errors or to a file
 THREADS = 16  # of a program
@@ -292,6 +294,24 @@ def code(prompt, response, answer):
     verdict = "fail" if run.verdict == "pass" and not passed else run.verdict
     seconds, near = math.fsum(run.cpu_seconds for run in runs), any(run.near_limit for run in runs)
     return float(passed), dict(verdict=verdict, cpu_seconds=round(seconds, 3), near_limit=near)
+
+
+def programs():
+    """
+    Rows {"prompt": "plus 13, times 4:", "answer": tests, "program": "def f(x):return(x+13)*4"} of all pairs of steps
+    with numbers from 2 to 19. Of the programs that need parentheses, about every other one lacks them.
+    """
+    words = {"+": "plus", "-": "minus", "*": "times"}
+    rows = []
+    for first, a, second, b in product(words, range(2, 20), words, range(2, 20)):
+        prompt = f"{words[first]} {a}, {words[second]} {b}:"
+        careful = f"(x{first}{a}){second}{b}"
+        careless = int(content_hash(prompt), 16) % 2 or "*" not in second or "*" in first
+        value = eval(f"lambda x: {careful}")
+        tests = "\n".join(f"assert f({x}) == {value(x)}" for x in (-7, 1, 10))
+        program = "def f(x):return" + (f" x{first}{a}{second}{b}" if careless else careful)
+        rows.append(dict(prompt=prompt, answer=tests, program=program))
+    return rows
 
 
 def python(code: str) -> str:

@@ -6,7 +6,6 @@ Hugging Face's class and SGLang's both hold a layer's experts as two parameters,
 matrices.
 """
 
-import itertools
 import types
 
 import torch
@@ -44,20 +43,6 @@ def per_expert(shard):
         for name, data in zip(names, expert.chunk(len(names))):
             name = f"{layer}.experts.{e}.{name}.weight"
             yield shard._replace(name=name, shape=tuple(data.shape), first=0, data=data)
-
-
-def whole_experts(tensors):
-    """The tensors {name: tensor} of a model folder's files, with a mixture's as `per_expert` had them."""
-
-    def stacked(layer, part):
-        names = (f"{layer}.experts.{e}.{part}_proj.weight" for e in itertools.count())
-        return torch.stack([tensors[name] for name in itertools.takewhile(tensors.__contains__, names)])
-
-    found = {name: x for name, x in tensors.items() if ".experts." not in name}
-    for layer in {name.partition(".experts.")[0] for name in tensors.keys() - found}:
-        found[f"{layer}.experts.gate_up_proj"] = torch.cat([stacked(layer, part) for part in ("gate", "up")], 1)
-        found[f"{layer}.experts.down_proj"] = stacked(layer, "down")
-    return found
 
 
 def is_mixture(mlp):

@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from verify import whole_experts
 
 import sync
 import train_grpo as train
@@ -48,7 +49,7 @@ def test_a_folder_has_each_experts_matrices_and_is_what_transformers_reads_and_c
     theirs, again = (AutoModelForCausalLM.from_pretrained(x, **options) for x in (folder, tmp_path))
     for (name, a), b in zip(theirs.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    whole = moe.whole_experts({name: folders.weight_files(folder)[name].get_tensor(name) for name in names})
+    whole = whole_experts({name: folders.weight_files(folder)[name].get_tensor(name) for name in names})
     assert len(whole) == len(shards) and all(torch.equal(whole[s.name], s.data) for s in shards)
     tokens = torch.randint(97, (3, 9))
     no_logprobs = torch.zeros(8)

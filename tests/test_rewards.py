@@ -303,7 +303,7 @@ def test_a_file_may_hold_dataclasses(write):
     assert load_reward(f"{file}:f")("", "", "")[0] == 3.0
 
 
-KNOWN = f"Built in: {', '.join(rewards.BUILT_IN | rewards.ELSEWHERE)}; or"
+KNOWN = f"Use {', '.join(rewards.BUILT_IN | rewards.ELSEWHERE)} or"
 
 
 @pytest.mark.parametrize(
@@ -311,9 +311,9 @@ KNOWN = f"Built in: {', '.join(rewards.BUILT_IN | rewards.ELSEWHERE)}; or"
     [
         ("numerc", f"no such reward as 'numerc'; did you mean numeric? {KNOWN} 'my_fi"),
         ("exact+fromat", "no such reward as 'fromat'; did you mean format?"),
-        ("zzz", "no such reward as 'zzz'. Built in: exact"),
-        ("", "no such reward as ''. Built in"),
-        ("numeric+", "no such reward as ''. Built in"),
+        ("zzz", "no such reward as 'zzz'. Use exact"),
+        ("", "no such reward as ''. Use exact"),
+        ("numeric+", "no such reward as ''. Use exact"),
         ("my_file.py", f"no such reward as 'my_file.py'. {KNOWN} 'my_file.py:my_function'"),
         ("a+b/my.py:f", f"no such reward as 'a'. {KNOWN} 'my_file.py:my_function' (no + "),
         ("a*b/my_file.py:f", "weight 'a' is not a number, as in 0.2*format (and a path cannot contain *)"),

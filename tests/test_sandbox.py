@@ -30,8 +30,8 @@ from prove import failing_sandbox, lines, replay_of
 
 import rewards
 from graders import sandbox
-from graders.sandbox import SandboxError, canonical, code, run_program
-from rewards import load_reward, programs
+from graders.sandbox import SandboxError, canonical, code, programs, run_program
+from rewards import load_reward
 from train_grpo import DEFAULTS
 
 pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="install bubblewrap")

@@ -22,6 +22,7 @@ Exit status 0: verified; 1: it parted, and where; 2: nothing to verify.
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from diff import first_difference
 from runs import check_trusted, command, launch_with_bar, lines, problem, saved_config
 from safetensors.torch import load_file
@@ -36,7 +38,6 @@ from safetensors.torch import load_file
 import sync
 from configurator import MODES, ORIGINS, configure, fail, library_versions, printable, require
 from models.adapters import PEFT
-from models.moe import whole_experts
 
 # Repeated steps are not to be stopped by a watch.
 QUIET = ("--eval_samples=1", "--watch=")
@@ -56,6 +57,20 @@ def starts_of(run):
         why = f"{folder} is of {record['versions']}, here are {library_versions()}: bits may differ"
         require(record["versions"] == library_versions(), why)
         found[record["step"]] = folder
+    return found
+
+
+def whole_experts(tensors):
+    """The tensors {name: tensor} of a model folder's files, with a mixture's experts as one, as it is trained."""
+
+    def stacked(layer, part):
+        names = (f"{layer}.experts.{e}.{part}_proj.weight" for e in itertools.count())
+        return torch.stack([tensors[name] for name in itertools.takewhile(tensors.__contains__, names)])
+
+    found = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for layer in {name.partition(".experts.")[0] for name in tensors.keys() - found}:
+        found[f"{layer}.experts.gate_up_proj"] = torch.cat([stacked(layer, part) for part in ("gate", "up")], 1)
+        found[f"{layer}.experts.down_proj"] = stacked(layer, "down")
     return found
 
 
