@@ -295,10 +295,11 @@ def is_rank(command):
     return named and "torch.distributed.run" not in command
 
 
-def kill_one(folder, rng, goes_on):
+def kill_one(folder, rng, goes_on, start=20.0):
     """
     Kills a process of a run (a rank or an SGLang scheduler) at a moment drawn from `rng`, half of the times while it
-    starts, half in its steps: returns which, or '' if the run has ended before. goes_on(): whether it has not.
+    starts, half in its steps: returns which, or '' if the run has ended before. goes_on(): whether it has not; start:
+    seconds that count as its start.
     """
 
     def schedulers():
@@ -311,7 +312,7 @@ def kill_one(folder, rng, goes_on):
 
     metrics = folder / "metrics.jsonl"
     if rng.random() < 0.5:
-        sleep_until(lambda: False, rng.uniform(0, 20))
+        sleep_until(lambda: False, rng.uniform(0, start))
     else:
         sleep_until(lambda: schedulers() and time.time() - metrics.stat().st_mtime < 0.3, 120)
         sleep_until(lambda: False, rng.uniform(0, 3))
