@@ -189,7 +189,8 @@ TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an 
     (16, 64, 128, 4, 4),
 )
 PRODUCTS_PER_LOAD = 128  # products of a matmul that take an SM as long as to load one of their numbers
-BLOCK_ROWS = 128  # rows of a unit of work on a CPU
+BLOCK_ROWS = 64  # rows of a unit of work on a CPU,
+DEPTH = 256  # .. and how many of K are packed and multiplied at a time: both stay in its caches
 # TILE_ROWS and TILE_VECTORS, the tile that a CPU's registers hold, and PANEL, its columns, are at the end of the file
 
 
@@ -251,14 +252,25 @@ def cpu_multiply(a, at, a_m, a_k, M, K, packed, start, depth, c, to, N, add, fir
 
 
 @loop
-def cpu_matmul_blocks(first, last, a, a_m, a_k, packed, c, M, N, K, add):
-    """Units are blocks of BLOCK_ROWS rows, panel by panel: what `first` to `last` read of a stays in the cache."""
-    across = panels(N)
-    for unit in range(first, last):
-        m = unit // across * BLOCK_ROWS
-        panel = unit % across
-        rows = min(BLOCK_ROWS, M - m)
-        cpu_multiply(a, m * a_m, a_m, a_k, rows, K, packed, 0, K, c, m * N, N, add, panel, panel + 1)
+def cpu_matmul_blocks(first, last, a, a_m, a_k, b, b_k, b_n, packed, c, M, N, K, add):
+    """
+    Units are blocks of rows if there are more rows than columns, else panels. packed: b's panels; if it is empty, each
+    thread packs those that it needs.
+    """
+    begin, end = (0, panels(N)) if M > N else (first, last)
+    top, bottom = (first * BLOCK_ROWS, min(M, last * BLOCK_ROWS)) if M > N else (0, M)
+    own = floats(0 if len(packed) else end * PANEL * DEPTH)
+    for k in range(0, max(K, 1), DEPTH):
+        depth = min(DEPTH, K - k)
+        add = add or k > 0
+        there, start, height = packed, k, K
+        if not len(packed):
+            cpu_pack(begin, end, b[k * b_k :], b_k, b_n, depth, N, own)
+            there, start, height = own, 0, depth
+        for m in range(top, bottom, BLOCK_ROWS):
+            rows = min(BLOCK_ROWS, bottom - m)
+            at = m * a_m + k * a_k
+            cpu_multiply(a, at, a_m, a_k, rows, depth, there, start, height, c, m * N, N, add, begin, end)
 
 
 # An engine makes this a dict, {where b is: (b, its panels)}, and clears it when its weights change. Its b are weights
@@ -288,8 +300,9 @@ def cpu_matmul(a, b, out=None):
     c = out if add else a.new_empty(M, N)
     if 1 not in b.stride():
         b = b.contiguous()
-    units = -(-M // BLOCK_ROWS) * -(-N // PANEL)
-    _share(cpu_matmul_blocks, units, 2 * M * N * K, a, *a.stride(), panels_of(b), c, M, N, K, add)
+    packed = NOTHING if panel_cache is None else panels_of(b)
+    units = -(-M // BLOCK_ROWS) if M > N else -(-N // PANEL)
+    _share(cpu_matmul_blocks, units, 2 * M * N * K, a, *a.stride(), b, *b.stride(), packed, c, M, N, K, add)
     return c
 
 
@@ -846,7 +859,7 @@ class NormRope(torch.autograd.Function):
         config = _norm_config(D)
         grid = (-(-N * H // config["ROWS"]),)
         args = x, weight, cos, sin, y, *ctx.tail
-        on_rows(cpu_norm_rope, triton_norm_rope, N, 8 * N * H * D, args, grid, config)
+        on_rows(cpu_norm_rope, triton_norm_rope, N, 100 * N * H * D, args, grid, config)
         return y
 
     @staticmethod
@@ -861,7 +874,7 @@ class NormRope(torch.autograd.Function):
         dw = None if weight is None else x.new_zeros(blocks, D, dtype=torch.float32)
         args = _aligned(grad), *saved, dx, dw, *ctx.tail
         config = dict(config, STEPS=steps)
-        on_rows(cpu_norm_rope_backward, triton_norm_rope_backward, blocks, 16 * N * H * D, args, (blocks,), config)
+        on_rows(cpu_norm_rope_backward, triton_norm_rope_backward, blocks, 200 * N * H * D, args, (blocks,), config)
         if dw is not None:
             dw = row_sums(dw.t().double()).to(weight.dtype)
         return dx, dw, None, None, None
@@ -966,7 +979,7 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         y = _contiguous_like(gate)
-        on_elements(cpu_swiglu, triton_swiglu, y.shape, 20, gate, up, y, gate.stride(0), up.stride(0))
+        on_elements(cpu_swiglu, triton_swiglu, y.shape, 100, gate, up, y, gate.stride(0), up.stride(0))
         return y
 
     @staticmethod
@@ -975,7 +988,7 @@ class SwiGLU(torch.autograd.Function):
         d_gate = _contiguous_like(gate)
         d_up = _contiguous_like(up)
         args = grad.contiguous(), gate, up, d_gate, d_up, gate.stride(0), up.stride(0)
-        on_elements(cpu_swiglu_backward, triton_swiglu_backward, grad.shape, 40, *args)
+        on_elements(cpu_swiglu_backward, triton_swiglu_backward, grad.shape, 100, *args)
         return d_gate, d_up
 
 
@@ -2015,7 +2028,7 @@ def attention(q, k, v, plan, scale):
 @loop
 def _linear(x, M, K, weight, bias, N):
     y = floats(M * N)
-    cpu_matmul_blocks(0, -(-M // BLOCK_ROWS) * panels(N), x, K, 1, weight, y, M, N, K, False)
+    cpu_matmul_blocks(0, M + N, x, K, 1, weight, 0, 0, weight, y, M, N, K, False)
     for m in range(M if len(bias) else 0):
         y[m * N : (m + 1) * N] += bias
     return y
@@ -3013,7 +3026,10 @@ _pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a
 
 
 def _share(loop, units, work, *args):
-    """loop(first, last, *args) over all units, by several threads if `work`, the number of operations, is worth it."""
+    """
+    loop(first, last, *args) over all units, by several threads if `work` is worth it: a number of operations, in those
+    of a matmul that take as long.
+    """
     args = [*map(_for_loop, args)]
     shares = min(threads, units)  # so that no share is empty: a loop may read its first unit
     if shares <= 1 or work < WORTH_THREADS:

@@ -810,7 +810,7 @@ def test_no_operator_forward_or_backward_sees_the_number_of_threads(monkeypatch)
 
 def test_no_operator_sees_the_tile_of_a_matmul_nor_the_blocks_of_rows(tmp_path):
     """Other tiles are what a CPU with other registers has."""
-    other, sizes = changed(tmp_path), dict(TILE_ROWS=5, TILE_VECTORS=3, PANEL=48, BLOCK_ROWS=24, QUERIES=20)
+    other, sizes = changed(tmp_path), dict(TILE_ROWS=5, TILE_VECTORS=3, PANEL=48, BLOCK_ROWS=24, DEPTH=7, QUERIES=20)
     for name, size in (sizes | dict(WORTH_THREADS=0)).items():  # before the loops are compiled
         assert getattr(kernels, name) != size
         setattr(other, name, size)
