@@ -48,7 +48,8 @@ def recorded(rows, ids, template):
 
     async def source(chat, stop, most):
         turns, tokens = known.get(chat.path, ((), ()))
-        where, k = chat.episode.where, len(chat.turns)
+        where = chat.episode.where
+        k = len(chat.turns)
         turn = turns[k] if k < len(turns) else None
         if turn is None or chat.ids != tokens[: turn["start"]]:
             told = [tokens[: turn["start"]] if turn else [], chat.ids]
@@ -90,12 +91,14 @@ def run_again(job):
     Runs the agents of rollout files again on what was sampled and journaled for them; ends the process with one line if
     one of them then says or returns anything else. job: dict(config, model folder, paths).
     """
-    config, (solve, _) = job["config"], load_agent(job["config"]["agent"])
+    config = job["config"]
+    solve, _ = load_agent(job["config"]["agent"])
     template = Template(*folders.load_tokenizer(job["model"]), named_arguments(config["chat_template_args"]))
 
     async def play(path):
         tensors, meta = sync.read_group(path)
-        prompt, rewards = tensors["prompt_tokens"].tolist(), meta["returned"]
+        prompt = tensors["prompt_tokens"].tolist()
+        rewards = meta["returned"]
         rows = iter(tensors["tokens"].split(tensors["lengths"].tolist()))
         for g, (chats, journal) in enumerate(zip(meta["episodes"], meta["journal"])):
             ids = [prompt + next(rows).tolist() for _ in chats]

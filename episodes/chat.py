@@ -69,7 +69,8 @@ class TooLong(AgentError):
 
     def __init__(self, message, limit, size):
         super().__init__(message)
-        self.limit, self.size = limit, size
+        self.limit = limit
+        self.size = size
 
 
 class ToolCall(NamedTuple):
@@ -177,7 +178,8 @@ class Template:
         name: the model's, for the line.
         """
         require(self.tokenizer.chat_template, f"{name}: its tokenizer has no chat template, which an agent needs")
-        user, thought = dict(role="user", content="a"), dict(role="assistant", content="<think>thought</think>b")
+        user = dict(role="user", content="a")
+        thought = dict(role="assistant", content="<think>thought</think>b")
         try:
             self.check_continuation(None)
             drops = "thought" not in self.render([user, thought, user], None)
@@ -193,10 +195,13 @@ class Template:
             if not fits:
                 raise ValueError(f"{why}: {' | '.join(map(repr, renderings))}")
 
-        user, turn = dict(role="user", content="a"), dict(role="assistant", content="b")
-        new, pasts = [dict(role="user", content="c")], ([], [user, turn])
+        user = dict(role="user", content="a")
+        turn = dict(role="assistant", content="b")
+        new = [dict(role="user", content="c")]
+        pasts = ([], [user, turn])
         for past in pasts:
-            begun, whole = self.render([*past, user], tools, False), self.render([*past, user, turn, *new], tools)
+            begun = self.render([*past, user], tools, False)
+            whole = self.render([*past, user, turn, *new], tools)
             check(whole.startswith(begun), "a rendering does not go on from the one before", begun, whole)
         suffixes = [self.suffix(new, tools, past=past)[1] for past in pasts]
         check(suffixes[0] == suffixes[1], "what follows a turn depends on what was before it", *suffixes)
@@ -275,7 +280,11 @@ class Journal:
     """
 
     def __init__(self, path, run):
-        self.path, self.run, self.lock, self.file, self.entries = path, run, threading.Lock(), None, {}
+        self.path = path
+        self.run = run
+        self.lock = threading.Lock()
+        self.file = None
+        self.entries = {}
         if not path.exists():
             return
         text = path.read_bytes()
@@ -320,16 +329,26 @@ class Episode:
         self, config, template, where, sample, key, source, parse, journal, again=False, most_tokens=2**62,
         most_forks=MOST_FORKS,
     ):  # fmt: skip
-        self.config, self.template, self.where, self.sample, self.key = config, template, where, sample, key
-        self.source, self.parse, self.journal, self.again = source, parse, journal, again
-        self.chats, self.errors = [], 0
-        self.most_tokens, self.most_forks = most_tokens, most_forks
+        self.config = config
+        self.template = template
+        self.where = where
+        self.sample = sample
+        self.key = key
+        self.source = source
+        self.parse = parse
+        self.journal = journal
+        self.again = again
+        self.chats = []
+        self.errors = 0
+        self.most_tokens = most_tokens
+        self.most_forks = most_forks
         self.in_order = asyncio.Lock()  # of the methods of an object, which may change it
         self.moved, self.doing, self.asking = time.monotonic(), "its start", 0  # for the watchdog
 
     async def play(self, solve, row):
         """The sample's reward: what `solve` returns and what it gave its turns."""
-        chat, self.moved = Chat(self, ()), time.monotonic()
+        chat = Chat(self, ())
+        self.moved = time.monotonic()
         try:
             value = finite(await solve(chat, dict(row)), "it")
         except AgentError:
@@ -352,7 +371,8 @@ class Episode:
             return entry["result"]
         if self.again and not entry:
             raise AgentError(f"{self.where}, {at}: run again, the agent asks for {name}({asked}), as it did not before")
-        self.doing, self.moved = f"{at} ({name})", time.monotonic()
+        self.doing = f"{at} ({name})"
+        self.moved = time.monotonic()
         started = self.moved
         result = await act()
         self.moved = time.monotonic()
@@ -398,14 +418,25 @@ class Chat:
     """A dialogue with the model. ids: all its tokens; mask: whether the policy drew it, token by token."""
 
     def __init__(self, episode, path):
-        self.episode, self.path = episode, path
-        self.ids, self.mask, self.logprobs = [], [], []
+        self.episode = episode
+        self.path = path
+        self.ids = []
+        self.mask = []
+        self.logprobs = []
         self.messages, self.said, self.turns = [], 0, []  # said: number of messages, turns among them, already in ids
-        self.tools, self.schemas = None, []
-        self.ended, self.asked_after, self.forks, self.acts, self.calls = False, 0, 0, 0, 0
+        self.tools = None
+        self.schemas = []
+        self.ended = False
+        self.asked_after = 0
+        self.forks = 0
+        self.acts = 0
+        self.calls = 0
         # For an endpoint: what else the engine is to do for a turn, who hears of its tokens as they come, and what the
         # engine said of the latest one (RolloutEngine.generate).
-        self.params, self.options, self.hear, self.meta = {}, {}, None, {}
+        self.params = {}
+        self.options = {}
+        self.hear = None
+        self.meta = {}
         seed = noise_seed(episode.config, *episode.key[:1])
         self.random = random.Random(repr((seed, episode.key, path)))
         episode.chats.append(self)
@@ -437,7 +468,8 @@ class Chat:
 
     def fork(self):
         """A new dialogue, empty, of the same sample: its turns are trained on with the sample's reward, too."""
-        episode, self.forks = self.episode, self.forks + 1
+        episode = self.episode
+        self.forks = self.forks + 1
         if len(episode.chats) > episode.most_forks:
             raise self._error(f"more than {episode.most_forks} forks (MOST_FORKS)")
         return Chat(episode, (*self.path, self.forks - 1))
@@ -448,7 +480,8 @@ class Chat:
         tools: functions with types and a docstring, or an object whose public methods are the tools; a dialogue keeps
         the tools of its first turn. After the end of a dialogue, by length or by max_turns, Replies are empty.
         """
-        episode, stop = self.episode, [stop] if isinstance(stop, str) else [*stop]
+        episode = self.episode
+        stop = [stop] if isinstance(stop, str) else [*stop]
         longest = episode.config["max_prompt_tokens"]
         self._take(tools)
         fresh = self.messages[self.said :]
@@ -457,7 +490,8 @@ class Chat:
         size = len(json.dumps(fresh)) + (0 if self.turns else len(json.dumps(self.schemas)))  # characters
         if not self.turns and size > MOST_PER_TOKEN * (longest + 1024):
             raise self._too_long(f"more than {longest}")
-        loop, encode = asyncio.get_running_loop(), functools.partial(self._encode, fresh)
+        loop = asyncio.get_running_loop()
+        encode = functools.partial(self._encode, fresh)
         ids = () if self.ended else encode() if size < HEAVY else await loop.run_in_executor(ENCODER, encode)
         if not self.turns and len(ids) > longest:
             raise self._too_long(len(ids))
@@ -472,7 +506,8 @@ class Chat:
         self._append(ids, [False] * len(ids), [0.0] * len(ids))
         episode.asking += 1
         tokens, logprobs = await episode.source(self, stop, min(room, max_new_tokens or room))
-        episode.asking, episode.moved = episode.asking - 1, time.monotonic()
+        episode.asking = episode.asking - 1
+        episode.moved = time.monotonic()
         # Under a grammar they are of another distribution than the policy's, whose log-probs the trainer has.
         self._append(tokens, [not self.params] * len(tokens), logprobs)
         return self._reply(tokens, stop)
@@ -509,12 +544,14 @@ class Chat:
             raise self._error(f"the chat template cannot be used for this: {describe(error)}") from error
 
     def _reply(self, tokens, stop):
-        k, template = len(self.turns), self.episode.template
+        k = len(self.turns)
+        template = self.episode.template
         ended = tokens[-1] in template.stop_tokens
         # The marks of a tool call may be special tokens.
         text = template.decode(tokens[:-1] if ended else tokens, bool(self.tools))
         stops = [i for i in map(text.find, stop) if i >= 0]
-        text, self.ended = text[: min(stops, default=len(text))], not (ended or stops)
+        text = text[: min(stops, default=len(text))]
+        self.ended = not (ended or stops)
         text, calls = self.episode.parse(self, text) if self.tools and not self.ended else (text, [])
         calls = [ToolCall(f"call_{k}_{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
         message = len(self.messages)
@@ -530,7 +567,8 @@ class Chat:
         The results (texts) of these calls, which become messages in this order. Functions run side by side, the methods
         of an object one after the other. What a tool raises is a result, too: 'Error: KeyError: 3'.
         """
-        first, self.calls = self.calls, self.calls + len(tool_calls)
+        first = self.calls
+        self.calls = self.calls + len(tool_calls)
         results = await asyncio.gather(*[self._call(call, first + i) for i, call in enumerate(tool_calls)])
         self.episode.errors += sum(result.startswith("Error: ") for result in results)
         for call, result in zip(tool_calls, results):
@@ -539,7 +577,8 @@ class Chat:
 
     async def _call(self, call, number):
         episode = self.episode
-        f, at = self.tools.get(call.name), f"{self.now()}, call {number}"
+        f = self.tools.get(call.name)
+        at = f"{self.now()}, call {number}"
         if f is None or number >= MOST_CALLS:
             return f"Error: no tool {call.name!r}" if f is None else f"Error: no more than {MOST_CALLS} calls"
         method = hasattr(f, "__self__")
@@ -572,7 +611,8 @@ class Chat:
         function(*arguments), whose result is journaled: for questions to the world. Arguments and result must be JSON.
         An exception ends the run, as a failure is no result; a resume tries again.
         """
-        at, self.acts = f"{self.now()}, do {self.acts}", self.acts + 1
+        at = f"{self.now()}, do {self.acts}"
+        self.acts = self.acts + 1
         name = getattr(function, "__name__", repr(function))
 
         async def act():

@@ -485,7 +485,8 @@ def pieces(answer, asked):
             if len(tokens) - end > WINDOW and certain[-1:] != HALF:
                 text, known, begin, end = certain, decode(end), end, len(tokens)
             marks = "[" if asked.schema else template.call_marks  # a grammar's calls are JSON
-            certain, words = certain.rstrip(HALF), [*asked.stop, *(marks if tools else ())]
+            certain = certain.rstrip(HALF)
+            words = [*asked.stop, *(marks if tools else ())]
             begins = lambda i: any(word.startswith(certain[i : i + len(word)]) for word in words)  # noqa: E731
             certain = certain[: next(filter(begins, range(len(sent), len(certain))), None)]
             if tools:
@@ -493,7 +494,8 @@ def pieces(answer, asked):
         else:
             certain = ""
         new = certain[len(sent) :], tokens[number:]
-        sent, number = certain, len(tokens)
+        sent = certain
+        number = len(tokens)
         yield new
 
 
@@ -513,7 +515,10 @@ class Answer:
 
     def __init__(self, session, asked):
         loop = asyncio.get_running_loop()
-        self.chat, self.id, self.tokens, self.news = None, "", [], loop.create_future()
+        self.chat = None
+        self.id = ""
+        self.tokens = []
+        self.news = loop.create_future()
         self.task = asyncio.ensure_future(session.turn(asked, self))
         self.task.add_done_callback(lambda _: self.news.set_result(None))
 
@@ -537,10 +542,13 @@ class Session:
     """A sample whose agent asks over HTTP. root: the Chat with which it begins."""
 
     def __init__(self, root):
-        self.root, self.dialogues, self.busy = root, [], set()
+        self.root = root
+        self.dialogues = []
+        self.busy = set()
         self.begun = {}  # {hash of what a dialogue begins with: number of them}
         self.answers = []  # (hash of the request, Answer), in the order of arrival
-        self.reward, self.failed = None, asyncio.get_running_loop().create_future()
+        self.reward = None
+        self.failed = asyncio.get_running_loop().create_future()
         self.used = time.monotonic()
 
     def answer(self, asked, request, is_retry):
@@ -657,7 +665,11 @@ class Endpoint:
     """
 
     def __init__(self, sock, key, names, decode, serves=None, fingerprint=None):
-        self.key, self.names, self.decode, self.serves, self.fingerprint = key, names, decode, serves, fingerprint
+        self.key = key
+        self.names = names
+        self.decode = decode
+        self.serves = serves
+        self.fingerprint = fingerprint
         self.url = "http://{}:{}".format(*sock.getsockname()[:2])
         self.sessions, self.open = {}, set()  # open: a task for each request outside of sessions
         self.times = {}  # {hash of a request without a seed: how often it came}
@@ -704,7 +716,8 @@ class Endpoint:
     async def _body(self, request, use="ask"):
         """(the bytes of a request, its JSON)."""
         self._check_key(request, use)
-        size, raw = 0, bytearray()
+        size = 0
+        raw = bytearray()
         async for part in request.stream():  # to its end: a client does not read before it has sent all
             size += len(part)
             raw += part if size <= MOST_BYTES else b""
@@ -865,13 +878,15 @@ endpoints = {}  # of the event loops of this process
 @contextlib.asynccontextmanager
 async def session_of(chat):
     """Inside, this sample's agent may ask: (its Session, {variable: value} that tells a client where and how)."""
-    loop, episode = asyncio.get_running_loop(), chat.episode
+    loop = asyncio.get_running_loop()
+    episode = chat.episode
     if chat.messages or chat.turns:
         raise AgentError(f"{episode.where}, {chat.now()}: a client needs the whole sample; open one, and first of all")
     if loop not in endpoints:
         decode = functools.partial(episode.template.decode, special=True)
         endpoints[loop] = Endpoint(listen("127.0.0.1", 0), secrets.token_urlsafe(), [POLICY], decode)
-    endpoint, name = endpoints[loop], "-".join(map(str, episode.key))
+    endpoint = endpoints[loop]
+    name = "-".join(map(str, episode.key))
     session = endpoint.sessions[name] = Session(chat)
     where = dict(OPENAI_BASE_URL=f"{endpoint.url}/s/{name}/v1", OPENAI_API_KEY=endpoint.key_of(name))
     try:
@@ -914,7 +929,8 @@ def program(command):
     guards = {}  # (a place for each program, their guard) of each event loop
 
     async def solve(chat, row):
-        loop, episode = asyncio.get_running_loop(), chat.episode
+        loop = asyncio.get_running_loop()
+        episode = chat.episode
         if loop not in guards:
             options = dict(stdin=subprocess.PIPE, text=True, start_new_session=True)
             guard = subprocess.Popen([sys.executable, "-S", "-c", GUARD], **options)
@@ -922,7 +938,8 @@ def program(command):
         places, guard = guards[loop]
         episode.asking += 1  # it waits for a place, which is not its fault
         async with places:
-            episode.asking, episode.moved = episode.asking - 1, time.monotonic()
+            episode.asking = episode.asking - 1
+            episode.moved = time.monotonic()
             async with session_of(chat) as (session, where):
                 return await reward_of(session, inherited | where | dict(ROW=json.dumps(row)), guard)
 
