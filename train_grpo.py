@@ -1129,6 +1129,14 @@ def evaluate(queue, step, rows, c, version, record):
 
 
 @torch.no_grad()
+def evaluate_pairs(trainer, step, pairs, record):
+    """Records how often, and by how much, held-out pairs (samples) are in the right order. Collective over trainers."""
+    _, figures = trainer.gradients(pairs, PAIRS)
+    if record:
+        n = len(pairs) // 2
+        record.evaluation(step, rewards.pair_rates(figures, n), n)
+
+
 def supervised_samples(rows, c, demonstrate=None):
     """
     Samples of rows that have answers, or pairs (two samples each); their log-probs are 0. demonstrate(rows): an agent's
@@ -1272,9 +1280,7 @@ if __name__ == "__main__":
         for i in range(start, sft_steps + 1):  # i steps are done
             if i > start or not saved:
                 if pairs and due(i, eval_every, sft_steps):
-                    _, figures = trainer.gradients(pairs, PAIRS)  # a collective call
-                    if record:
-                        record.evaluation(i, rewards.pair_rates(figures, len(pairs) // 2), len(pairs) // 2)
+                    evaluate_pairs(trainer, i, pairs, record)
                 if supervised and due(i, checkpoint_every, sft_steps):
                     save(i, flight)
             if i < sft_steps:

@@ -469,7 +469,7 @@ class Chat:
     def fork(self):
         """A new dialogue, empty, of the same sample: its turns are trained on with the sample's reward, too."""
         episode = self.episode
-        self.forks = self.forks + 1
+        self.forks += 1
         if len(episode.chats) > episode.most_forks:
             raise self._error(f"more than {episode.most_forks} forks (MOST_FORKS)")
         return Chat(episode, (*self.path, self.forks - 1))
@@ -506,7 +506,7 @@ class Chat:
         self._append(ids, [False] * len(ids), [0.0] * len(ids))
         episode.asking += 1
         tokens, logprobs = await episode.source(self, stop, min(room, max_new_tokens or room))
-        episode.asking = episode.asking - 1
+        episode.asking -= 1
         episode.moved = time.monotonic()
         # Under a grammar they are of another distribution than the policy's, whose log-probs the trainer has.
         self._append(tokens, [not self.params] * len(tokens), logprobs)
@@ -568,7 +568,7 @@ class Chat:
         of an object one after the other. What a tool raises is a result, too: 'Error: KeyError: 3'.
         """
         first = self.calls
-        self.calls = self.calls + len(tool_calls)
+        self.calls += len(tool_calls)
         results = await asyncio.gather(*[self._call(call, first + i) for i, call in enumerate(tool_calls)])
         self.episode.errors += sum(result.startswith("Error: ") for result in results)
         for call, result in zip(tool_calls, results):
@@ -612,7 +612,7 @@ class Chat:
         An exception ends the run, as a failure is no result; a resume tries again.
         """
         at = f"{self.now()}, do {self.acts}"
-        self.acts = self.acts + 1
+        self.acts += 1
         name = getattr(function, "__name__", repr(function))
 
         async def act():

@@ -938,7 +938,7 @@ def program(command):
         places, guard = guards[loop]
         episode.asking += 1  # it waits for a place, which is not its fault
         async with places:
-            episode.asking = episode.asking - 1
+            episode.asking -= 1
             episode.moved = time.monotonic()
             async with session_of(chat) as (session, where):
                 return await reward_of(session, inherited | where | dict(ROW=json.dumps(row)), guard)
