@@ -556,7 +556,7 @@ class RolloutEngine:
             while not (await asyncio.wait([results], timeout=min(1, timeout / 4)))[0]:
                 # SGLang sends a heartbeat every HEARTBEAT_TOKENS tokens of the slowest sample
                 if self.asked and time.time() - max(self.since, self.manager.last_receive_tstamp) > timeout:
-                    raise RunError(f"{self.name}: silent for {timeout:g} s {when}; see {self.log}")
+                    raise self.silent(when)
                 self.heartbeat.touch()
             return results.result()
         except Exception:  # the first error is the one to report (a RunError is a SystemExit and ends us as it is)
@@ -564,6 +564,9 @@ class RolloutEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+
+    def silent(self, when):
+        return RunError(f"{self.name}: silent for {self.config['engine_timeout']:g} s {when}; see {self.log}")
 
     def request(self, name, doing, **fields):
         """Has SGLang's manager do what its method of this name does. Raises RunError where it refuses."""
@@ -659,11 +662,15 @@ class RolloutEngine:
 
     def check_weights(self, expected):
         """Raises RunError unless the parameters the engine computes with have these hashes, {name: hash}."""
+        import zmq
+
         self.sglang.send_to_rpc.rcvtimeo = int(1000 * self.config["engine_timeout"])
         try:
             self.sglang.collective_rpc("check_weights", expected=expected)
+        except zmq.Again:
+            raise self.silent("while its weights were checked")
         except Exception as e:
-            raise RunError(f"{self.name}: weights {self.version} did not arrive as sent: {e or 'no answer'}")
+            raise RunError(f"{self.name}: weights {self.version} did not arrive as sent: {e}")
 
 
 # ------------------------------------------------------------------------------------------------------------------

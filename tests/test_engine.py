@@ -254,6 +254,22 @@ def test_a_parameter_that_arrives_changed_ends_the_run_and_is_named(pair):
         engine.check_weights({other: h for other, h in hashes.items() if other != name})
 
 
+def test_an_engine_that_does_not_answer_is_not_said_to_hold_other_weights(pair, monkeypatch):
+    from sglang.srt.managers.io_struct import sock_recv
+
+    engine, _, _ = pair
+    monkeypatch.setitem(engine.config, "engine_timeout", 0.5)
+    (scheduler,) = multiprocessing.active_children()
+    os.kill(scheduler.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(sync.RunError, match="silent for 0.5 s while its weights were checked"):
+            engine.check_weights({"other": ""})
+    finally:
+        os.kill(scheduler.pid, signal.SIGCONT)
+    engine.sglang.send_to_rpc.rcvtimeo = 60_000
+    assert not sock_recv(engine.sglang.send_to_rpc).success  # its late answer: it has no weights of that name
+
+
 def test_a_parameter_that_sglang_does_not_load_is_named():
     """It would compute with what it finds in memory."""
     model = torch.nn.Linear(3, 2)
