@@ -262,17 +262,17 @@ MODES = {
 }
 CHOICES = {
     "device": ("", "cpu", "cuda"),
-    "mode": tuple(MODES),
+    "mode": MODES,
     "weight_sync": ("", "broadcast", "ipc"),
     "engine_bits": "fp32 bf16 fp16 fp8 int8 bf16:act fp16:act fp8:act int8:act".split(),
-    "credit": ("sample", "turn"),
-    "sandbox": ("bwrap", "none"),
+    "credit": "sample turn".split(),
+    "sandbox": "bwrap none".split(),
     "watch": ("", "stop"),
     "advantage": "grpo dr_grpo rloo reinforce++ reinforce++_baseline gae distill".split(),
     "loss": "ppo gspo cispo pg".split(),
     "loss_aggregation": "token sequence constant".split(),
     "importance": ("", "full", "truncate", "mask"),
-    "kl_estimator": ("k1", "k2", "k3"),
+    "kl_estimator": "k1 k2 k3".split(),
 }
 OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 POSITIVE = """

@@ -190,7 +190,7 @@ TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an 
 )
 PRODUCTS_PER_LOAD = 128  # products of a matmul that take an SM as long as to load one of their numbers
 BLOCK_ROWS = 64  # rows of a unit of work on a CPU,
-DEPTH = 256  # .. and how many of K are packed and multiplied at a time: both stay in its caches
+DEPTH = 256  # .. and how many of K are packed and then multiplied at a time: both stay in its caches
 # TILE_ROWS and TILE_VECTORS, the tile that a CPU's registers hold, and PANEL, its columns, are at the end of the file
 
 
@@ -229,6 +229,14 @@ def cpu_pack(first, last, b, b_k, b_n, K, N, packed):
 
 
 @loop
+def _packed(b, b_k, b_n, K, N):
+    """All panels of b (K, N)."""
+    packed = floats(panels(N) * PANEL * K)
+    cpu_pack(0, panels(N), b, b_k, b_n, K, N, packed)
+    return packed
+
+
+@loop
 def cpu_multiply(a, at, a_m, a_k, M, K, packed, start, depth, c, to, N, add, first=0, last=1 << 30):
     """
     c[to + m N + n] = sum_k a[at + m a_m + k a_k] b[k, n], added to what is there if `add`: one chain of `fma` in the
@@ -255,22 +263,21 @@ def cpu_multiply(a, at, a_m, a_k, M, K, packed, start, depth, c, to, N, add, fir
 def cpu_matmul_blocks(first, last, a, a_m, a_k, b, b_k, b_n, packed, c, M, N, K, add):
     """
     Units are blocks of rows if there are more rows than columns, else panels. packed: b's panels; if it is empty, each
-    thread packs those that it needs.
+    thread packs those that it needs, DEPTH of K at a time.
     """
     begin, end = (0, panels(N)) if M > N else (first, last)
     top, bottom = (first * BLOCK_ROWS, min(M, last * BLOCK_ROWS)) if M > N else (0, M)
-    own = floats(0 if len(packed) else end * PANEL * DEPTH)
-    for k in range(0, max(K, 1), DEPTH):
-        depth = min(DEPTH, K - k)
-        add = add or k > 0
-        there, start, height = packed, k, K
-        if not len(packed):
-            cpu_pack(begin, end, b[k * b_k :], b_k, b_n, depth, N, own)
-            there, start, height = own, 0, depth
+    kept = len(packed) > 0
+    most = K or 1 if kept else DEPTH
+    there = packed if kept else floats(end * PANEL * DEPTH)
+    for k in range(0, K or 1, most):
+        depth = min(most, K - k)
+        if not kept:
+            cpu_pack(begin, end, b[k * b_k :], b_k, b_n, depth, N, there)
         for m in range(top, bottom, BLOCK_ROWS):
             rows = min(BLOCK_ROWS, bottom - m)
             at = m * a_m + k * a_k
-            cpu_multiply(a, at, a_m, a_k, rows, depth, there, start, height, c, m * N, N, add, begin, end)
+            cpu_multiply(a, at, a_m, a_k, rows, depth, there, 0, depth, c, m * N, N, add or k > 0, begin, end)
 
 
 # An engine makes this a dict, {where b is: (b, its panels)}, and clears it when its weights change. Its b are weights
@@ -483,7 +490,13 @@ def matmul(a, b, out_dtype=None, out=None):
         M, N = N, M
         block_m, block_n = block_n, block_m
     tiles = _tiles(M, N, block_m, block_n)
-    config = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
+    config = dict(
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=stages,
+    )
     if wide and on.tma:
         programs = min(tiles, on.sms * 8 // warps)  # all that are under way at once, which take tile after tile
         descriptors = []
@@ -532,9 +545,7 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         d_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        dx = torch.mm(grad, weight)
-        d_weight = torch.mm(grad.t(), x)
-        return dx, d_weight, d_bias, None
+        return torch.mm(grad, weight), torch.mm(grad.t(), x), d_bias, None
 
 
 def tree_sum(parts):
@@ -623,9 +634,7 @@ class LoRALinear(torch.autograd.Function):
         grad = grad.float()
         g_B = torch.mm(grad, B) * ctx.scale
         x_A = torch.mm(x, A.t()) * ctx.scale
-        dA = torch.mm(g_B.t(), x)
-        dB = torch.mm(grad.t(), x_A)
-        return dx, None, None, dA, dB, None, None
+        return dx, None, None, torch.mm(g_B.t(), x), torch.mm(grad.t(), x_A), None, None
 
 
 def merge(weight, A, B, scale):
@@ -719,8 +728,7 @@ def rope_table(inv_freq, positions):
 
 @loop
 def _rms(x, at, D, eps):
-    mean = dot(x, at, x, at, D) / np.float32(D)
-    return ONE / np.sqrt(mean + eps)
+    return ONE / np.sqrt(dot(x, at, x, at, D) / np.float32(D) + eps)
 
 
 @loop
@@ -995,8 +1003,7 @@ class SwiGLU(torch.autograd.Function):
 def swiglu(gate, up):
     """silu(gate) * up, (..., C) each, in float32, rounded once; the rows may be strided. Differentiable."""
     check(gate.shape == up.shape, "gate {} and up {} differ", gate, up)
-    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (gate, up)]
-    rows = [x.reshape(-1, gate.shape[-1]) for x in rows]
+    rows = [(x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1]) for x in (gate, up)]
     check_operands(*rows)
     return _apply(SwiGLU, *rows).view(gate.shape)
 
@@ -1077,8 +1084,7 @@ def cpu_expert_gradients(first, last, a, b, c, starts, M, N, *_):
     """c (E, M, N) = a^T b over each expert's rows of a (N * k, M) and b (N * k, N); units are experts."""
     for e in range(first, last):
         K = starts[e + 1] - starts[e]
-        packed = floats(panels(N) * PANEL * K)
-        cpu_pack(0, panels(N), b[starts[e] * N :], N, 1, K, N, packed)
+        packed = _packed(b[starts[e] * N :], N, 1, K, N)
         cpu_multiply(a, starts[e] * M, 1, M, M, K, packed, 0, K, c, e * M * N, N, False)
 
 
@@ -1456,10 +1462,12 @@ def _copy(x, at, out, to, n):
 
 
 @loop
-def _gather(x, rows, first, n, parts, part, width, out):
-    """Copies this part of n rows of x (any, parts, width), from rows[first] on, to `out` (n, width)."""
+def _gather(x, rows, first, n, parts, part, width, out=None):
+    """This part of n rows of x (any, parts, width), from rows[first] on, in `out` or what is made: (n, width)."""
+    to = floats(padded(n) * width) if out is None else out
     for i in range(n):
-        _copy(x, (np.int64(rows[first + i]) * parts + part) * width, out, i * width, width)
+        _copy(x, (np.int64(rows[first + i]) * parts + part) * width, to, i * width, width)
+    return to
 
 
 @loop
@@ -1494,10 +1502,11 @@ def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, H, 
     tokens, rows, q_starts, q_lens, kv_starts, kv_lens = indices
     G = H // HK
     longest = kv_lens.max()
-    q = floats(q_lens.max() * G * D)
-    k = floats(padded(longest) * D)  # and then v
-    k_T = floats((longest + PANEL) * D)  # panels, as `cpu_multiply` reads them
-    v_panels = floats((D + PANEL) * longest)
+    size = (longest * G + PANEL) * (D + PANEL)  # room for each of these
+    q = floats(size)
+    k = floats(size)  # and then v
+    k_T = floats(size)
+    v_panels = floats(size)
     p = floats(QUERIES * longest)
     out = floats(QUERIES * D)
     for unit in range(first, last):
@@ -1539,34 +1548,22 @@ def cpu_attention_backward(
     longest = lens.max()
     p = floats(QUERIES * longest)
     ds = floats(QUERIES * longest)
-    size = (longest * G + PANEL) * (D + PANEL)  # room for each of these
-    q = floats(size)
-    do = floats(size)
-    dq = floats(size)
-    k = floats(size)
-    v = floats(size)
-    dk = floats(size)
-    dv = floats(size)
-    k_T = floats(size)
-    v_T = floats(size)
-    k_panels = floats(size)
-    q_panels = floats(size)
-    do_panels = floats(size)
     for unit in range(first, last):
         b = unit // HK
         head = unit % HK
         T = lens[b]
-        _gather(all_q, tokens, starts[b], T, HK, head, G * D, q)
-        _gather(all_do, tokens, starts[b], T, HK, head, G * D, do)
-        _gather(all_k, tokens, starts[b], T, HK, head, D, k)
-        _gather(all_v, tokens, starts[b], T, HK, head, D, v)
-        cpu_pack(0, panels(T), k, 1, D, D, padded(T), k_T)
-        cpu_pack(0, panels(T), v, 1, D, D, padded(T), v_T)
-        cpu_pack(0, panels(D), k, D, 1, T, D, k_panels)
-        cpu_pack(0, panels(D), q, D, 1, T * G, D, q_panels)
-        cpu_pack(0, panels(D), do, D, 1, T * G, D, do_panels)
-        dk[: T * D] = ZERO
-        dv[: T * D] = ZERO
+        q = _gather(all_q, tokens, starts[b], T, HK, head, G * D)
+        do = _gather(all_do, tokens, starts[b], T, HK, head, G * D)
+        k = _gather(all_k, tokens, starts[b], T, HK, head, D)
+        v = _gather(all_v, tokens, starts[b], T, HK, head, D)
+        k_T = _packed(k, 1, D, D, padded(T))
+        v_T = _packed(v, 1, D, D, padded(T))
+        k_panels = _packed(k, D, 1, T, D)
+        q_panels = _packed(q, D, 1, T * G, D)
+        do_panels = _packed(do, D, 1, T * G, D)
+        dq = floats(T * G * D)
+        dk = np.zeros(T * D, np.float32)
+        dv = np.zeros(T * D, np.float32)
         for r in range(0, T * G, QUERIES):
             R = min(QUERIES, T * G - r)
             seen = (r + R - 1) // G + 1
@@ -1884,7 +1881,13 @@ def _attention_config(x, rows, warps, stages, keys=None):
         warps = 8
         stages = 3
     keys = keys or KEYS
-    return dict(KEYS=keys, ROWS=rows, num_warps=warps, num_stages=stages, **EXACT)
+    return dict(
+        KEYS=keys,
+        ROWS=rows,
+        num_warps=warps,
+        num_stages=stages,
+        **EXACT,
+    )
 
 
 def _by_copy_engine(k, v, keys):
@@ -2735,8 +2738,7 @@ class AdamW(torch.optim.AdamW):
                 c1, c2 = (_bias_correction(b, int(state["step"])) for b in (b1, b2))
                 keep = 1 - lr * group["weight_decay"]
                 numbers = 1 - b1, b2, 1 - b2, keep, lr / c1, math.sqrt(c2), group["eps"]
-                tensors = w, w.grad, state["exp_avg"], state["exp_avg_sq"]
-                _share(cpu_adamw, w.numel(), 20 * w.numel(), *tensors, *numbers)
+                _share(cpu_adamw, w.numel(), 20 * w.numel(), w, w.grad, state["exp_avg"], state["exp_avg_sq"], *numbers)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2761,8 +2763,7 @@ def _element_wise(loop, its_own):
 
     def operator(x):
         if x.dtype != torch.float32:
-            dtype = x.dtype if x.is_floating_point() else torch.float32
-            return its_own(x, out=torch.empty_like(x, dtype=dtype))
+            return its_own(x, out=torch.empty_like(x, dtype=x.dtype if x.is_floating_point() else torch.float32))
         x = x.contiguous()
         y = torch.empty_like(x)
         loop(_flat(x), _flat(y))
@@ -2795,8 +2796,7 @@ def _mean(rows):
 
 def _std(rows, correction=None):
     off = rows - _mean(rows)[:, None]
-    freedom = rows.shape[1] - (1 if correction is None else correction)
-    return (row_sums(off * off) / freedom).sqrt()
+    return (row_sums(off * off) / (rows.shape[1] - (1 if correction is None else correction))).sqrt()
 
 
 def power(base, exponents):
@@ -3072,7 +3072,7 @@ LN2_32 = np.float32(-0.693359375), np.float32(2.12194440e-4)  # -ln 2 as a sum, 
 EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
 EXP = tuple(map(np.float32, EXP))
 WHOLE64 = 1.5 * 2**52
-HALF_PI = (1.5707963267948966, 6.123233995736766e-17)
+HALF_PI = 1.5707963267948966, 6.123233995736766e-17
 LOG_SHIFT = (0x3FF00000 - 0x3FE6A09E) << 32  # the bits of 1 minus those of sqrt(1/2)
 LN2_64 = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 LOG = (

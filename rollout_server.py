@@ -57,7 +57,7 @@ import kernels
 from configurator import close_bars, named_arguments, noise_seed, printable
 from models import moe
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
-from models.start import early, lean_imports, output_to, start_schedulers
+from models.start import allow_deterministic_backend, early, lean_imports, output_to, start_schedulers
 from rewards import MODELS, RewardError, draw_rows, score_all
 from sync import (
     RunError,
@@ -129,14 +129,6 @@ def load_all(own, model, weights, device):
     own(model, weights, device)
     if left := [name for name, p in model.named_parameters() if p.isnan().any()]:
         raise ValueError(f"weights that are in no file, or not a number: {', '.join(left[:3])}")
-
-
-def allow_deterministic_backend():
-    """Has deterministic mode take the CPU's backend and keep the radix cache with it; needed in both processes."""
-    from sglang.srt import server_args
-
-    server_args.add_deterministic_attention_backend_choices(["torch_native"])
-    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
 def leave_nothing_open():
@@ -228,7 +220,7 @@ def run_scheduler(config, threads, inv_freq, lends, server_args, *args):
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
-    from sglang.srt.model_loader import loader
+    from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = server_args.device
     enable = functools.partial(kernels.enable_batch_invariant, threads)
@@ -256,8 +248,8 @@ def run_scheduler(config, threads, inv_freq, lends, server_args, *args):
         # for its own backend's sake SGLang would cut prefills at multiples of 4096, and wait for ever for larger chunks
         os.environ["SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE"] = "1"
     moe.install_in_engine()
-    own = loader.DefaultModelLoader.load_weights_and_postprocess
-    loader.DefaultModelLoader.load_weights_and_postprocess = functools.partial(load_all, own)
+    load = DefaultModelLoader.load_weights_and_postprocess
+    DefaultModelLoader.load_weights_and_postprocess = functools.partial(load_all, load)
     # SGLang would import all its two hundred models before it picks one: seconds
     others = {module.name for module in pkgutil.iter_modules(models.__path__)} - set(MODEL_TYPES)
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)

@@ -521,7 +521,6 @@ class WeightSync:
         self.cast_rounds = shards and (shards[0].data.dtype != dtype or bits != "fp32")
         self.send = self._ipc if how == "ipc" else self._broadcast
         shapes = from_all_ranks([(s.name, s.shape) for s in shards])[0]
-        self.bytes = sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
         self.plan = buckets(shapes, dtype)
         self.groups = [f"weights {r}" for r in range(ranks.trainers)] if how == "broadcast" else []
         self.group = self._join() if self.groups else None
@@ -850,8 +849,7 @@ def check_shared(folder, rank):
 def one_device(device):
     """`kernels.device_kind` of all ranks. Ends the run if they have several: their bits differ. Collective."""
     kinds = sorted({*from_all_ranks(kernels.device_kind(device))})
-    cure = "whose bits differ; use cards of one kind"
-    require(len(kinds) == 1, f"device={device!r}: ranks have {', '.join(kinds)}, {cure}")
+    require(len(kinds) == 1, f"device={device!r}: ranks have {', '.join(kinds)}; use cards of one kind")
     return kinds[0]
 
 
@@ -861,10 +859,10 @@ def healthy_checkpoint(folder, done):
     return max(before, default=None)
 
 
-def step_figures(batch, pass_reward, times, sent):
+def step_figures(batch, pass_reward, times):
     """
     The metrics of an RL step's samples, of those it trains on, and of its time; how many of all groups are easy or
-    hard. times, sent: as in `Record.step`.
+    hard. times: as in `Record.step`.
     """
     rewards = torch.stack([t["rewards"] for t, _ in batch.groups])  # (P, G)
     lengths = torch.stack([group.response_lengths() for group in batch.groups]).double()  # (P, G)
@@ -893,7 +891,6 @@ def step_figures(batch, pass_reward, times, sent):
         sync_seconds=published - learned,
         step_seconds=seconds,
         tokens_per_second=float(lengths.sum()) / seconds,
-        sync_gb_per_second=sent and sent / 1e9 / (published - learned),
     )
 
 
@@ -942,17 +939,15 @@ class Record:
         self.metrics(phase="eval", step=step, **scores)
         rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)
         scored = f"agent {c.agent!r}" if c.agent else f"reward {c.reward!r}"
-        kind = "RL steps"
         what = f"{prompts} prompts, {c.eval_samples} samples each, {scored}, temperature {c.eval_temperature}"
         if "eval_margin" in scores:  # of pairs
-            kind = "steps"
             what = f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
-        tqdm.write(f"held out after {step} {kind}: {', '.join(rates)} ({what})")
+        tqdm.write(f"held out after {step} steps: {', '.join(rates)} ({what})")
 
-    def step(self, step, batch, metrics, hashes, times, sent):
+    def step(self, step, batch, metrics, hashes, times):
         """
         Records an RL step; returns its line of metrics.jsonl. metrics, hashes: the trainer's, {} where nobody trains.
-        times: when the step began, had its samples, had learned, had published. sent: bytes of weights.
+        times: when the step began, had its samples, had learned, had published.
         """
         c = self.c
         tensors, meta = zip(*batch.groups)
@@ -966,7 +961,7 @@ class Record:
             stages["journal"] = content_hash([m["journal"] for m in meta])
         prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t in tensors))
         self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
-        line = dict(phase="rl", step=step) | step_figures(batch, c.pass_reward, times, sent) | metrics
+        line = dict(phase="rl", step=step) | step_figures(batch, c.pass_reward, times) | metrics
         if self.agent:
             line |= self.agent.metrics(batch.sampled)
         self.metrics(**line)

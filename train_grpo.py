@@ -780,10 +780,10 @@ class Trainer:
         # Plain tensors that share the shards' storage: AdamW is elementwise, so it needs no DTensor.
         self.weights = [torch.nn.Parameter(s.data) for s in self.shards]
         # As is usual, only matrices decay: norms and biases are not pulled towards 0.
-        groups = []
-        for matrices in (True, False):
-            params = [w for w in self.weights if (w.dim() > 1) == matrices]
-            groups.append(dict(params=params, weight_decay=c.weight_decay * matrices))
+        groups = [
+            dict(params=[w for w in self.weights if (w.dim() > 1) == matrices], weight_decay=c.weight_decay * matrices)
+            for matrices in (True, False)
+        ]
         self.optimizer = kernels.AdamW(groups, betas=(c.beta1, c.beta2))
         # AdamW would make its state at its first step; made here, it can be filled from a checkpoint.
         for w in self.weights:
@@ -1177,10 +1177,11 @@ if __name__ == "__main__":
         sft_schedule = learning_rate, warmup_steps, lr_decay_steps, min_lr
     for key in OWN:
         own_function(key, config[key])
-    scored_by = {}
-    for name, own in sources_of(config).items():
-        if does.samples:  # else what a reward needs, a judge or a sandbox, may be missing
-            scored_by[name] = rewards.load_reward(own["reward"], config)
+    scored_by = {
+        name: rewards.load_reward(own["reward"], config)
+        for name, own in sources_of(config).items()
+        if does.samples  # else what a reward needs, a judge or a sandbox, may be missing
+    }
 
     # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
     # then the folder is nobody's, and a corrected command may have it.
@@ -1307,8 +1308,7 @@ if __name__ == "__main__":
             # its memory, while this rank trains
             lends=bool(trainer) and (place == "cuda" or folders.large(model_path)),
         )
-        kind = episodes.sampler if episodes else Sampler
-        sampler = kind(
+        sampler = (episodes.sampler if episodes else Sampler)(
             engine,
             config,
             run_id,
@@ -1400,14 +1400,7 @@ if __name__ == "__main__":
             metrics |= rewards.reward_metrics(batch.sampled)
             if watch:
                 metrics |= rewards.text_metrics(batch.sampled)
-            line = record.step(
-                s,
-                batch,
-                metrics,
-                hashes,
-                times,
-                transport.bytes if transport else 0,
-            )
+            line = record.step(s, batch, metrics, hashes, times)
             if trainer and trainer.token_table:
                 own = folder / "queue" / f"rl_{s:06d}"
                 own.mkdir(parents=True, exist_ok=True)  # a replay's rollouts are elsewhere

@@ -87,6 +87,14 @@ def _write_to(stdout, stderr):
     os.dup2(stderr, 2)
 
 
+def allow_deterministic_backend():
+    """Has SGLang's deterministic mode take the CPU's backend and keep the radix cache with it; in both processes."""
+    from sglang.srt import server_args
+
+    server_args.add_deterministic_attention_backend_choices(["torch_native"])
+    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
 early = []  # (process, where its orders go, where its answers come from) of schedulers that wait for an engine
 
 

@@ -587,7 +587,7 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
             idle=1.0 + i % 2,
         )
         made.append(sync.Group(tensors, meta))
-    line = record.step(0, Batch(made[:3], made, None), dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0], 10**9)
+    line = record.step(0, Batch(made[:3], made, None), dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0])
     whole = torch.cat([t["rewards"] for t, _ in made[:3]]).double()
     assert line["reward_mean"] == float(whole.mean()) and line["reward_std"] == float(whole.std())
     assert (line["groups"], line["zero_std_groups"], line["easy_groups"], line["hard_groups"]) == (4, 1, 1, 2)
