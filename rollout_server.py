@@ -558,6 +558,7 @@ class RolloutEngine:
             raise
 
     def silent(self, when):
+        """The error of an engine that answers no more."""
         return RunError(f"{self.name}: silent for {self.config['engine_timeout']:g} s {when}; see {self.log}")
 
     def request(self, name, doing, **fields):

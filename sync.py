@@ -849,7 +849,7 @@ def check_shared(folder, rank):
 def one_device(device):
     """`kernels.device_kind` of all ranks. Ends the run if they have several: their bits differ. Collective."""
     kinds = sorted({*from_all_ranks(kernels.device_kind(device))})
-    require(len(kinds) == 1, f"device={device!r}: ranks have {', '.join(kinds)}; use cards of one kind")
+    require(len(kinds) == 1, f"device={device!r}: ranks have {', '.join(kinds)}, whose bits differ; use one kind")
     return kinds[0]
 
 

@@ -9,7 +9,6 @@ run has a thread, that wait until the run wants them.
 """
 
 import atexit
-import gc
 import json
 import multiprocessing
 import os
@@ -23,12 +22,17 @@ os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # as train_grpo.py, before transform
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as RolloutEngine, before torch reads it: SGLang would compile small things
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # transformers has an optional `kernels`: let it be ours
 
-import setproctitle  # noqa: E402
-import sglang.srt.entrypoints.engine  # noqa: E402, F401
-import sglang.srt.models.qwen3  # noqa: E402, F401
-import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
-from sglang.srt.environ import envs  # noqa: E402
-from sglang.srt.managers import scheduler  # noqa: E402
+from models.start import lean_imports  # noqa: E402
+
+with lean_imports():
+    import setproctitle
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.models.qwen3  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+for name in ("configurator", "models", "models.start"):  # a run's script may be another folder's, with its own
+    del sys.modules[name]
 
 
 def wait_for_job(orders, jobs):
@@ -77,7 +81,6 @@ def schedulers_of(command):
     return int([1, *said][-1])
 
 
-gc.freeze()  # or each fork would end with a search for garbage through the libraries: 3 s
 for line in sys.stdin:
     job, children = json.loads(line), []
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
