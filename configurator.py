@@ -230,13 +230,13 @@ REMOVED = {
     "overlap": "with a lag, ranks that only train and ranks that only sample always overlap; one process alternates",
     "loss=decoupled": "--importance=full is the same: PPO with importance weights without bounds",
     "watch=rollback": "tools/rollback.py starts a run and turns it back where watch='stop' stops it",
-    "host": "a model is served by: python episodes/serve.py --init_from=..",
-    "port": "a model is served by: python episodes/serve.py --init_from=..",
-    "api_key": "it is in the environment of episodes/serve.py: ONECURVE_API_KEY",
+    "host": "a model is served by: python tools/serve.py --init_from=..",
+    "port": "a model is served by: python tools/serve.py --init_from=..",
+    "api_key": "it is in the environment of tools/serve.py: ONECURVE_API_KEY",
     "max_calls": "MOST_CALLS in episodes/chat.py",
     "max_forks": "MOST_FORKS in episodes/chat.py",
     "max_result_chars": "MOST_RESULT in episodes/chat.py",
-    "mode=serve": "a program of its own: python episodes/serve.py --init_from=..",
+    "mode=serve": "a program of its own: python tools/serve.py --init_from=..",
     "mode=reject": "use --mode=rollout, and then tools/best.py on its folder",
 }
 

@@ -45,7 +45,7 @@ import time
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +57,7 @@ import kernels
 from configurator import close_bars, named_arguments, noise_seed, printable
 from models import moe
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
-from models.start import allow_deterministic_backend, early, lean_imports, output_to, start_schedulers
+from models.start import allow_deterministic_backend, early, import_engine, output_to, start_schedulers
 from rewards import MODELS, RewardError, draw_rows, score_all
 from sync import (
     RunError,
@@ -279,29 +279,32 @@ def started_early(run, count):
     Inside, SGLang's engine gets the processes of `start_schedulers` when it wants its `count`, and they do what it has
     them do: `run`.
     """
-    started = [early.pop() for _ in early[:count]] or start_schedulers(count)
-    with ExitStack() as stack:
-        for _, commands, _ in started:
-            stack.enter_context(commands)
-        with lean_imports():
-            from sglang.srt.entrypoints import engine
+    if not early:
+        start_schedulers(count, "spawn")
+    started = [early.pop() for _ in range(count)]
+    import_engine()
+    from sglang.srt.entrypoints import engine
 
-        processes = iter(started)
-        readers = (reader for _, _, reader in started)
+    processes = iter(started)
+    readers = (reader for _, _, reader in started)
 
-        def stand_in(target, args):  # its last argument is the writer, which the process has
-            process, commands, _ = next(processes)
-            log = os.readlink("/proc/self/fd/1")
-            process.start = lambda: commands.send((log, dict(os.environ), run, args[:-1]))
-            return process
+    def stand_in(target, args):  # its last argument is the writer, which the process has
+        process, commands, _ = next(processes)
+        log = os.readlink("/proc/self/fd/1")
+        process.start = lambda: commands.send((log, dict(os.environ), run, args[:-1]))
+        return process
 
-        engine.mp = types.SimpleNamespace(
-            Process=stand_in,
-            Pipe=lambda duplex: (next(readers), None),
-            set_start_method=lambda *_, **__: None,
-        )
-        allow_deterministic_backend()
+    engine.mp = types.SimpleNamespace(
+        Process=stand_in,
+        Pipe=lambda duplex: (next(readers), None),
+        set_start_method=lambda *_, **__: None,
+    )
+    allow_deterministic_backend()
+    try:
         yield
+    finally:
+        for process, *_ in processes:  # of arguments that SGLang has refused
+            process.kill()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -441,7 +444,6 @@ class RolloutEngine:
         if device == "cpu":
             if tp > 1:  # SGLang would want a NUMA node for each
                 os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(tp * [f"0-{os.cpu_count() - 1}"])
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the sampler is torch.compile'd: minutes of g++ for nothing here
         else:
             torch.cuda.empty_cache()  # SGLang measures what is free
         if self.lends and device == "cuda":

@@ -201,7 +201,6 @@ if __name__ == "__mp_main__" or __name__ == "__main__" and "TORCHELASTIC_RUN_ID"
 if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
     config, resumed, restarted = resolve(globals(), DEFAULTS)
-    start_engine_early(config)
 
 with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") == "0"):
     import torch
@@ -217,6 +216,8 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     from models.moe import routers_of
     from rewards import own_function
     from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
+if __name__ == "__main__":
+    start_engine_early(config)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 

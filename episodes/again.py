@@ -124,8 +124,16 @@ def check_again(job):
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     env = os.environ | dict(PYTHONHASHSEED=seed, CUDA_VISIBLE_DEVICES="")
     # Not by PYTHONPATH, which programs inherit: one may have a Python of its own, with other packages.
-    code = "import json, sys; job = json.load(sys.stdin); sys.path[:] = job['path']; "
-    code += "from episodes.again import run_again; run_again(job)"
+    code = """
+import json, sys
+job = json.load(sys.stdin)
+sys.path[:] = job["path"]
+from models.start import lean_imports
+with lean_imports():
+    import transformers.models.auto.tokenization_auto
+    from episodes.again import run_again
+run_again(job)
+"""
     job = job | dict(path=sys.path)
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps(job), env=env, text=True, capture_output=True)
     if done.returncode:

@@ -1,5 +1,5 @@
 """
-OpenAI's protocol over HTTP: for agents that ask as its clients do, and to serve a model (episodes/serve.py).
+OpenAI's protocol over HTTP: for agents that ask as its clients do, and to serve a model (tools/serve.py).
 
     python train_grpo.py --agent="python examples/client.py" ..      # a process per sample
     async with chat.openai() as client: ..                           # or a client inside the process

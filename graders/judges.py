@@ -161,7 +161,7 @@ def judge(prompt, response, answer):
 
     The verdict is in the group file before anything uses it, and resumes and replays read it there. If the run is
     killed before that file is written, a resume asks again, and nothing was computed from what was said before. Two
-    fresh runs agree if the judge gives equal answers to equal requests, as our own endpoint does (episodes/serve.py).
+    fresh runs agree if the judge gives equal answers to equal requests, as our own endpoint does (tools/serve.py).
     In an agent: score, notes = await chat.do(judge, prompt, response, answer).
     """
     texts = dict(prompt=prompt, response=response, answer=answer)

@@ -98,19 +98,14 @@ def allow_deterministic_backend():
 early = []  # (process, where its orders go, where its answers come from) of schedulers that wait for an engine
 
 
-def early_scheduler(orders, writer):
-    """A process that imports SGLang while its rank does other things, and then does what it is ordered to."""
+def waiting_scheduler(orders, writer):
+    """A process that has SGLang imported, and then does what it is ordered to."""
+    end_with_parent()
     import setproctitle
 
-    setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
-    with lean_imports():
-        import sglang.srt.managers.scheduler
-        import sglang.srt.models.qwen3  # noqa: F401
-
-    try:
-        log, environment, run, args = orders.recv()
-    except EOFError:  # the rank is no more, or SGLang has refused its arguments
-        return
+    setproctitle.setproctitle("sglang::scheduler")  # now: it finds its place by the environment as it was
+    import_engine()
+    log, environment, run, args = orders.recv()
     log = os.open(log, os.O_WRONLY | os.O_APPEND)
     _write_to(log, log)
     os.environ.clear()
@@ -118,31 +113,37 @@ def early_scheduler(orders, writer):
     run(*args, writer)
 
 
-def start_schedulers(count):
+def import_engine():
+    """What an engine's rank and its scheduler need of SGLang, on a CPU."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch reads it: SGLang would compile, with g++, for nothing here
+    with lean_imports():
+        import sglang.srt.entrypoints.engine
+        import sglang.srt.models.qwen3  # noqa: F401
+
+
+def start_schedulers(count, method):
     """
-    Starts processes for SGLang's schedulers. On a CPU imports are most of an engine's start, and they do not have to
-    wait for those of the rank. Spawned, not forked: a rank has threads of gloo and OpenMP, whose locks a fork would
-    copy in whatever state they are, and its lock on the run's folder.
+    Starts processes for an engine's schedulers on a CPU, whose imports need not wait for those of the rank. method
+    'fork': they have the rank's so far, which must have no threads yet, as a fork copies the locks of gloo's and
+    OpenMP's in whatever state they are; else 'spawn'.
     """
-    spawn = multiprocessing.get_context("spawn")
-    started = []
+    context = multiprocessing.get_context(method)
     for _ in range(count):
-        orders, commands = spawn.Pipe(duplex=False)
-        reader, writer = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=early_scheduler, args=(orders, writer))
+        orders, commands = context.Pipe(duplex=False)
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=waiting_scheduler, args=(orders, writer))
         with output_to(os.devnull):
             process.start()
         for end in (orders, writer):
-            end.close()  # so that each end notices when the other dies
-        started.append((process, commands, reader))
-    return started
+            end.close()  # so that this end notices when the other dies
+        early.append((process, commands, reader))
+        atexit.register(lambda: [process.kill() for process, *_ in early])
 
 
 def start_engine_early(config):
-    """Has the process of an engine that this rank will have on a CPU begin with its imports."""
+    """Starts the schedulers of the engine that this rank will have on a CPU."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    _, engines = roles(config, world)
-    mine = int(os.environ.get("RANK", 0)) >= world - engines
-    if mine and on_cpu(config) and config["rollout_tp"] == 1:
-        early.extend(start_schedulers(1))
-        atexit.register(lambda: [process.kill() for process, *_ in early])
+    tp = config["rollout_tp"]
+    place = int(os.environ.get("RANK", 0)) - world + roles(config, world)[1] * tp  # among the ranks that sample
+    if on_cpu(config) and place >= 0 and place % tp == 0:
+        start_schedulers(tp, "fork")

@@ -328,7 +328,7 @@ def main(model, *names):
     shutil.copytree(model, copied, ignore=shutil.ignore_patterns("optimizer", "flight"))
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=32768)))
-    command = ["episodes/serve.py", f"--init_from={copied}", "--tool_call_parser=pythonic", "--port=0"]
+    command = ["tools/serve.py", f"--init_from={copied}", "--tool_call_parser=pythonic", "--port=0"]
     options = dict(cwd=ROOT, env=os.environ | dict(ONECURVE_API_KEY=KEY), stdout=subprocess.PIPE, text=True)
     server = subprocess.Popen([sys.executable, *command], **options)
     try:

@@ -522,7 +522,7 @@ BAD = [
     (dict(mode="replay", queue_dir="no/queue"), 1, "queue_dir='no/queue': mode='replay' needs"),
     (dict(queue_dir="out/x"), 1, "queue_dir='out/x': is for --mode=replay"),
     (dict(mode="server"), 1, "mode='server': use grpo, replay, sft"),
-    (dict(mode="serve"), 1, "mode='serve': a program of its own: python episodes/serve.py --init_from=.."),
+    (dict(mode="serve"), 1, "mode='serve': a program of its own: python tools/serve.py --init_from=.."),
     (dict(chosen_column="best"), 1, "chosen_column='best': is for --mode=rm"),
     (dict(mode="dpo", init_from="x"), 1, "kl_coef=0.0: is DPO's beta; use more than 0"),
     (

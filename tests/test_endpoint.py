@@ -56,7 +56,7 @@ def serving(model, *flags):
     """The address of a process that serves the model until it gets a SIGTERM, and leaves nothing behind."""
     command = [
         sys.executable,
-        "episodes/serve.py",
+        "tools/serve.py",
         f"--init_from={model}",
         "--tool_call_parser=pythonic",
         "--threads=1",

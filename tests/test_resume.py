@@ -137,7 +137,7 @@ def test_ranks_end_with_their_torchrun_at_any_moment_and_the_resume_has_the_same
         before, began = written("metrics.jsonl"), time.monotonic()
         while not come(before):
             assert torchrun.poll() is None and time.monotonic() < began + 300, (moment, output.read_text()[-4000:])
-            time.sleep(0.001)
+            time.sleep(0.005)
         torchrun.kill()
         torchrun.wait()
         wait_for(lambda: not processes_of(folder), 10)

@@ -6,8 +6,8 @@ The watch for reward hacking: its signals on made figures, and a run that it end
 
 import re
 import shutil
-import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,9 @@ from rewards import hacking, nothing_to_learn, text_metrics
 from sync import Group
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from prove import ROOT, command_of, lines, replay_of  # noqa: E402
+import rollback  # noqa: E402
+from prove import command_of, lines, replay_of  # noqa: E402
+from runs import run_warm  # noqa: E402
 from test_laws import ledger  # noqa: E402
 
 
@@ -108,17 +110,22 @@ def test_a_run_ends_where_its_reward_is_gamed_and_a_replay_does_too(tmp_path, ga
     assert len(lines(tmp_path / "a", "metrics.jsonl", "rl")) == 48
 
 
-def test_a_run_that_turns_back_goes_on_from_where_it_was_healthy_and_does_so_again_to_the_same_ledger(tmp_path, gamed):
+def test_a_run_that_turns_back_goes_on_from_where_it_was_healthy_and_does_so_again_to_the_same_ledger(
+    tmp_path, gamed, monkeypatch, capsys
+):
     """Again: from a copy of the run that was stopped, and of a turn that was interrupted."""
     flags = (*gamed, "--max_steps=40", "--learning_rate=2e-4", "--healthy_kl_coef=2", "--threads=1")
 
     def turned(folder):
-        flags_of_run = command_of(folder, *flags)[2:]
-        with shared_memory():
-            command = [sys.executable, ROOT / "tools" / "rollback.py", *flags_of_run]
-            done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
+        monkeypatch.setattr(sys, "argv", ["rollback.py", *command_of(folder, *flags)[2:]])
+        with shared_memory(), pytest.raises(SystemExit) as end:
+            rollback.main()
+        assert end.value.code == 0
+        return capsys.readouterr().out
+
+    run = lambda command: run_warm(command[1:], tmp_path / "output")[0]  # noqa: E731
+    monkeypatch.setattr(rollback, "subprocess", types.SimpleNamespace(call=run))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the tool sets its own
 
     said = turned(tmp_path / "a")
     hacked, healed = (lines(tmp_path / name, "metrics.jsonl", "rl") for name in ("a", "a_1"))

@@ -3,14 +3,9 @@ Runs train_grpo.py again and again, but imports the libraries only once: a proce
 run, which saves 5 to 10 s of each. From the fork on it is as if the user had typed the command. `launch_warm` in
 conftest.py talks to it: a line of JSON in, the run's process id and then its exit status out. With several ranks it
 does what torchrun would: each is such a process, and when one fails the others end, too.
-
-SGLang's schedulers would be spawned by the run, and import all of it again: here they are forks, too, made before the
-run has a thread, that wait until the run wants them.
 """
 
-import atexit
 import json
-import multiprocessing
 import os
 import resource
 import runpy
@@ -19,67 +14,17 @@ import sys
 from pathlib import Path
 
 os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # as train_grpo.py, before transformers imports joblib by the way
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as RolloutEngine, before torch reads it: SGLang would compile small things
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # transformers has an optional `kernels`: let it be ours
 
-from models.start import lean_imports  # noqa: E402
+from models.start import import_engine, lean_imports  # noqa: E402
 
+import_engine()
 with lean_imports():
-    import setproctitle
-    import sglang.srt.entrypoints.engine
-    import sglang.srt.models.qwen3  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 for name in ("configurator", "models", "models.start"):  # a run's script may be another folder's, with its own
     del sys.modules[name]
-
-
-def wait_for_job(orders, jobs):
-    """What the fork does: it waits for the target of one process that was to be spawned, and runs it."""
-    jobs.close()
-    try:
-        output, environment, target, args = orders.recv()
-    except EOFError:  # the run has ended without it
-        return
-    orders.send("received")
-    for fd in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), fd)
-    setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
-    os.environ.clear()
-    os.environ.update(environment)
-    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()  # it has read that at its import
-    target(*args)
-
-
-def fork_for_spawn(number):
-    """Forks so many processes now, which take the place of the next ones that are to be spawned."""
-    fork, spawned = multiprocessing.get_context("fork"), multiprocessing.context.SpawnProcess
-    own, ready = spawned._Popen, []
-    for _ in range(number):
-        orders, jobs = fork.Pipe()
-        process = fork.Process(target=wait_for_job, args=(orders, jobs))
-        process.start()
-        orders.close()
-        atexit.register(jobs.close)
-        ready.append((process, jobs))
-
-    def take(wanted):
-        process, jobs = ready.pop(0)
-        if not ready:
-            spawned._Popen = staticmethod(own)
-        jobs.send((os.readlink("/proc/self/fd/1"), dict(os.environ), wanted._target, wanted._args))
-        jobs.recv()  # a thread hands it the pipes among args, and would say so if the run killed it before it has them
-        return process._popen
-
-    spawned._Popen = staticmethod(take)
-
-
-def schedulers_of(command):
-    """How many an engine of the run has: one for each of its ranks."""
-    said = [flag.partition("=")[2] for flag in command if flag.startswith("--rollout_tp=")]
-    return int([1, *said][-1])
-
 
 for line in sys.stdin:
     job, children = json.loads(line), []
@@ -101,8 +46,8 @@ for line in sys.stdin:
                     os.kill(other, signal.SIGKILL)
         print(status, flush=True)
         continue
-    fork_for_spawn(schedulers_of(job["command"]))
     os.environ.update(env)
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()  # it has read that at its import
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)

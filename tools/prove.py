@@ -308,7 +308,7 @@ def kill_one(folder, rng, goes_on, start=20.0):
     def sleep_until(condition, seconds):
         end = time.monotonic() + seconds
         while goes_on() and not condition() and time.monotonic() < end:
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     metrics = folder / "metrics.jsonl"
     if rng.random() < 0.5:

@@ -1,8 +1,8 @@
 """
 Serves a model to OpenAI's clients, until Ctrl-C; what the routes do is in episodes/endpoint.py.
 
-    python episodes/serve.py --init_from=out/run/ckpt/step_000100
-    ONECURVE_API_KEY=secret python episodes/serve.py --init_from=Qwen/Qwen3-0.6B --port=0 --context=4096
+    python tools/serve.py --init_from=out/run/ckpt/step_000100
+    ONECURVE_API_KEY=secret python tools/serve.py --init_from=Qwen/Qwen3-0.6B --port=0 --context=4096
 
 The key that requests must carry is in the environment (ONECURVE_API_KEY), as anybody on the machine can read a command
 line; without one a random key is made, and printed.
@@ -26,8 +26,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from configurator import block, check_config, configure, library_versions, named_arguments, require
-from models.start import end_with_parent, lean_imports
+from configurator import block, check_config, configure, library_versions, named_arguments, on_cpu, require
+from models.start import end_with_parent, lean_imports, start_schedulers
 
 if __name__ == "__mp_main__":
     end_with_parent()  # an engine's process; before anything that takes time
@@ -70,6 +70,8 @@ with lean_imports():
     from models import folders
     from models.dense import check_memory, check_model
     from rollout_server import Job, RolloutEngine
+if __name__ == "__main__" and on_cpu(config):
+    start_schedulers(config["rollout_tp"], "fork")
 
 LEAST_CACHE = 2**15  # tokens, on a CPU
 
