@@ -438,6 +438,7 @@ class RolloutEngine:
         print(f"{self.name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 
     def _start(self, model_path, device, dtype, gpu, sockets):
+        os.environ["SGLANG_PLUGINS"] = "none"  # what else is installed may not change what an engine computes
         threads = max(kernels.threads, torch.get_num_threads())
         tp = self.config["rollout_tp"]
         run = functools.partial(run_scheduler, self.config, threads, self.inv_freq, self.lends)
