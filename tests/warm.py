@@ -3,9 +3,14 @@ Runs train_grpo.py again and again, but imports the libraries only once: a proce
 run, which saves 5 to 10 s of each. From the fork on it is as if the user had typed the command. `launch_warm` in
 conftest.py talks to it: a line of JSON in, the run's process id and then its exit status out. With several ranks it
 does what torchrun would: each is such a process, and when one fails the others end, too.
+
+On a card SGLang's schedulers would be spawned by the run, and import all of it again: here they are forks, too, made
+before the run has a thread, that wait until the run wants them.
 """
 
+import atexit
 import json
+import multiprocessing
 import os
 import resource
 import runpy
@@ -21,6 +26,7 @@ from models.start import import_engine, lean_imports  # noqa: E402
 
 import_engine()
 with lean_imports():
+    import setproctitle
     import sglang.srt.model_executor.model_runner  # noqa: F401
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
@@ -41,6 +47,51 @@ def load_loops():
         for signature, *_ in loop._cache._cache_file._load_index() if hasattr(loop._cache, "_cache_file") else ():
             if signature not in loop.overloads:
                 loop.compile(signature)
+
+
+def wait_for_job(orders, jobs):
+    """What the fork does: it waits for the target of one process that was to be spawned, and runs it."""
+    jobs.close()
+    try:
+        output, environment, target, args = orders.recv()
+    except EOFError:  # the run has ended without it
+        return
+    orders.send("received")
+    for fd in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), fd)
+    setproctitle.getproctitle()  # it finds where the title is by the environment, as long as that is unchanged
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)
+
+
+def fork_for_spawn(number):
+    """Forks so many processes now, which take the place of the next ones that are to be spawned."""
+    fork, spawned = multiprocessing.get_context("fork"), multiprocessing.context.SpawnProcess
+    own, ready = spawned._Popen, []
+    for _ in range(number):
+        orders, jobs = fork.Pipe()
+        process = fork.Process(target=wait_for_job, args=(orders, jobs))
+        process.start()
+        orders.close()
+        atexit.register(jobs.close)
+        ready.append((process, jobs))
+
+    def take(wanted):
+        process, jobs = ready.pop(0)
+        if not ready:
+            spawned._Popen = staticmethod(own)
+        jobs.send((os.readlink("/proc/self/fd/1"), dict(os.environ), wanted._target, wanted._args))
+        jobs.recv()  # a thread hands it the pipes among args, and would say so if the run killed it before it has them
+        return process._popen
+
+    spawned._Popen = staticmethod(take)
+
+
+def schedulers_of(command):
+    """How many an engine of the run has: one for each of its ranks."""
+    said = [flag.partition("=")[2] for flag in command if flag.startswith("--rollout_tp=")]
+    return int([1, *said][-1])
 
 
 for line in sys.stdin:
@@ -64,6 +115,8 @@ for line in sys.stdin:
                     os.kill(other, signal.SIGKILL)
         print(status, flush=True)
         continue
+    if "--device=cuda" in job["command"]:
+        fork_for_spawn(schedulers_of(job["command"]))
     os.environ.update(env)
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()  # it has read that at its import
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
