@@ -86,16 +86,17 @@ EXACT = dict(
     presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={}, best_of=1, suffix="",
 )  # fmt: skip
 
-# Ends the programs of a rank that has died. It reads a line "+id" for each process group that begins, "-id" when ended.
+# Ends the programs of a rank that has died, and what they have started: its id is in their environment. A program that
+# does not have it yet, between fork and exec, still holds the pipe's other end.
 GUARD = """
 import os, signal, sys
-left = set()
-for line in sys.stdin:
-    (left.add if line[0] == "+" else left.discard)(int(line[1:]))
-for group in left:
+sys.stdin.read()
+mark = b"ONECURVE_GUARD=%d\\0" % os.getpid()
+for pid in filter(str.isdigit, os.listdir("/proc")):
     try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
+        if mark in open(f"/proc/{pid}/environ", "rb").read():
+            os.killpg(os.getpgid(int(pid)), signal.SIGKILL)
+    except OSError:
         pass
 """
 
@@ -941,12 +942,13 @@ def program(command):
             episode.asking -= 1
             episode.moved = time.monotonic()
             async with session_of(chat) as (session, where):
-                return await reward_of(session, inherited | where | dict(ROW=json.dumps(row)), guard)
+                own = dict(ROW=json.dumps(row), ONECURVE_GUARD=str(guard.pid))
+                return await reward_of(session, inherited | where | own)
 
-    async def reward_of(session, env, guard):
+    async def reward_of(session, env):
         episode = session.root.episode
         episode.doing = "its program"
-        running = asyncio.ensure_future(run_program(words, env, guard))
+        running = asyncio.ensure_future(run_program(words, env))
         try:
             await asyncio.wait([running, session.failed], return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
@@ -970,13 +972,11 @@ def program(command):
     return solve
 
 
-async def run_program(words, env, guard):
+async def run_program(words, env):
     """(exit status, end of its output, end of its errors) of a program; its children end with it, it with us."""
     pipe = asyncio.subprocess.PIPE
     options = dict(stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
     process = await asyncio.create_subprocess_exec(*words, env=env, **options)
-    guard.stdin.write(f"+{process.pid}\n")
-    guard.stdin.flush()
 
     async def end_of(stream):
         kept = b""
@@ -991,4 +991,3 @@ async def run_program(words, env, guard):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has left behind
         await process.wait()
-        guard.stdin.write(f"-{process.pid}\n")

@@ -487,7 +487,7 @@ def test_an_engine_that_sglang_refuses_to_start_leaves_no_process(tmp_path, give
         RolloutEngine(0, tmp_path, Qwen3Config(), config, "cpu", torch.float32, tmp_path / "engine.log")
     for process in set(multiprocessing.active_children()) - before:
         process.join(60)
-        assert process.exitcode == 0
+        assert process.exitcode is not None
 
 
 def test_the_line_of_a_dead_engine_repeats_the_last_error_of_its_log_but_none_of_an_earlier_start(tmp_path):
