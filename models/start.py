@@ -103,7 +103,7 @@ def waiting_scheduler(orders, writer):
     end_with_parent()
     import setproctitle
 
-    setproctitle.setproctitle("sglang::scheduler")  # now: it finds its place by the environment as it was
+    setproctitle.setproctitle("sglang::waiting")  # now: it finds its place by the environment as it was
     import_engine()
     log, environment, run, args = orders.recv()
     log = os.open(log, os.O_WRONLY | os.O_APPEND)
