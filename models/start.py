@@ -62,6 +62,7 @@ def lean_imports(aloud=False):
         said.cancel()
         gc.freeze()
         gc.enable()
+        gc.set_threshold(50_000)  # from 700: a step makes little garbage, and many objects to look through
         for name in hidden:
             del sys.modules[name]
 
