@@ -10,6 +10,7 @@ Not pretended: the card's arithmetic, the compiler, time, NCCL's and CUDA's own 
 """
 
 import builtins
+import gc
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ MEMORY = int(os.environ.get("PRETEND_BYTES", 2 << 30))  # of the card
 HERE = threading.local()
 IN_ORDER = "PRETEND_ORDER" in os.environ  # whether accesses are looked at that nothing keeps in order
 ROOT = str(Path(__file__).parents[2])
+gc.set_threshold = lambda *_: None  # a collection as often as by default: the interpreter leaves cycles with tensors
 
 
 def capability(*_):
