@@ -236,6 +236,9 @@ REMOVED = {
     "max_calls": "MOST_CALLS in episodes/chat.py",
     "max_forks": "MOST_FORKS in episodes/chat.py",
     "max_result_chars": "MOST_RESULT in episodes/chat.py",
+    "sandbox_memory": "MOST_MEMORY in graders/sandbox.py",
+    "arithmetic_min": "--dataset=arithmetic:10:50 are sums of numbers from 10 up to 49",
+    "arithmetic_size": "--dataset=arithmetic:10:50 are sums of numbers from 10 up to 49",
     "mode=serve": "a program of its own: python tools/serve.py --init_from=..",
     "mode=reject": "use --mode=rollout, and then tools/best.py on its folder",
 }
@@ -278,8 +281,8 @@ OWN = "advantage", "loss"  # keys whose value may be a function in a file, such 
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens temperature eval_samples engine_timeout
     keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
-    judge_tries sandbox_seconds sandbox_memory lora_alpha scratch_experts_per_token""".split()
-NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p scratch_experts".split()
+    judge_tries sandbox_seconds lora_alpha""".split()
+NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # {a condition (see `holds`): the keys that have an effect only then}
 HAVE_EFFECT = {
@@ -293,7 +296,6 @@ HAVE_EFFECT = {
     "mode=grpo or replay": "engine_bits",
     "kl_coef": "kl_in_reward",
     "lora_rank": "lora lora_alpha lora_targets",
-    "scratch_experts": "scratch_experts_per_token",
     "agent": "credit",
     "agent or --chat_template": "chat_template_args",
     "advantage=grpo, dr_grpo, rloo or gae": "credit",
@@ -310,12 +312,20 @@ EXCLUDES = {  # {a condition: the keys that must then be left alone}
     "mode=sft, rm, dpo or eval": "watch",
 }
 SEEDS = {"data", "noise", "init", "eval"}
+SCRATCH = dict(
+    num_hidden_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    intermediate_size=384, num_experts=0, num_experts_per_tok=2,
+)  # fmt: skip
+_before = "layers hidden heads kv_heads head_dim mlp experts experts_per_token".split()
+REMOVED |= {f"scratch_{old}": f"--scratch_args='{new}=..'" for old, new in zip(_before, SCRATCH)}
+WHOLE_NUMBERS = {"seeds": SEEDS, "scratch_args": {*SCRATCH}}  # keys whose arguments are these
 SOURCE = """
-    weight dataset dataset_config split eval_split eval_size arithmetic_min arithmetic_size
+    weight dataset dataset_config split eval_split eval_size
     prompt_column answer_column sft_column prompt_template reward""".split()
 ARGUMENTS = {  # keys whose value is the text of named arguments
     "chat_template_args": "arguments of the chat template, such as 'enable_thinking=False'",
     "engine_args": "arguments of SGLang's ServerArgs, such as 'max_running_requests=64'",
+    "scratch_args": "whole numbers for some of " + ", ".join(SCRATCH),
     "seeds": "whole numbers for some of data, noise, init, eval, such as 'data=2, eval=3'",
     "sources": "names with a dictionary each, of " + ", ".join(SOURCE),
 }
@@ -327,6 +337,11 @@ def named_arguments(text):
     if call.args:
         raise ValueError("no name=value")
     return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
+
+
+def scratch_sizes(config):
+    """{name: size} of a scratch model."""
+    return SCRATCH | named_arguments(config["scratch_args"])
 
 
 def seed_of(config, source):
@@ -419,7 +434,8 @@ def key_rules(c, world, defaults):
     for key, what in ARGUMENTS.items():
         try:
             given = named_arguments(values[key])
-            fits = key != "seeds" or given.keys() <= SEEDS and all(type(x) is int for x in given.values())
+            names = WHOLE_NUMBERS.get(key)
+            fits = names is None or given.keys() <= names and all(type(x) is int for x in given.values())
             yield key, fits, f"use {what}"
         except NO_LITERAL as e:
             yield key, False, f"{getattr(e, 'msg', e)}; use {what}"
@@ -489,8 +505,9 @@ def feature_rules(c, world, defaults):
     yield "segment_tokens", fits, f"not within max_new_tokens={c.max_new_tokens}; use less, or 0: whole samples"
     why = f"a step trains on prompts_per_step={c.prompts_per_step} groups out of these; use {2 * c.prompts_per_step}"
     yield "groups_in_flight", not c.segment_tokens or c.groups_in_flight >= c.prompts_per_step, why
-    fits = not c.scratch_experts or c.scratch_experts_per_token <= c.scratch_experts
-    yield "scratch_experts_per_token", fits, f"a layer has scratch_experts={c.scratch_experts}; use at most these"
+    *sizes, experts, active = scratch_sizes(vars(c)).values()
+    fits = min(*sizes, active) > 0 and (experts == 0 or active <= experts)
+    yield "scratch_args", fits, f"sizes must be more than 0, and a token's experts no more than num_experts={experts}"
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
     yield "lora_rank", not c.lora_rank or mode.trains, f"mode={c.mode!r}: {why}"
     tokens = c.max_prompt_tokens + c.max_new_tokens + 1

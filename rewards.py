@@ -476,9 +476,9 @@ def pair_rates(figures, n):
 # data
 
 
-def arithmetic(size_max=100, size_min=0):
-    """Rows {"prompt": "17+25=", "answer": "42"} of all sums of two numbers in [size_min, size_max), in their order."""
-    numbers = range(size_min, size_max)
+def arithmetic(low=0, high=100):
+    """Rows {"prompt": "17+25=", "answer": "42"} of all sums of two numbers in [low, high), in their order."""
+    numbers = range(low, high)
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
 
 
@@ -602,6 +602,7 @@ def load_rows(config):
     """
     size = config["eval_size"]
     data, held_out = read_data(config)
+    require(len(data), f"dataset={config['dataset']!r}: has no rows; use another, or another split")
     used = ["prompt_column", *(f"{side}_column" for side in sides(config["mode"]))]
     if config["sft_column"]:
         used.append("sft_column")
@@ -624,8 +625,8 @@ def load_rows(config):
 def read_data(config):
     """(all rows of a source as its data set has them, its held-out rows, or None where these are a part of them)."""
     name = config["dataset"]
-    if name == "arithmetic":
-        data = arithmetic(config["arithmetic_size"], config["arithmetic_min"])
+    if sums := re.fullmatch(r"arithmetic(?::(\d+):(\d+))?", name):
+        data = arithmetic(*map(int, filter(None, sums.groups())))
         return [with_wrong_sum(row) for row in data] if MODES[config["mode"]].pairs else data, None
     if name == "programs":
         from graders import sandbox

@@ -55,10 +55,9 @@ rollout_ranks = 1  # number of ranks, taken from the end, that sample; the other
 colocate = False  # every rank samples and trains, one after the other (a single process always does)
 rollout_tp = 1  # number of sampling ranks that share an engine, for models larger than a GPU (tensor parallel)
 # the data
-# a hub name, a .jsonl or .parquet file, 'reasoning_gym:countdown'; made here: 'arithmetic' (sums) or 'programs'
+# a hub name, a .jsonl or .parquet file, 'reasoning_gym:countdown'; made here: 'programs', and 'arithmetic', sums of two
+# numbers from 0 up to 99, or 'arithmetic:10:50', from 10 up to 49
 dataset = "arithmetic"
-arithmetic_min = 0  # smallest operand of 'arithmetic'
-arithmetic_size = 100  # operands of 'arithmetic' are below this
 dataset_config = ""  # configuration of a hub data set, such as 'main'; arguments of a gym's task: 'size=500, seed=7'
 split = "train"
 prompt_column = "prompt"
@@ -71,7 +70,7 @@ chat_template = False  # put the prompt through the tokenizer's chat template as
 max_prompt_tokens = 256  # longer prompts are dropped
 eval_split = ""  # held-out split of a hub data set, or a file; '': eval_size rows of `split`, first of a fixed shuffle
 # several data sets, each with its own values of these keys and a weight, its share of each step; 0: held out only. Such
-# as "easy={'arithmetic_size': 10, 'weight': 3}, hard={'arithmetic_min': 50, 'reward': 'exact'}"
+# as "easy={'dataset': 'arithmetic:0:10', 'weight': 3}, hard={'reward': 'exact'}"
 sources = ""
 # prompts are drawn by what a model learns from: one with half of its samples right when last seen is this number of
 # times (and once more) as likely as one with all or none; 0: each once an epoch
@@ -101,7 +100,6 @@ judge_prompt = ""
 judge_tries = 3  # requests for one verdict; the run ends if the last fails, too
 sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
 sandbox_seconds = 2.0  # seconds of CPU time that a program may take
-sandbox_memory = 256  # MiB of memory that a program may take
 watch = ""  # 'stop': ends the run, with status 3, when the reward looks gamed (rewards.hacking)
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: no penalty
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards still count in the group
@@ -184,15 +182,9 @@ keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
 queue_dir = ""  # only with mode='replay': the folder of a run's rollouts, such as 'out/tiny/queue'
 keep_rollouts = 0  # steps of rollout files to keep; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
-# a model made by init_from='scratch'
-scratch_layers = 4
-scratch_hidden = 128
-scratch_heads = 4
-scratch_kv_heads = 2
-scratch_head_dim = 32
-scratch_mlp = 384
-scratch_experts = 0  # experts of a layer, each as wide as scratch_mlp (a mixture of experts); 0: a dense model
-scratch_experts_per_token = 2
+# sizes of a model made by init_from='scratch', as Hugging Face's configs name them: 'num_hidden_layers=8', with
+# 'num_experts=8' a mixture of experts; those that are not named are configurator.SCRATCH's
+scratch_args = ""
 # ------------------------------------------------------------------------------------------------------------------
 
 DEFAULTS = block(globals())

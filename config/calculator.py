@@ -23,8 +23,7 @@ torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 2.3 min.
 out_dir = "out/calculator"
 agent = "examples/calculator.py:solve"
 tool_call_parser = "pythonic"
-arithmetic_min = 100
-arithmetic_size = 300
+dataset = "arithmetic:100:300"
 max_prompt_tokens = 24
 max_new_tokens = 48
 threads = 1
@@ -36,6 +35,4 @@ max_steps = 60
 leaf_tokens = 2048
 lanes = 4
 learning_rate = 3e-4
-scratch_layers = 2
-scratch_hidden = 64
-scratch_mlp = 128
+scratch_args = "num_hidden_layers=2, hidden_size=64, intermediate_size=128"

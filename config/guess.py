@@ -22,7 +22,7 @@ differed in any step. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD
 out_dir = "out/guess"
 agent = "examples/guess.py:solve"
 credit = "turn"  # a guess is compared with the group's guesses of the same number, not with those of shorter games
-arithmetic_size = 30
+dataset = "arithmetic:0:30"
 max_prompt_tokens = 8
 max_new_tokens = 56
 pass_reward = 0.5  # four guesses
@@ -36,6 +36,4 @@ leaf_tokens = 2048
 lanes = 4
 learning_rate = 1e-3
 lr_decay_steps = 120
-scratch_layers = 2
-scratch_hidden = 64
-scratch_mlp = 128
+scratch_args = "num_hidden_layers=2, hidden_size=64, intermediate_size=128"

@@ -10,8 +10,7 @@ so does who writes every digit there is. README shows what becomes of the sums, 
 
 out_dir = "out/hacked"
 init_from = "out/stage_sft/ckpt/step_000257"  # python train_grpo.py config/stage_sft.py
-arithmetic_min = 10
-arithmetic_size = 50
+dataset = "arithmetic:10:50"
 max_prompt_tokens = 8
 max_new_tokens = 16
 reward = "config/hacked.py:mentions + 0*numeric"  # what the sum should be is only noted

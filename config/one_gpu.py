@@ -10,8 +10,7 @@ Wall time and result: not measured yet.
 
 out_dir = "out/one_gpu"
 device = "cuda"
-arithmetic_min = 10
-arithmetic_size = 50
+dataset = "arithmetic:10:50"
 max_prompt_tokens = 8
 max_new_tokens = 4
 warmup_sft_steps = 200
@@ -25,9 +24,7 @@ learning_rate = 2e-5
 lr_decay_steps = 60
 engine_memory = 0.3
 checkpoint_every = 0
-scratch_layers = 16
-scratch_hidden = 1024
-scratch_heads = 16
-scratch_kv_heads = 8
-scratch_head_dim = 128
-scratch_mlp = 3072
+scratch_args = (
+    "num_hidden_layers=16, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, "
+    "head_dim=128, intermediate_size=3072"
+)

@@ -28,6 +28,4 @@ max_steps = 80
 leaf_tokens = 2048
 lanes = 4
 learning_rate = 5e-4
-scratch_layers = 2
-scratch_hidden = 64
-scratch_mlp = 128
+scratch_args = "num_hidden_layers=2, hidden_size=64, intermediate_size=128"

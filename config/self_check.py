@@ -21,7 +21,7 @@ that it was shown is wrong. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of 
 
 out_dir = "out/self_check"
 agent = "examples/self_check.py:solve"
-arithmetic_size = 50
+dataset = "arithmetic:0:50"
 max_prompt_tokens = 12
 max_new_tokens = 24
 threads = 1
@@ -33,6 +33,4 @@ max_steps = 60
 leaf_tokens = 2048
 lanes = 4
 learning_rate = 5e-4
-scratch_layers = 2
-scratch_hidden = 64
-scratch_mlp = 128
+scratch_args = "num_hidden_layers=2, hidden_size=64, intermediate_size=128"

@@ -8,7 +8,7 @@ step has something to learn from and moves every weight, then 24 steps of RL, to
 """
 
 out_dir = "out/small"
-arithmetic_size = 10
+dataset = "arithmetic:0:10"
 max_prompt_tokens = 8
 max_new_tokens = 6
 eval_size = 20
@@ -23,6 +23,4 @@ lanes = 4
 max_steps = 24
 learning_rate = 2e-4
 checkpoint_every = 8
-scratch_layers = 2
-scratch_hidden = 64
-scratch_mlp = 128
+scratch_args = "num_hidden_layers=2, hidden_size=64, intermediate_size=128"

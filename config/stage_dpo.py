@@ -9,8 +9,7 @@ and one with wrong digits each, and stays near to where it began. The held-out r
 out_dir = "out/stage_dpo"
 mode = "dpo"
 init_from = "out/stage_sft/ckpt/step_000257"
-arithmetic_min = 10
-arithmetic_size = 50
+dataset = "arithmetic:10:50"
 max_prompt_tokens = 8
 max_new_tokens = 4
 kl_coef = 0.1  # DPO's beta

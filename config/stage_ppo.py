@@ -10,8 +10,7 @@ init_from = "out/stage_sft/ckpt/step_000257"
 # A tenth of the score is about as large as a reward of 0 or 1: value_clip and the critic's loss, whose gradient moves
 # the policy, too, are made for such rewards.
 reward = "0.1*model:out/stage_rm/ckpt/step_000300 + 0*numeric"
-arithmetic_min = 10
-arithmetic_size = 50
+dataset = "arithmetic:10:50"
 max_prompt_tokens = 8
 max_new_tokens = 4
 pass_reward = 0.0  # of pass@1 and of easy and hard groups: a score that leans to right

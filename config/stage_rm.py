@@ -8,8 +8,7 @@ held-out rows are the same in all three stages.
 out_dir = "out/stage_rm"
 mode = "rm"
 init_from = "out/stage_sft/ckpt/step_000257"
-arithmetic_min = 10
-arithmetic_size = 50
+dataset = "arithmetic:10:50"
 max_prompt_tokens = 8
 max_new_tokens = 4
 max_steps = 300

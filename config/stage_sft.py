@@ -7,8 +7,7 @@ The first of three stages (Ouyang et al. 2022): supervised steps on sums of two 
 
 out_dir = "out/stage_sft"
 mode = "sft"
-arithmetic_min = 10
-arithmetic_size = 50
+dataset = "arithmetic:10:50"
 max_prompt_tokens = 8
 max_new_tokens = 4
 max_steps = 257

@@ -7,8 +7,7 @@ about half of the held-out sums are right, then RL. RESULTS.md has the figures a
 """
 
 out_dir = "out/tiny"
-arithmetic_min = 10
-arithmetic_size = 50
+dataset = "arithmetic:10:50"
 max_prompt_tokens = 8
 max_new_tokens = 4
 warmup_sft_steps = 257

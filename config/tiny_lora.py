@@ -9,8 +9,7 @@ learns beside it. RESULTS.md has the figures, beside full training and other ran
 out_dir = "out/tiny_lora"
 init_from = "out/stage_sft/ckpt/step_000257"
 lora_rank = 16
-arithmetic_min = 10
-arithmetic_size = 50
+dataset = "arithmetic:10:50"
 max_prompt_tokens = 8
 max_new_tokens = 4
 prompts_per_step = 64

@@ -11,8 +11,7 @@ seeds ended at 0.943 and 0.946, dense at 0.987 and 0.991: RESULTS.md has them.
 """
 
 out_dir = "out/tiny_moe"
-arithmetic_min = 10
-arithmetic_size = 50
+dataset = "arithmetic:10:50"
 max_prompt_tokens = 8
 max_new_tokens = 4
 warmup_sft_steps = 257
@@ -24,5 +23,4 @@ leaf_tokens = 2048
 lanes = 4
 learning_rate = 5e-4
 lr_decay_steps = 230
-scratch_mlp = 192
-scratch_experts = 8
+scratch_args = "intermediate_size=192, num_experts=8"

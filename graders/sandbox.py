@@ -31,6 +31,7 @@ from typing import NamedTuple
 from rewards import SETTINGS
 from sync import content_hash, reason
 
+MOST_MEMORY = 256  # MiB of address space of a program
 OUTPUT = 65536  # bytes that a program may write to its output, to its errors or to a file
 THREADS = 16  # of a program
 FILES = 64  # that a program may have open; each may be a socket or a pipe, whose buffers no limit of memory counts
@@ -137,7 +138,7 @@ def sandbox_command(python, rules, status):
     The command that runs `python` (a path) as SETTINGS say, up to its arguments. rules, status: files of bubblewrap's,
     seccomp's program and what it says of the end. SandboxError: no bwrap.
     """
-    limits = [str(math.ceil(SETTINGS["sandbox_seconds"])), str(SETTINGS["sandbox_memory"] * 1024)]
+    limits = [str(math.ceil(SETTINGS["sandbox_seconds"])), str(MOST_MEMORY * 1024)]
     if SETTINGS["sandbox"] == "none":  # any number of processes, as the kernel would count all of the user's
         return ["/bin/sh", "-c", INIT, "sh", *limits, "any", python]
     # Popen could change the user, but would then copy the page tables of this process, which may be large.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from configurator import require, seed_of
+from configurator import require, scratch_sizes, seed_of
 from models.moe import KIND, per_expert
 from models.start import lean_imports
 from sync import reason, shards, write_tensors
@@ -46,17 +46,15 @@ def make_scratch_model(folder, config):
         chat_template=CHAT_TEMPLATE if roles else None,
     )  # fmt: skip
     write_tokenizer(folder, tokenizer)
-    mixture = {}
-    if E := config["scratch_experts"]:
-        k = config["scratch_experts_per_token"]
-        F = config["scratch_mlp"]
-        mixture = dict(num_experts=E, num_experts_per_tok=k, norm_topk_prob=True, moe_intermediate_size=F)
+    sizes = scratch_sizes(config)
+    experts = sizes.pop("num_experts")
+    active = sizes.pop("num_experts_per_tok")
+    if experts:
+        F = sizes["intermediate_size"]
+        sizes |= dict(num_experts=experts, num_experts_per_tok=active, norm_topk_prob=True, moe_intermediate_size=F)
     hf = AutoConfig.for_model(
-        KIND if E else "qwen3", vocab_size=len(characters), hidden_size=config["scratch_hidden"],
-        intermediate_size=config["scratch_mlp"], num_hidden_layers=config["scratch_layers"],
-        num_attention_heads=config["scratch_heads"], num_key_value_heads=config["scratch_kv_heads"],
-        head_dim=config["scratch_head_dim"], max_position_embeddings=4096, tie_word_embeddings=not E,
-        eos_token_id=1, pad_token_id=0, **mixture,
+        KIND if experts else "qwen3", vocab_size=len(characters), max_position_embeddings=4096,
+        tie_word_embeddings=not experts, eos_token_id=1, pad_token_id=0, **sizes,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(hf)
     # torch's normal numbers depend on the width of the CPU's vectors. A sum of twelve uniform numbers in -1/2 .. 1/2

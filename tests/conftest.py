@@ -49,6 +49,11 @@ from prove import (  # noqa: E402
 )
 from runs import ROOT, run_warm  # noqa: E402, F401
 
+SMALLEST = {  # a scratch model
+    "scratch_args": "num_hidden_layers=1, hidden_size=32, num_attention_heads=1, num_key_value_heads=1, "
+    "intermediate_size=32"
+}
+
 torch.set_num_threads(1)  # two workers share the machine
 
 # Flags of runs that are compared: what must not matter for an engine, and dynamic sampling with what goes with it

@@ -27,8 +27,8 @@ from models import folders  # noqa: E402
 
 NUMBERS = np.random.default_rng(0)  # whole numbers alone, which no library computes in a way of its own
 CONFIG = train.DEFAULTS | dict(
-    scratch_layers=1, scratch_hidden=64, scratch_mlp=128, lanes=2, leaf_tokens=100, kl_coef=0.1, entropy_coef=0.01,
-    learning_rate=1e-3, lr_decay_steps=9, strict=False,
+    scratch_args="num_hidden_layers=1, hidden_size=64, intermediate_size=128",
+    lanes=2, leaf_tokens=100, kl_coef=0.1, entropy_coef=0.01, learning_rate=1e-3, lr_decay_steps=9, strict=False,
 )  # fmt: skip
 ALGORITHMS = {
     "grpo, ppo": dict(kl_estimator="k3", importance="truncate", dual_clip=3.0),
@@ -140,7 +140,7 @@ def updates(folder, ranks):
 
 def order():
     """The prompts of the first steps."""
-    rows = rewards.load_rows(train.DEFAULTS | dict(arithmetic_size=10, eval_size=20))
+    rows = rewards.load_rows(train.DEFAULTS | dict(dataset="arithmetic:0:10", eval_size=20))
     yield "data", json.dumps(rows).encode()
     yield "order", json.dumps([rewards.rows_of_step(len(rows[0]), 8, step, 1) for step in range(20)]).encode()
 

@@ -14,6 +14,7 @@ import types
 
 import pytest
 import torch
+from conftest import SMALLEST
 from transformers import AutoTokenizer
 
 import sync
@@ -52,8 +53,7 @@ THINKING = """
 def tokenizer(tmp_path_factory):
     """The scratch model's, with its chat template."""
     folder = tmp_path_factory.mktemp("scratch")
-    sizes = dict(scratch_layers=1, scratch_hidden=32, scratch_heads=1, scratch_kv_heads=1, scratch_mlp=32)
-    folders.make_scratch_model(folder, CONFIG | sizes)
+    folders.make_scratch_model(folder, CONFIG | SMALLEST)
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -35,7 +35,7 @@ from episodes.sampler import Agent, AgentSampler
 from examples import client as example
 from models import folders
 
-SIZES = "--tool_call_parser=pythonic --arithmetic_size=40 --arithmetic_min=20 --max_prompt_tokens=32".split()
+SIZES = "--tool_call_parser=pythonic --dataset=arithmetic:20:40 --max_prompt_tokens=32".split()
 SIZES += "--max_new_tokens=40 --leaf_tokens=1024 --eval_size=0".split()
 TOOLS = [{"type": "function", "function": example.ADD}]
 KEY = "a key of the tests"

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import finish, read_groups
+from conftest import SMALLEST, finish, read_groups
 from prove import lines
 from test_dispatch import Record
 from torch.utils._python_dispatch import _disable_current_modes
@@ -615,9 +615,8 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path):
     """As many tokens as Qwen3 has; the scratch model has 98. Each of the others is spelled <number>."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    small = dict(scratch_layers=1, scratch_hidden=32, scratch_heads=1, scratch_kv_heads=1, scratch_mlp=32)
     model, reward = tmp_path / "model", tmp_path / "reward.py"
-    folders.make_scratch_model(model, DEFAULTS | small)
+    folders.make_scratch_model(model, DEFAULTS | SMALLEST)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] |= {f"<{i}>": i for i in range(98, 151_936)}
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))

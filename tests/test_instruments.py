@@ -235,9 +235,8 @@ def test_a_figure_is_the_last_evaluation_or_a_mean_of_the_last_steps():
 
 
 def test_two_settings_are_compared_on_equal_noise_and_runs_are_made_once(tool, tmp_path):
-    both = (
-        "config/small.py --mode=rm --max_steps=3 --checkpoint_every=0 --warmup_sft_steps=0 --arithmetic_size=20".split()
-    )
+    both = "config/small.py --mode=rm --max_steps=3 --checkpoint_every=0 --warmup_sft_steps=0".split()
+    both.append("--dataset=arithmetic:0:20")
     args = "compare", "", "--learning_rate=1e-2", *both, "--seeds=2", f"--out={tmp_path}", "--metric=eval_loss"
     status, said = tool(*args)
     assert status == 0 and "the first step's samples are equal with 2 of 2 seeds" in said, said

@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import error_line, finish, launch_warm, read_groups, wait_for
+from conftest import SMALLEST, error_line, finish, launch_warm, read_groups, wait_for
 from prove import ROOT, lines, processes_of, replay_of
 from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
@@ -417,8 +417,7 @@ def test_what_a_judge_needs_is_asked_for_at_the_start(settings, capsys, tmp_path
 
 
 def test_an_agent_asks_a_judge_by_chat_do_and_a_resume_does_not_ask_again(settings, tmp_path):
-    sizes = dict(scratch_layers=1, scratch_hidden=32, scratch_heads=1, scratch_kv_heads=1, scratch_mlp=32)
-    config = DEFAULTS | sizes | dict(agent="x")
+    config = DEFAULTS | SMALLEST | dict(agent="x")
     folders.make_scratch_model(tmp_path / "model", config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     template = chat.Template(tokenizer, [tokenizer.eos_token_id], {})

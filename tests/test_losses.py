@@ -175,7 +175,9 @@ def test_advantages_are_those_of_a_loop():
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    make_scratch_model(folder, DEFAULTS | dict(scratch_layers=1, scratch_hidden=64, scratch_mlp=128))
+    make_scratch_model(
+        folder, DEFAULTS | dict(scratch_args="num_hidden_layers=1, hidden_size=64, intermediate_size=128")
+    )
     return folder
 
 

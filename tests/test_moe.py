@@ -19,7 +19,9 @@ import train_grpo as train
 from models import folders, moe
 from models.dense import build_model, check_model
 
-SIZES = dict(scratch_layers=2, scratch_hidden=64, scratch_mlp=32, scratch_experts=6, scratch_experts_per_token=2)
+SIZES = dict(
+    scratch_args="num_hidden_layers=2, hidden_size=64, intermediate_size=32, num_experts=6, num_experts_per_tok=2"
+)
 CONFIG = train.DEFAULTS | SIZES
 
 

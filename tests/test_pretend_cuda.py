@@ -20,12 +20,13 @@ from runs import warm
 from test_laws import ledger
 
 SITE = Path(__file__).parent / "pretend" / "site"
-SHAPE = dict(layers=1, hidden=64, heads=2, kv_heads=2, head_dim=64, mlp=64)
+SIZES = "num_hidden_layers=1, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=64"
+SIZES = f"--scratch_args={SIZES}, intermediate_size=64"
 FLAGS = """--device=cuda --prompts_per_step=1 --group_size=3 --max_new_tokens=4 --lanes=2 --leaf_tokens=64 --tp_split=2
     --engine_args=max_total_tokens=512,max_running_requests=8 --max_steps=2 --eval_size=4 --threads=1
     --learning_rate=1e-3
     --warmup_sft_steps=0 --checkpoint_every=1 --keep_checkpoints=9 --reward=tests/pretend/reward.py:score""".split()
-FLAGS += [f"--scratch_{name}={n}" for name, n in SHAPE.items()]
+FLAGS.append(SIZES)
 # two trainers, and an engine beside them
 LAG = "--lag=1 --max_steps=3 --eval_size=0 --engine_args=disable_cuda_graph=True".split()
 LORA = (*LAG, "--lora_rank=4", "--max_steps=2")
@@ -106,7 +107,7 @@ def adapted(once):
 @pytest.fixture(scope="session")
 def mixture(once):
     """A mixture of experts, in one process."""
-    flags = "--tp_split=1", "--scratch_experts=4", "--eval_size=0"
+    flags = "--tp_split=1", f"{SIZES}, num_experts=4", "--eval_size=0"
     return once("pretend_mixture", lambda folder: pretend(folder, *flags))
 
 

@@ -44,7 +44,7 @@ def operators():
 def model(tmp_path_factory):
     """The folder of a model that is sharp enough for mistakes to show."""
     folder = tmp_path_factory.mktemp("model")
-    sizes = dict(scratch_layers=2, scratch_hidden=64, scratch_mlp=128)
+    sizes = dict(scratch_args="num_hidden_layers=2, hidden_size=64, intermediate_size=128")
     make_scratch_model(folder, train_grpo.DEFAULTS | sizes)
     model = AutoModelForCausalLM.from_pretrained(folder)
     for p in model.parameters():

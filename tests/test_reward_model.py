@@ -27,7 +27,9 @@ from models.folders import make_scratch_model
 from rollout_server import RolloutEngine
 from sync import Ranks, RunError
 
-DEFAULTS = train.DEFAULTS | dict(scratch_layers=2, scratch_hidden=64, scratch_mlp=128, lanes=4, leaf_tokens=40)
+DEFAULTS = train.DEFAULTS | dict(
+    scratch_args="num_hidden_layers=2, hidden_size=64, intermediate_size=128", lanes=4, leaf_tokens=40
+)
 PAIRS = DEFAULTS | dict(mode="rm")
 
 
@@ -169,10 +171,10 @@ def test_the_gradient_of_pairs_does_not_see_empty_lanes_but_the_cut_into_leaves(
 
 
 def test_sums_are_paired_with_others_of_as_many_digits_the_same_in_every_run_and_the_rows_of_other_modes():
-    rows, held_out = rewards.load_rows(PAIRS | dict(arithmetic_size=50))
-    assert (rows, held_out) == rewards.load_rows(PAIRS | dict(arithmetic_size=50, seed=2))
+    rows, held_out = rewards.load_rows(PAIRS | dict(dataset="arithmetic:0:50"))
+    assert (rows, held_out) == rewards.load_rows(PAIRS | dict(dataset="arithmetic:0:50", seed=2))
     assert rows[0].keys() == {"prompt", "chosen", "rejected"}
-    for ours, others in zip((rows, held_out), rewards.load_rows(DEFAULTS | dict(arithmetic_size=50))):
+    for ours, others in zip((rows, held_out), rewards.load_rows(DEFAULTS | dict(dataset="arithmetic:0:50"))):
         assert [(r["prompt"], r["chosen"]) for r in ours] == [(r["prompt"], r["answer"]) for r in others]
     sides = [zip(row["chosen"], row["rejected"], strict=True) for row in rows + held_out]
     changed = Counter(tuple(a != b for a, b in pair) for pair in sides)

@@ -442,7 +442,7 @@ def test_arithmetic_has_every_pair_in_a_fixed_order():
     rows = arithmetic()
     assert len(rows) == 10_000 and rows[0] == {"prompt": "0+0=", "answer": "0"}
     assert rows[1725] == {"prompt": "17+25=", "answer": "42"}
-    assert [row["prompt"] for row in arithmetic(2)] == ["0+0=", "0+1=", "1+0=", "1+1="]
+    assert [row["prompt"] for row in arithmetic(high=2)] == ["0+0=", "0+1=", "1+0=", "1+1="]
     assert all(numeric(row["prompt"], row["answer"], row["answer"]) == 1.0 for row in rows[::97])
 
 
@@ -507,7 +507,7 @@ def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path, capsys):
 def test_sources_have_keys_rewards_and_held_out_rows_of_their_own(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(dict(q=str(i), a="yes")) + "\n" for i in range(9)))
     words = dict(dataset=str(tmp_path / "x.jsonl"), prompt_column="q", answer_column="a", eval_size=2, reward="exact")
-    only_seen = dict(arithmetic_size=3, eval_size=9, weight=0)
+    only_seen = dict(dataset="arithmetic:0:3", eval_size=9, weight=0)
     config = DEFAULTS | dict(sources=f"words={words}, sums={dict(weight=3)}, small={only_seen}")
     training, held_out = load_sources(config)
     assert {name: len(rows) for name, rows in training.items()} == dict(words=7, sums=10_000 - 256)

@@ -117,7 +117,7 @@ def trainer():
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer, settings, tmp_path):
+def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer, settings, monkeypatch, tmp_path):
     secret, name = tmp_path / "secret", uuid.uuid4().hex
     secret.write_text("weights")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
@@ -127,14 +127,15 @@ def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer
         program = ATTACKS[attack].format(port=server.getsockname()[1], **facts)
         held = run_program(program)
         settings("sandbox", "none")
-        settings("sandbox_memory", 2**20)  # of addresses: each thread takes some for its stack and its heap
+        # of addresses: each thread takes some for its stack and its heap
+        monkeypatch.setattr(sandbox, "MOST_MEMORY", 2**20)
         succeeds = run_program(program)
     assert succeeds.output.split() == ["out"], succeeds.errors
     assert held.output.split() == [], held
 
 
-def test_a_program_has_threads_but_no_other_process_and_root_has_no_more_of_them(settings):
-    settings("sandbox_memory", 2**14)  # of addresses: each takes some for its stack and its heap
+def test_a_program_has_threads_but_no_other_process_and_root_has_no_more_of_them(monkeypatch, settings):
+    monkeypatch.setattr(sandbox, "MOST_MEMORY", 2**14)  # of addresses: each takes some for its stack and its heap
     count = "import threading, time\nn = 0\ntry:\n while n < 64:\n  "
     count += "threading.Thread(target=time.sleep, args=(1,), daemon=True).start(); n += 1\nexcept RuntimeError: pass\n"
     run = run_program(count + "import os\nprint(os.getuid() != 0, n, os.getpid(), flush=True)\nos.fork()")

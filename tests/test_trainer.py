@@ -16,7 +16,9 @@ import train_grpo as train
 from models.folders import make_scratch_model
 from sync import LeafSum, Ranks, least_memory, tree_sum
 
-DEFAULTS = train.DEFAULTS | dict(scratch_layers=1, scratch_hidden=64, scratch_mlp=128, lanes=4, leaf_tokens=40)
+DEFAULTS = train.DEFAULTS | dict(
+    scratch_args="num_hidden_layers=1, hidden_size=64, intermediate_size=128", lanes=4, leaf_tokens=40
+)
 
 
 @pytest.fixture

@@ -32,9 +32,11 @@ from runs import ROOT, run
 sys.path.insert(0, str(ROOT / "tests"))  # where gpu_bits.py is, for its shapes and how it compares
 # of the end-to-end runs on a GPU: config/one_gpu.py's model, whose head dim the kernels know
 GPU_SIZE = [
-    "--scratch_layers=16", "--scratch_hidden=1024", "--scratch_heads=16", "--scratch_kv_heads=8",
-    "--scratch_head_dim=128", "--scratch_mlp=3072", "--prompts_per_step=32", "--engine_memory=0.3",
-]  # fmt: skip
+    "--scratch_args=num_hidden_layers=16, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, "
+    "head_dim=128, intermediate_size=3072",
+    "--prompts_per_step=32",
+    "--engine_memory=0.3",
+]
 
 
 # ---- end to end

@@ -34,9 +34,9 @@ from pathlib import Path
 TRL = "trl==1.16.0"
 PROMPTS, GROUP = 8, 8  # bench.measure's own
 SAMPLES = PROMPTS * GROUP
-MODELS = {  # as make_scratch_model wants them; the first has the default sizes
-    "0.8 M": dict(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=384),
-    "8 M": dict(layers=8, hidden=256, heads=8, kv_heads=4, head_dim=32, mlp=1024),
+MODELS = {  # --scratch_args
+    "0.8 M": "",
+    "8 M": "num_hidden_layers=8, hidden_size=256, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1024",
 }
 SETTINGS = {"default": [("0.8 M", 32), ("0.8 M", 128)]}  # model, sampled tokens
 SETTINGS["all"] = SETTINGS["default"] + [("0.8 M", 512), ("8 M", 128)]
@@ -128,14 +128,16 @@ def matmul_rate(threads):
     return 2 * 1024**3 / min(times)
 
 
-def operations_of_step(size, vocabulary, prompt, new_tokens):
+def operations_of_step(sizes, vocabulary, prompt, new_tokens):
     """Operations to sample and train all samples of a step, whose prompts have `prompt` tokens on average."""
-    m = argparse.Namespace(**size)
-    layer = m.hidden * m.head_dim * 2 * (m.heads + m.kv_heads) + 3 * m.hidden * m.mlp
-    matrices = m.layers * layer + vocabulary * m.hidden  # the last is the head; the embedding only looks up
+    from configurator import scratch_sizes
+
+    layers, hidden, heads, kv_heads, head_dim, mlp, *_ = scratch_sizes({"scratch_args": sizes}).values()
+    layer = hidden * head_dim * 2 * (heads + kv_heads) + 3 * hidden * mlp
+    matrices = layers * layer + vocabulary * hidden  # the last is the head; the embedding only looks up
     length = prompt + new_tokens
     # Scores and sums take 4 operations per head, dim and earlier token, of which there are length / 2 on average.
-    attention = m.layers * 2 * length**2 * m.heads * m.head_dim
+    attention = layers * 2 * length**2 * heads * head_dim
     return SAMPLES * (matrices * (2 * new_tokens + 6 * length) + (1 + 3) * attention)
 
 
@@ -149,7 +151,7 @@ def phases(step):
     return parts | {"record": step["step_seconds"] - wait - train - sync}
 
 
-def both_sides(args, python, size, task):
+def both_sides(args, python, sizes, task):
     """(our runs, TRL's runs, size of the vocabulary); of each run its steps' {phase: seconds}. task: TRL's."""
     from bench import measure
 
@@ -162,7 +164,7 @@ def both_sides(args, python, size, task):
     ours = []
     theirs = []
     try:
-        folders.make_scratch_model(folder / "model", DEFAULTS | {f"scratch_{key}": x for key, x in size.items()})
+        folders.make_scratch_model(folder / "model", DEFAULTS | {"scratch_args": sizes})
         (folder / "task.json").write_text(json.dumps(task))
         for _ in range(2):
             steps = measure(args, f"--init_from={folder / 'model'}")

@@ -39,7 +39,7 @@ from runs import ROOT, run
 from scipy.optimize import nnls  # SGLang's own dependency
 
 import train_grpo
-from configurator import check_config, configure, named_arguments, require, roles
+from configurator import check_config, configure, named_arguments, require, roles, scratch_sizes
 from kernels import CHUNK
 from models.moe import KIND
 from rewards import arithmetic
@@ -170,10 +170,9 @@ def shape_of(c, key="init_from", name=None):
         return MODELS[name]
     if name == "scratch":
         vocab = 98 + 4 * bool(c.agent)  # folders.make_scratch_model's characters
-        sizes = c.scratch_heads, c.scratch_kv_heads, c.scratch_head_dim, c.scratch_mlp
-        dense = Shape(c.scratch_layers, c.scratch_hidden, *sizes, vocab, True, "qwen3", 4096)
-        mixture = dict(tied=False, experts=c.scratch_experts, active=c.scratch_experts_per_token)
-        return dense._replace(**mixture) if c.scratch_experts else dense
+        *sizes, experts, active = scratch_sizes(vars(c)).values()
+        dense = Shape(*sizes, vocab, True, "qwen3", 4096)
+        return dense._replace(tied=False, experts=experts, active=active) if experts else dense
     file, known = Path(name, "config.json"), ", ".join(MODELS)
     require(file.is_file(), f"{key}={name!r}: a folder with a config.json, scratch, or one of {known}")
     hf = train_grpo.check_model(name, vars(c) | dict(device="cpu"), key)  # whatever card this machine has
@@ -517,23 +516,31 @@ CHECKED = {  # name: ranks, flags; 64 samples of 32 tokens and 0.8 M parameters,
     "group_size 16": (1, "--group_size=16"),
     "prompts_per_step 2": (1, "--prompts_per_step=2"),
     "max_new_tokens 96": (1, "--max_new_tokens=96"),
-    "8 layers": (1, "--scratch_layers=8"),
-    "hidden 256": (1, "--scratch_hidden=256 --scratch_heads=8 --scratch_kv_heads=4 --scratch_mlp=768"),
+    "8 layers": (1, "--scratch_args=num_hidden_layers=8"),
+    "hidden 256": (
+        1,
+        "--scratch_args=hidden_size=256,num_attention_heads=8,num_key_value_heads=4,intermediate_size=768",
+    ),
     "lanes 4, checkpointing": (1, "--lanes=4 --gradient_checkpointing"),
     "128 samples of 80, 2 layers": (
         1,
-        "--prompts_per_step=16 --max_new_tokens=80 --scratch_layers=2 --scratch_mlp=128",
+        "--prompts_per_step=16 --max_new_tokens=80 --scratch_args=num_hidden_layers=2,intermediate_size=128",
     ),
     "hidden 320, 3 rows of 2 leaves": (
         1,
-        "--scratch_hidden=320 --scratch_heads=10 --scratch_kv_heads=5 --scratch_layers=3 --lanes=2 --leaf_tokens=512",
+        "--scratch_args=hidden_size=320,num_attention_heads=10,num_key_value_heads=5,num_hidden_layers=3"
+        " --lanes=2 --leaf_tokens=512",
     ),
     "2 ranks in turn": (2, "--max_new_tokens=64"),
     "2 ranks, lag 1": (2, "--max_new_tokens=64 --lag=1"),
 }
 CALIBRATION = [
-    (1, "--prompts_per_step=3 --scratch_layers=3 --scratch_hidden=96 --max_new_tokens=40 --lanes=4"),
-    (1, "--scratch_hidden=384 --scratch_heads=12 --scratch_kv_heads=6 --scratch_mlp=1024 --max_new_tokens=24"),
+    (1, "--prompts_per_step=3 --scratch_args=num_hidden_layers=3,hidden_size=96 --max_new_tokens=40 --lanes=4"),
+    (
+        1,
+        "--scratch_args=hidden_size=384,num_attention_heads=12,num_key_value_heads=6,intermediate_size=1024"
+        " --max_new_tokens=24",
+    ),
     (2, "--prompts_per_step=5 --lag=1 --max_new_tokens=48"),  # how much slower the two are beside each other
 ]
 

@@ -222,7 +222,8 @@ def launch(folder, *flags, timeout=600, env=None, **options):
 
 
 # Samples made ahead of the updates: whole ones, and token by token, with the weights of each step
-TWO = "low={'arithmetic_size': 5, 'eval_size': 5}, high={'arithmetic_min': 5, 'eval_size': 5, 'weight': 3}"
+TWO = "low={'dataset': 'arithmetic:0:5', 'eval_size': 5}, "
+TWO += "high={'dataset': 'arithmetic:5:10', 'eval_size': 5, 'weight': 3}"
 LAG = ("--lag=2", "--curriculum=15", f"--sources={TWO}")
 SPLIT = ("--tp_split=4", "--lag=1")
 RULE = ("--top_p=0.9", "--top_k=20", "--min_p=0.02")
@@ -230,7 +231,8 @@ SEGMENTS = "--lag=2 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=
 SEGMENTS += RULE
 
 # A mixture of experts, of which the last of four trainers has none; samples a step ahead
-MIXTURE = ("--scratch_experts=6", "--scratch_mlp=64", "--router_aux_loss_coef=0.01", "--lag=1")
+SIZES = "num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_experts=6"
+MIXTURE = (f"--scratch_args={SIZES}", "--router_aux_loss_coef=0.01", "--lag=1")
 
 # Adapters of a model that was trained before, which --init_from names
 LORA = ("--lora_rank=8", "--lora_alpha=16", "--learning_rate=2e-3", "--warmup_sft_steps=0")

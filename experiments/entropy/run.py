@@ -24,7 +24,7 @@ KNOBS = {
 }
 study = Study(__file__)
 seeds, names, steps = (1, ["GRPO"], 20) if study.quick else (3, [*KNOBS], 60)
-task = "config/small.py experiments/sums.py --arithmetic_size=20 --eval_size=64 --leaf_tokens=2048".split()
+task = "config/small.py experiments/sums.py --dataset=arithmetic:0:20 --eval_size=64 --leaf_tokens=2048".split()
 sft = "--mode=sft --learning_rate=2e-3 --warmup_steps=20 --max_steps=400".split()
 start = study.make({"start": [*task, *sft]})["start"] / "ckpt" / "step_000400"
 task += ["--warmup_sft_steps=0", f"--init_from={start}", "--checkpoint_every=0"]

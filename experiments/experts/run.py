@@ -19,7 +19,7 @@ COLUMNS = "logprobs", "rollout_logprobs", "entropy", "choice_changed"
 EDGES = torch.tensor([0.05, 0.2, 0.4, 0.6, 0.8, 1.0])  # of entropy, nats
 study = Study(__file__)
 seeds, steps, dials = (1, 4, ["bf16"]) if study.quick else (3, 40, ["fp32", "bf16", "fp8"])
-task = ["config/tiny.py", "experiments/sums.py", "--scratch_experts=8", "--scratch_mlp=192"]
+task = ["config/tiny.py", "experiments/sums.py", "--scratch_args=intermediate_size=192, num_experts=8"]
 warm = 60 if study.quick else 257
 start = study.make({"start": [*task, "--mode=sft", "--learning_rate=1e-3", "--warmup_steps=20", f"--max_steps={warm}"]})
 task += ["--warmup_sft_steps=0", f"--init_from={start['start']}/ckpt/step_{warm:06d}", f"--max_steps={steps}"]

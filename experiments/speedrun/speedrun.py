@@ -15,7 +15,7 @@ from study import ROOT, Study, content_hash, label_ends, lines, panels, plot, re
 
 # The task, as flags: they win over an entry, and over config/tiny.py.
 HELD = """
-    --mode=grpo --warmup_sft_steps=0 --dataset=arithmetic --arithmetic_min=10 --arithmetic_size=50 --sources= --agent=
+    --mode=grpo --warmup_sft_steps=0 --dataset=arithmetic:10:50 --sources= --agent=
     --prompt_template= --chat_template=False --max_new_tokens=4 --reward=numeric --pass_reward=1.0 --overlong_cache=0
     --top_p=1.0 --top_k=0 --min_p=0.0 --dynamic_sampling=0 --segment_tokens=0 --lora= --reference= --seeds=
     --eval_split= --eval_size=256 --eval_samples=4 --eval_temperature=1.0 --eval_every=10 --keep_rollouts=0
