@@ -216,32 +216,26 @@ FREE_KEYS = """
     weight_sync checkpoint_every keep_checkpoints keep_rollouts sample_every eval_samples pass_reward
     judge judge_tries watch""".split()
 # keys, and values of keys, that are gone: what does their work now
-REMOVED = {
+MOVED = {
     "track": "tools/track.py out/run --to=wandb, or tensorboard, follows the run's metrics.jsonl",
-    "reject_best": "tools/best.py out/run --count=2 takes the best samples of any run",
     "teacher": "--reference=model folder names the teacher of advantage='distill', too",
     "truth_reward": "--reward='mine.py:f + 0*numeric' notes it: a term of weight 0",
-    "radix_cache": "--engine_args='disable_radix_cache=True'",
-    "cuda_graphs": "--engine_args='disable_cuda_graph=True'",
-    "engine_kv_tokens": "--engine_args='max_total_tokens=..'",
-    "engine_max_running": "--engine_args='max_running_requests=..'",
-    "engine_prefill_chunk": "--engine_args='chunked_prefill_size=..'",
+    "radix_cache cuda_graphs engine_kv_tokens engine_max_running engine_prefill_chunk": "--engine_args has SGLang's: "
+    "disable_radix_cache, disable_cuda_graph, max_total_tokens, max_running_requests, chunked_prefill_size",
     "watch_kl_coef": "it is --healthy_kl_coef of tools/rollback.py",
     "overlap": "with a lag, ranks that only train and ranks that only sample always overlap; one process alternates",
     "loss=decoupled": "--importance=full is the same: PPO with importance weights without bounds",
     "watch=rollback": "tools/rollback.py starts a run and turns it back where watch='stop' stops it",
-    "host": "a model is served by: python tools/serve.py --init_from=..",
-    "port": "a model is served by: python tools/serve.py --init_from=..",
     "api_key": "it is in the environment of tools/serve.py: ONECURVE_API_KEY",
-    "max_calls": "MOST_CALLS in episodes/chat.py",
-    "max_forks": "MOST_FORKS in episodes/chat.py",
-    "max_result_chars": "MOST_RESULT in episodes/chat.py",
+    "max_calls max_forks max_result_chars": "MOST_CALLS, MOST_FORKS and MOST_RESULT in episodes/chat.py",
     "sandbox_memory": "MOST_MEMORY in graders/sandbox.py",
-    "arithmetic_min": "--dataset=arithmetic:10:50 are sums of numbers from 10 up to 49",
-    "arithmetic_size": "--dataset=arithmetic:10:50 are sums of numbers from 10 up to 49",
-    "mode=serve": "a program of its own: python tools/serve.py --init_from=..",
-    "mode=reject": "use --mode=rollout, and then tools/best.py on its folder",
+    "scratch_layers scratch_hidden scratch_heads scratch_kv_heads scratch_head_dim scratch_mlp scratch_experts "
+    "scratch_experts_per_token": "--scratch_args='num_hidden_layers=8, hidden_size=256', in Hugging Face's names",
+    "arithmetic_min arithmetic_size": "--dataset=arithmetic:10:50 are sums of numbers from 10 up to 49",
+    "mode=serve host port": "a program of its own: python tools/serve.py --init_from=..",
+    "mode=reject reject_best": "use --mode=rollout, and then tools/best.py --count=2 on its folder",
 }
+REMOVED = {key: cure for keys, cure in MOVED.items() for key in keys.split()}
 
 
 class Mode(NamedTuple):
@@ -312,20 +306,17 @@ EXCLUDES = {  # {a condition: the keys that must then be left alone}
     "mode=sft, rm, dpo or eval": "watch",
 }
 SEEDS = {"data", "noise", "init", "eval"}
-SCRATCH = dict(
-    num_hidden_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    intermediate_size=384, num_experts=0, num_experts_per_tok=2,
-)  # fmt: skip
-_before = "layers hidden heads kv_heads head_dim mlp experts experts_per_token".split()
-REMOVED |= {f"scratch_{old}": f"--scratch_args='{new}=..'" for old, new in zip(_before, SCRATCH)}
-WHOLE_NUMBERS = {"seeds": SEEDS, "scratch_args": {*SCRATCH}}  # keys whose arguments are these
+SCRATCH = (
+    "num_hidden_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, "
+    "intermediate_size=384, num_experts=0, num_experts_per_tok=2"
+)
 SOURCE = """
     weight dataset dataset_config split eval_split eval_size
     prompt_column answer_column sft_column prompt_template reward""".split()
 ARGUMENTS = {  # keys whose value is the text of named arguments
     "chat_template_args": "arguments of the chat template, such as 'enable_thinking=False'",
     "engine_args": "arguments of SGLang's ServerArgs, such as 'max_running_requests=64'",
-    "scratch_args": "whole numbers for some of " + ", ".join(SCRATCH),
+    "scratch_args": f"whole numbers, of a scratch model that has else {SCRATCH}",
     "seeds": "whole numbers for some of data, noise, init, eval, such as 'data=2, eval=3'",
     "sources": "names with a dictionary each, of " + ", ".join(SOURCE),
 }
@@ -340,8 +331,8 @@ def named_arguments(text):
 
 
 def scratch_sizes(config):
-    """{name: size} of a scratch model."""
-    return SCRATCH | named_arguments(config["scratch_args"])
+    """{name: size} of a scratch model; of two sizes of one name the last."""
+    return named_arguments(f"{SCRATCH}, {config['scratch_args']}")
 
 
 def seed_of(config, source):
@@ -434,7 +425,7 @@ def key_rules(c, world, defaults):
     for key, what in ARGUMENTS.items():
         try:
             given = named_arguments(values[key])
-            names = WHOLE_NUMBERS.get(key)
+            names = {"seeds": SEEDS, "scratch_args": named_arguments(SCRATCH).keys()}.get(key)
             fits = names is None or given.keys() <= names and all(type(x) is int for x in given.values())
             yield key, fits, f"use {what}"
         except NO_LITERAL as e:
@@ -506,7 +497,7 @@ def feature_rules(c, world, defaults):
     why = f"a step trains on prompts_per_step={c.prompts_per_step} groups out of these; use {2 * c.prompts_per_step}"
     yield "groups_in_flight", not c.segment_tokens or c.groups_in_flight >= c.prompts_per_step, why
     *sizes, experts, active = scratch_sizes(vars(c)).values()
-    fits = min(*sizes, active) > 0 and (experts == 0 or active <= experts)
+    fits = 0 < min(*sizes, active) and active <= (experts or active)
     yield "scratch_args", fits, f"sizes must be more than 0, and a token's experts no more than num_experts={experts}"
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
     yield "lora_rank", not c.lora_rank or mode.trains, f"mode={c.mode!r}: {why}"

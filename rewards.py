@@ -607,10 +607,9 @@ def load_rows(config):
     if config["sft_column"]:
         used.append("sft_column")
     for rows, what in ((data, "data set"), (size and held_out or data, "held-out set")):
-        columns = sorted(rows[0]) if len(rows) else []
         for key in used:
-            why = f"the {what} has the columns {', '.join(columns)}"
-            require(config[key] in columns, f"{key}={config[key]!r}: {why}")
+            why = f"the {what} has the columns {', '.join(sorted(rows[0]))}"
+            require(config[key] in rows[0], f"{key}={config[key]!r}: {why}")
     trained_on = config.get("weight", 1) > 0
     if held_out is None:
         enough = size < len(data) or not trained_on

@@ -636,12 +636,7 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     logprobs, entropy, _, values, _ = output
     counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
-    ours = dict(
-        logprobs=logprobs,
-        rollout_logprobs=leaf.logprobs,
-        entropy=entropy,
-        counts=counts,
-    )
+    ours = dict(logprobs=logprobs, rollout_logprobs=leaf.logprobs, entropy=entropy, counts=counts)
     loss = own_function("loss", c.loss) or partial(policy_loss, c.loss)
     losses, figures["clip_fraction"] = loss(**vars(c) | leaf._asdict() | ours)
     if c.importance:
@@ -1201,7 +1196,8 @@ if __name__ == "__main__":
     sync.check_shared(folder, ranks.rank)
     model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
-    if place == "cuda" or folders.large(model_path):
+    large = place == "cuda" or folders.large(model_path)
+    if large:
         check_memory(hf, config, place, [judge.hf for judge in rewards.MODELS.values()])
     tokenizer, stop_tokens = folders.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
@@ -1299,7 +1295,7 @@ if __name__ == "__main__":
             folder / f"engine_{ranks.engine}.log",
             gpu,
             # its memory, while this rank trains
-            lends=bool(trainer) and (place == "cuda" or folders.large(model_path)),
+            lends=bool(trainer) and large,
         )
         sampler = (episodes.sampler if episodes else Sampler)(
             engine,

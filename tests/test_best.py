@@ -60,7 +60,7 @@ def test_an_agents_samples_are_refused_in_one_line(run, capsys):
 @pytest.mark.parametrize(
     "flag,line",
     [
-        ("--reject_best=2", "error: --reject_best: no such key: tools/best.py out/run --count=2 takes"),
+        ("--reject_best=2", "error: --reject_best: no such key: use --mode=rollout, and then tools/best.py --count=2"),
         ("--mode=reject", "error: mode='reject': use --mode=rollout, and then tools/best.py"),
     ],
 )

@@ -262,7 +262,7 @@ def test_a_typo_in_a_file_is_refused_with_a_suggestion(refuse, write):
 
 def test_a_key_like_no_other_is_refused_without_a_suggestion(refuse, write):
     assert refuse("--zzz=1") == "--zzz: no such key  (--help lists all keys)"
-    assert refuse("--max_calls=1") == "--max_calls: no such key: MOST_CALLS in episodes/chat.py"
+    assert refuse("--max_calls=1") == "--max_calls: no such key: MOST_CALLS, MOST_FORKS and MOST_RESULT in episodes/chat.py"
     assert refuse("--") == "--: no such key  (--help lists all keys)"
     assert ": STEPS: no such key" in refuse(write("STEPS = 1\n"))
     assert ": pi: no such key" in refuse(write("from math import pi\n"))
