@@ -305,6 +305,7 @@ EXCLUDES = {  # {a condition: the keys that must then be left alone}
     "mode=rm": "lora_rank",
     "mode=sft, rm, dpo or eval": "watch",
 }
+SUMS = r"arithmetic(?::(\d+):(\d+))?"  # a `dataset` that is made here
 SEEDS = {"data", "noise", "init", "eval"}
 SCRATCH = (
     "num_hidden_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, "

@@ -29,7 +29,7 @@ from traceback import extract_tb
 
 import torch
 
-from configurator import HEALTHY, MODES, named_arguments, printable, require, seed_of, sources_of, suggestion
+from configurator import HEALTHY, MODES, SUMS, named_arguments, printable, require, seed_of, sources_of, suggestion
 from sync import content_hash, reason
 
 
@@ -607,9 +607,10 @@ def load_rows(config):
     if config["sft_column"]:
         used.append("sft_column")
     for rows, what in ((data, "data set"), (size and held_out or data, "held-out set")):
+        columns = sorted(rows[0])
         for key in used:
-            why = f"the {what} has the columns {', '.join(sorted(rows[0]))}"
-            require(config[key] in rows[0], f"{key}={config[key]!r}: {why}")
+            why = f"the {what} has the columns {', '.join(columns)}"
+            require(config[key] in columns, f"{key}={config[key]!r}: {why}")
     trained_on = config.get("weight", 1) > 0
     if held_out is None:
         enough = size < len(data) or not trained_on
@@ -624,7 +625,7 @@ def load_rows(config):
 def read_data(config):
     """(all rows of a source as its data set has them, its held-out rows, or None where these are a part of them)."""
     name = config["dataset"]
-    if sums := re.fullmatch(r"arithmetic(?::(\d+):(\d+))?", name):
+    if sums := re.fullmatch(SUMS, name):
         data = arithmetic(*map(int, filter(None, sums.groups())))
         return [with_wrong_sum(row) for row in data] if MODES[config["mode"]].pairs else data, None
     if name == "programs":

@@ -262,7 +262,10 @@ def test_a_typo_in_a_file_is_refused_with_a_suggestion(refuse, write):
 
 def test_a_key_like_no_other_is_refused_without_a_suggestion(refuse, write):
     assert refuse("--zzz=1") == "--zzz: no such key  (--help lists all keys)"
-    assert refuse("--max_calls=1") == "--max_calls: no such key: MOST_CALLS, MOST_FORKS and MOST_RESULT in episodes/chat.py"
+    assert (
+        refuse("--max_calls=1")
+        == "--max_calls: no such key: MOST_CALLS, MOST_FORKS and MOST_RESULT in episodes/chat.py"
+    )
     assert refuse("--") == "--: no such key  (--help lists all keys)"
     assert ": STEPS: no such key" in refuse(write("STEPS = 1\n"))
     assert ": pi: no such key" in refuse(write("from math import pi\n"))
@@ -532,6 +535,14 @@ BAD = [
     ),
     (dict(watch="rewind"), 1, "watch='rewind': use stop"),
     (dict(watch="rollback"), 1, "watch='rollback': tools/rollback.py starts a run and turns it back"),
+    (
+        dict(scratch_args="hidden=64"),
+        1,
+        "scratch_args='hidden=64': use whole numbers, of a scratch model that has else",
+    ),
+    (dict(scratch_args="hidden_size=6.4"), 1, "scratch_args='hidden_size=6.4': use whole numbers"),
+    (dict(scratch_args="hidden_size=0"), 1, "scratch_args='hidden_size=0': sizes must be more than 0"),
+    (dict(scratch_args="num_experts=1"), 1, "scratch_args='num_experts=1': sizes must be more than 0, and a token's"),
     (dict(lora_rank=-1), 1, "lora_rank=-1: use 0 or more"),
     (dict(lora_alpha=16.0), 1, "lora_alpha=16.0: is for --lora_rank; use 32.0"),
     (dict(lora="out/x"), 1, "lora='out/x': is for --lora_rank; use ''"),

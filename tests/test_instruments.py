@@ -141,9 +141,11 @@ ASKS = {
 
 
 @pytest.mark.parametrize("name", ["verify", "branch"])
-@pytest.mark.parametrize("key", ASKS)
-def test_a_strangers_run_has_nothing_run_or_called_that_the_command_line_does_not_repeat(tool, tmp_path, name, key):
-    value = ASKS[key].format(mark=tmp_path / "mark")
+@pytest.mark.parametrize("key,value", [*ASKS.items(), ("dataset", "arithmetic:theirs/rows")])
+def test_a_strangers_run_has_nothing_run_or_called_that_the_command_line_does_not_repeat(
+    tool, tmp_path, name, key, value
+):
+    value = value.format(mark=tmp_path / "mark")
     flags = ["--step=1", f"--out_dir={tmp_path}/b"] * (name == "branch")
     (tmp_path / "mark.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nf = len\n")
     (tmp_path / "config.py").write_text(configurator.config_source(DEFAULTS | {key: value}, {}))

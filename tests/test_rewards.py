@@ -567,6 +567,7 @@ def test_a_chat_template_that_the_model_does_not_have_is_refused(capsys):
         (dict(prompt_column="question"), "prompt_column='question': the data set has the columns answer, prompt"),
         (dict(answer_column="label"), "answer_column='label'"),
         (dict(prompt_template="{question}"), "prompt_template='{question}': KeyError"),
+        (dict(dataset="arithmetic:5:5"), "dataset='arithmetic:5:5': has no rows; use another, or another split"),
         (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
     ],
 )

@@ -135,9 +135,8 @@ def check_trusted(run, saved, said):
         return str(saved.get(key, ""))
 
     def elsewhere(name):
-        return name.strip().partition(":")[0] not in ("", "scratch", "arithmetic", "programs") and not os.path.exists(
-            name.strip()
-        )
+        made_here = re.fullmatch(f"scratch|programs|{configurator.SUMS}|", name.strip())
+        return not made_here and not os.path.exists(name.strip())
 
     asks = dict(agent=text("agent"), judge=text("judge"), sandbox=text("sandbox") == "none")
     asks |= {key: elsewhere(text(key)) for key in ("init_from", "reference", "lora", "dataset")}
