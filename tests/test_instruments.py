@@ -137,6 +137,7 @@ ASKS = {
     "agent": "touch {mark}", "reward": "numeric+0.1*{mark}.py:f",
     "judge": "http://127.0.0.1:9/v1", "init_from": "theirs/model", "reference": "theirs/model", "sandbox": "none",
     "dataset": "theirs/rows", "loss": "{mark}.py:f", "advantage": "{mark}.py:f",
+    "sources": 'a={{"dataset": "theirs/rows", "reward": "{mark}.py:f"}}', "engine_args": "trust_remote_code=True",
 }  # fmt: skip
 
 

@@ -138,7 +138,8 @@ def check_trusted(run, saved, said):
         made_here = re.fullmatch(f"scratch|programs|{configurator.SUMS}|", name.strip())
         return not made_here and not os.path.exists(name.strip())
 
-    asks = dict(agent=text("agent"), judge=text("judge"), sandbox=text("sandbox") == "none")
+    asks = {key: text(key) for key in ("agent", "judge", "sources", "engine_args")}
+    asks["sandbox"] = text("sandbox") == "none"
     asks |= {key: elsewhere(text(key)) for key in ("init_from", "reference", "lora", "dataset")}
     asks |= {key: ".py:" in text(key) for key in configurator.OWN}
     asks["reward"] = ".py:" in text("reward") or any(map(elsewhere, re.findall("model:([^+*]*)", text("reward"))))
