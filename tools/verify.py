@@ -11,8 +11,9 @@ and rewards by the engine, and every line of the ledger on the way must come out
 steps: whoever changes a step to hide something changes the choice.
 
 The run may be a stranger's. Its files are read, none is executed; where its config names what would run here or call
-other machines (an agent, a reward, loss or advantage in a file, a judge, a model of the hub, sources, arguments of SGLang),
-nothing begins until your command line repeats it: so no program is run, and no key sent, that you have not named.
+other machines (an agent, a reward, loss or advantage in a file, a judge, a model of the hub, sources, arguments of
+SGLang), nothing begins until your command line repeats it: so no program is run, and no key sent, that you have not
+named.
 
 config.py and ledger.jsonl are enough; queue/ and ckpt/ save time. Without the rollout files between a checkpoint and a
 step the engine makes them again, without a checkpoint the run begins anew.
