@@ -49,10 +49,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import h11
+import pydantic
+import pydantic_core
 import uvicorn
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, StreamingResponse
@@ -61,14 +64,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from configurator import require
 from episodes.chat import AgentError, Chat, ToolCall, TooLong, told_calls
+from kernels import Sampling
 from rewards import describe, finite
 
 INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR PYTHONPATH PYTHONHASHSEED LD_LIBRARY_PATH VIRTUAL_ENV".split()
 # Bounds of a request, checked before anything is done for it.
 MOST_BYTES = 4 * 2**20
-MOST_MESSAGES = 4096  # and calls in them
+MOST_MESSAGES = 4096
 MOST_TOOLS = 128
-MOST_STOPS = 16, 256  # strings, and characters of each
+MOST_STOPS = 16
+MOST_STOP = 256  # characters of each
 MOST_SCHEMA = 2**16  # characters of a grammar's
 MOST_CHOICES = 1024  # of all its prompts
 MOST_TOP = 20  # likeliest tokens
@@ -79,6 +84,7 @@ HALF_REQUEST = 30.0  # seconds after which half a request is given up
 TAIL = 2**16  # bytes of a program's output that are kept: its end
 MOST_PROGRAMS = 32  # at a time, of an engine: each is a process with its libraries
 IMPOSSIBLE = -1e30  # a log-prob below that: a grammar forbids the token
+OBJECT = {"type": "object"}  # the JSON schema of any
 HALF, WINDOW = "\ufffd", 64  # what half a character is decoded to; most tokens of a stream that are decoded again
 POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
 # A served model refuses a request with other values than these.
@@ -114,6 +120,11 @@ class Refusal(Exception):
         return {"error": dict(message=str(self), type=kind, code=self.code, param=self.param)}
 
 
+def refused(key, value, why):
+    """The Refusal of a request's value. key: 'tools.0.function.name', for example."""
+    return Refusal(400, f"{key}={json.dumps(value)[:80]}: {why}", "invalid_value", key.partition(".")[0])
+
+
 def refusal_of(error):
     """The Refusal that tells a client of an exception."""
     if isinstance(error, HTTPException):
@@ -125,78 +136,183 @@ def refusal_of(error):
 # requests
 
 
-class Asked(NamedTuple):
-    """What a request asks for, of one of its prompts."""
-
-    messages: list  # as a Chat has them; a prompt to complete is one message, of a text or ids
-    tools: list  # JSON schemas, in OpenAI's form
-    schema: str  # JSON schema of the turn's text; "": any text
-    stop: list
-    most: int | None  # tokens; None: what is left
-    sampling: dict  # as kernels.Sampling
-    seed: int | None
-    n: int
-    logprobs: bool
-    top: int  # the likeliest tokens, for each token
-    echo: bool  # the prompt, too
-    stream: bool
-    usage: bool  # at a stream's end
+FAST = Field(fail_fast=True)  # one error of a long list is enough
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP)]
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[pydantic.NonNegativeInt], Field(min_length=1, fail_fast=True)]
 
 
-def anything(value):
-    return True
+class Body(pydantic.BaseModel, strict=True):
+    """JSON of a request. null is as if absent, and what no field names is ignored."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, body):
+        return {key: x for key, x in body.items() if x is not None} if isinstance(body, dict) else body
 
 
-def fits_stop(value):
-    strings = [value] if isinstance(value, str) else value
-    number, length = MOST_STOPS
-    if len(strings) > number or not all(isinstance(s, str) and 0 < len(s) <= length for s in strings):
-        return False
-    return all(s.encode(errors="replace").decode() == s for s in strings)  # no half of a character
+class Function(Body, extra="allow"):
+    name: str
+    description: str = ""
+    parameters: dict = {}
 
 
-def fits_prompt(value):
-    return bool(value) and all(map(is_prompt, value if is_list_of_prompts(value) else [value]))
+class Tool(Body, extra="allow"):
+    type: str = "function"
+    function: Function
 
 
-def is_prompt(value):
-    ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
-    return bool(value) and (isinstance(value, str) or ids)
+class Schema(Body):
+    content: dict = Field({"type": "object"}, alias="schema")
 
 
-def is_list_of_prompts(value):
-    return isinstance(value, list) and any(isinstance(x, (str, list)) for x in value)
+class Format(Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: Schema = Schema()
 
 
-# key, default, kind, what fits. A key with null has its default.
-FIELDS = (
-    ("tools", [], list, lambda x: len(x) <= MOST_TOOLS),
-    ("tool_choice", "auto", (str, dict), anything),
-    ("parallel_tool_calls", True, bool, anything),
-    ("response_format", {}, dict, anything),
-    ("stop", [], (str, list), fits_stop),
-    ("temperature", 1.0, (int, float), lambda x: x == 0 or 1e-3 <= x <= 1e3),
-    ("top_p", 1.0, (int, float), lambda x: 0 < x <= 1),
-    ("top_k", 0, int, lambda x: -1 <= x < 2**31),
-    ("min_p", 0.0, (int, float), lambda x: 0 <= x <= 1),
-    ("seed", None, int, anything),
-    ("n", 1, int, lambda x: 0 < x <= MOST_CHOICES),
-    ("stream", False, bool, anything),
-    ("stream_options", {}, dict, anything),
-)
-CHAT_FIELDS = (
-    ("messages", [], list, lambda x: len(x) <= MOST_MESSAGES),
-    ("logprobs", False, bool, anything),
-    ("top_logprobs", 0, int, lambda x: 0 <= x <= MOST_TOP),
-    ("max_tokens", None, int, lambda x: x > 0),
-    ("max_completion_tokens", None, int, lambda x: x > 0),
-)
-COMPLETION_FIELDS = (
-    ("prompt", None, (str, list), fits_prompt),
-    ("logprobs", None, int, lambda x: 0 <= x <= MOST_TOP),
-    ("max_tokens", None, int, lambda x: x >= 0),
-    ("echo", False, bool, anything),
-)
+class Options(Body):
+    include_usage: bool = False  # at a stream's end
+
+
+class Part(Body):
+    text: str
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: Annotated[pydantic.Json[dict], BeforeValidator(lambda text: text or "{}")] = {}
+
+
+class Call(Body):
+    id: str
+    function: CalledFunction
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], FAST] = ""
+    tool_calls: Annotated[list[Call], FAST] = []
+    tool_call_id: str = ""
+
+
+def schemas_of(tools):
+    """A request's Tools as a Chat has them: JSON schemas, as they were sent."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+
+def messages_of(messages):
+    """
+    A request's Messages as a Chat has them: contents are texts, and the i-th call of the k-th turn is call_<k>_<i>,
+    whatever the client made of it. Raises ValueError.
+    """
+    out, calls_by_id, turns = [], {}, 0
+    for m in messages:
+        content = m.content if isinstance(m.content, str) else "".join(part.text for part in m.content)
+        new = {"role": "system" if m.role == "developer" else m.role, "content": content}
+        if m.role == "tool":
+            if m.tool_call_id not in calls_by_id:
+                raise ValueError(f"message {len(out)} is the result of no call before it")
+            call = calls_by_id[m.tool_call_id]
+            new = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+        elif m.role == "assistant":
+            calls = [c.function for c in m.tool_calls]
+            calls = [ToolCall(f"call_{turns}_{i}", call.name, call.arguments) for i, call in enumerate(calls)]
+            calls_by_id |= {told.id: call for told, call in zip(m.tool_calls, calls)}
+            new |= {"tool_calls": told_calls(calls)} if calls else {}
+            turns += 1
+        out.append(new)
+    if not out or out[-1]["role"] == "assistant":
+        raise ValueError("must end with what the model is told")
+    return out
+
+
+def listed(x):
+    """Strings, or prompts, of which there may be one that is in no list."""
+    return x if isinstance(x, list) and all(isinstance(i, (str, list)) for i in x) else [x]
+
+
+class Asked(Body):
+    """What a request asks for, of one of its prompts. messages, tools: as a Chat has them."""
+
+    model: str = ""
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), AfterValidator(schemas_of)] = []
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Format = Format()
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), BeforeValidator(listed)] = []
+    temperature: float = Field(1.0, ge=0, le=1e3)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = None
+    n: int = Field(1, gt=0, le=MOST_CHOICES)
+    stream: bool = False
+    stream_options: Options = Options()
+
+    @property
+    def sampling(self):
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+
+    @property
+    def content(self):
+        """What decides the answer, however it is sent."""
+        return self.messages, self.tools, self.schema, self.stop, self.most, self.sampling, self.seed, self.n
+
+    @functools.cached_property
+    def schema(self):
+        """
+        The JSON schema of what tool_choice and response_format let the model write, as a text; "": any text. Calls are
+        then [{"name": .., "parameters": {..}}], whatever the model's own format of calls is. Raises Refusal.
+        """
+        shared = {}
+
+        def hoisted(schema):  # its definitions are found from the root
+            for name, definition in dict(schema.get("$defs") or {}).items():
+                if shared.setdefault(name, definition) != definition:
+                    raise Refusal(400, f"$defs: two schemas of the name {name!r}", "invalid_value")
+            return {key: value for key, value in schema.items() if key != "$defs"}
+
+        form = self.response_format
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
+        functions = [tool["function"] for tool in self.tools if named in (None, tool["function"]["name"])]
+        forced = named is not None or self.tool_choice == "required"
+        if forced and not functions:
+            raise refused("tool_choice", named, "wants auto, none, required or one of the tools")
+        if form.type == "text" and not forced:
+            return ""
+        calls = [{"name": {"enum": [f["name"]]}, "parameters": hoisted(f.get("parameters", OBJECT))} for f in functions]
+        calls = [dict(type="object", properties=p, required=[*p], additionalProperties=False) for p in calls]
+        array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        if named is not None or not self.parallel_tool_calls:
+            array["maxItems"] = 1
+        answer = form.json_schema.content if form.type == "json_schema" else OBJECT
+        ways = [array] * bool(calls) + [hoisted(answer)] * (not forced)
+        schema = json.dumps((ways[0] if len(ways) == 1 else {"anyOf": ways}) | ({"$defs": shared} if shared else {}))
+        if len(schema) > MOST_SCHEMA:
+            raise Refusal(400, f"a schema of {len(schema)} characters; the most are {MOST_SCHEMA}", "invalid_value")
+        return schema
+
+
+class AskedChat(Asked):
+    messages: Annotated[list[Message], Field(max_length=MOST_MESSAGES), AfterValidator(messages_of)]
+    logprobs: bool = False
+    top: int = Field(0, ge=0, le=MOST_TOP, alias="top_logprobs")  # likeliest tokens, for each token
+    most: int | None = Field(None, gt=0, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    echo: ClassVar = False
+
+
+class AskedCompletion(Asked):
+    prompt: Annotated[
+        list[Text | Ids], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True), BeforeValidator(listed)
+    ]
+    top: int | None = Field(None, ge=0, le=MOST_TOP, alias="logprobs")
+    most: int | None = Field(None, ge=0, alias="max_tokens")
+    echo: bool = False  # the prompt, too
+
+    @property
+    def logprobs(self):
+        return self.top is not None
 
 
 def read(body, chat=True, exact=False):
@@ -204,143 +320,25 @@ def read(body, chat=True, exact=False):
     What the JSON of a request asks for, to /chat/completions or (chat=False) to /completions: an Asked for each of its
     prompts. exact: as a served model, which refuses settings with which it does not draw. Raises Refusal.
     """
-
-    def refuse(key, why):
-        raise Refusal(400, f"{key}={json.dumps(body.get(key))[:80]}: {why}", "invalid_value", key)
-
-    values = {}
-    for key, default, kind, fits in FIELDS + (CHAT_FIELDS if chat else COMPLETION_FIELDS):
-        value = values[key] = default if body.get(key) is None else body[key]
-        of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if value is not default and not (of_kind and fits(value)):
-            refuse(key, f"not a value that {key} can have")
     for key, only in EXACT.items() if exact else ():
         if body.get(key) not in (None, only):
             why = "penalties are not among the rules by which we draw"
-            refuse(key, f"must be {json.dumps(only)}; {why}")
-    v = values.get
-    if v("echo") and v("stream"):
-        refuse("echo", "not as a stream")
-    tools = [] if v("tool_choice") == "none" else tools_of(v("tools"))
-    if chat:
-        prompts = [messages_of(v("messages"))]
-    elif v("prompt") is None:
-        raise Refusal(400, "prompt: missing", "missing_required_parameter", "prompt")
-    else:
-        prompts = v("prompt") if is_list_of_prompts(v("prompt")) else [v("prompt")]
-        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    if len(prompts) * v("n") > MOST_CHOICES:
-        refuse("n", f"with {len(prompts)} prompts; the most are {MOST_CHOICES} choices")
-    asked = Asked(
-        messages=[],
-        tools=tools,
-        schema=schema_of(tools, values),
-        stop=[v("stop")] if isinstance(v("stop"), str) else v("stop"),
-        most=v("max_tokens") if v("max_completion_tokens") is None else v("max_completion_tokens"),
-        sampling={key: v(key) for key in ("temperature", "top_p", "top_k", "min_p")},
-        seed=v("seed"),
-        n=v("n"),
-        logprobs=v("logprobs") if chat else v("logprobs") is not None,
-        top=v("top_logprobs") if chat else v("logprobs") or 0,
-        echo=bool(v("echo")),
-        stream=v("stream"),
-        usage=bool(v("stream_options").get("include_usage")),
-    )
-    return [asked._replace(messages=messages) for messages in prompts]
-
-
-def tools_of(tools):
-    """The tools of a request without what is null. Raises Refusal."""
-    out = []
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict):
-            why = f'tools[{i}]: wants {{"type": "function", "function": {{..}}}}'
-            raise Refusal(400, why, "invalid_value", "tools")
-        function = {key: value for key, value in function.items() if value is not None}
-        for key, kind in dict(name=str, parameters=dict, description=str).items():
-            if not isinstance(function.get(key, None if key == "name" else kind()), kind):
-                why = f"tools[{i}].function.{key}: wants {'an object' if kind is dict else 'a text'}"
-                raise Refusal(400, why, "invalid_value", "tools")
-        out.append(tool | dict(function=function))
-    return out
-
-
-def schema_of(tools, values):
-    """
-    The JSON schema of what tool_choice and response_format let the model write, as a text; "": any text. Calls are then
-    [{"name": .., "parameters": {..}}], whatever the model's own format of calls is. Raises Refusal.
-    """
-    choice, form, shared = values["tool_choice"], values["response_format"], {}
-
-    def hoisted(schema):  # its definitions are found from the root
-        for name, definition in dict(schema.get("$defs") or {}).items():
-            if shared.setdefault(name, definition) != definition:
-                raise Refusal(400, f"$defs: two schemas of the name {name!r}", "invalid_value")
-        return {key: value for key, value in schema.items() if key != "$defs"}
-
-    kind, described = form.get("type", "text"), form.get("json_schema")
-    any_object = answer = {"type": "object"}
-    if kind == "json_schema":
-        answer = described.get("schema") if isinstance(described, dict) else None
-    if kind not in ("text", "json_object", "json_schema") or not isinstance(answer, dict):
-        why = "wants text, json_object, or json_schema with a schema"
-        raise Refusal(400, f"response_format={json.dumps(form)[:80]}: {why}", "invalid_value", "response_format")
-    function = choice.get("function") if isinstance(choice, dict) else None
-    named = function.get("name") if isinstance(function, dict) else None
-    functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
-    forced = named is not None or choice == "required"
-    if not (forced or choice in ("auto", "none")) or forced and not functions:
-        why = "wants auto, none, required or one of the tools"
-        raise Refusal(400, f"tool_choice={json.dumps(choice)[:80]}: {why}", "invalid_value", "tool_choice")
-    if kind == "text" and not forced:
-        return ""
-    calls = [{"name": {"enum": [f["name"]]}, "parameters": hoisted(f.get("parameters", any_object))} for f in functions]
-    calls = [dict(type="object", properties=p, required=[*p], additionalProperties=False) for p in calls]
-    array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if named is not None or not values["parallel_tool_calls"]:
-        array["maxItems"] = 1
-    ways = [array] * bool(calls) + [hoisted(answer)] * (not forced)
-    schema = json.dumps((ways[0] if len(ways) == 1 else {"anyOf": ways}) | ({"$defs": shared} if shared else {}))
-    if len(schema) > MOST_SCHEMA:
-        raise Refusal(400, f"a schema of {len(schema)} characters; the most are {MOST_SCHEMA}", "invalid_value")
-    return schema
-
-
-def messages_of(messages):
-    """
-    A request's messages as a Chat has them: contents are texts, arguments are parsed, the i-th call of the k-th turn is
-    call_<k>_<i>, whatever the client made of it. Raises Refusal.
-    """
-    out, calls_by_id, turns = [], {}, 0
-    for message in messages:
-        try:
-            role, content = message["role"], message.get("content") or ""
-            if isinstance(content, list):
-                content = "".join(part["text"] for part in content)
-            if role not in ("system", "developer", "user", "assistant", "tool") or not isinstance(content, str):
-                raise KeyError("role or content")
-            new = {"role": "system" if role == "developer" else role, "content": content}
-            if role == "tool":
-                call = calls_by_id[message["tool_call_id"]]
-                new = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
-            elif role == "assistant":
-                calls = []
-                for i, call in enumerate(message.get("tool_calls") or ()):
-                    name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
-                    calls.append(ToolCall(f"call_{turns}_{i}", name, dict(json.loads(arguments))))
-                    calls_by_id[call["id"]] = calls[-1]
-                new, turns = new | ({"tool_calls": told_calls(calls)} if calls else {}), turns + 1
-            if len(calls_by_id) > MOST_MESSAGES:
-                raise ValueError(f"more than {MOST_MESSAGES} calls")
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            wanted = "neither a text, nor calls, nor the result of a call"
-            why = f"messages[{len(out)}]: {wanted} ({type(error).__name__}: {error})"
-            raise Refusal(400, why, "invalid_value", "messages") from error
-        out.append(new)
-    if not out or out[-1]["role"] == "assistant":
-        raise Refusal(400, "messages: must end with what the model is told", "invalid_value", "messages")
-    return out
+            raise refused(key, body[key], f"must be {json.dumps(only)}; {why}")
+    try:
+        asked = (AskedChat if chat else AskedCompletion).model_validate(body)
+    except pydantic.ValidationError as error:
+        told = max(error.errors(), key=lambda told: len(told["loc"]))  # of a union's kinds the one that fits longest
+        raise refused(".".join(map(str, told["loc"])), told["input"], told["msg"]) from None
+    if asked.tool_choice == "none":
+        asked.tools = []
+    if 0 < asked.temperature < 1e-3:
+        raise refused("temperature", asked.temperature, "0, for the likeliest token, or at least 0.001")
+    if asked.echo and asked.stream:
+        raise refused("echo", True, "not as a stream")
+    prompts = [asked.messages] if chat else [[{"role": "user", "content": prompt}] for prompt in asked.prompt]
+    if len(prompts) * asked.n > MOST_CHOICES:
+        raise refused("n", asked.n, f"with {len(prompts)} prompts; the most are {MOST_CHOICES} choices")
+    return [asked.model_copy(update=dict(messages=messages)) for messages in prompts]
 
 
 def content_of(message):
@@ -456,7 +454,7 @@ async def events(asks, answers, head, decode, chat):
             left = [i for i in left if i not in ended]
             if left:
                 await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
-        if asked.usage:
+        if asked.stream_options.include_usage:
             usage = usage_of([answer.task.result() for answer in answers], asked.n)
             yield event(head | dict(choices=[], usage=usage))
         yield "data: [DONE]\n\n"
@@ -565,10 +563,10 @@ class Session:
         """The Choice for an Answer."""
         try:
             chat = answer.chat = self._dialogue(asked)
-            answer.id = hash_of(chat.episode.key, chat.path, chat.ids, asked._replace(stream=False, usage=False))
+            answer.id = hash_of(chat.episode.key, chat.path, chat.ids, asked.content)
             chat.hear = answer.hear if asked.stream else None
             chat.params = {"json_schema": asked.schema} if asked.schema else {}
-            wanted = dict(top_logprobs_num=asked.top, logprob_start_len=0 if asked.echo else -1)
+            wanted = dict(top_logprobs_num=asked.top or 0, logprob_start_len=0 if asked.echo else -1)
             chat.options = wanted if asked.top or asked.echo else {}
             self.busy.add(chat)
             try:
@@ -725,8 +723,8 @@ class Endpoint:
         if size > MOST_BYTES:
             raise Refusal(413, f"a request of {size} bytes; the most are {MOST_BYTES}")
         try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError) as error:
+            body = pydantic_core.from_json(bytes(raw))
+        except ValueError as error:
             raise Refusal(400, f"no JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refusal(400, "no JSON object")
@@ -792,7 +790,7 @@ class Endpoint:
         """The number of a request's first choice: 0, or without a seed that after those of equal requests."""
         if asked.seed is not None:
             return 0
-        name = hash_of(asked._replace(logprobs=False, top=0, echo=False, stream=False, usage=False))
+        name = hash_of(asked.content)
         times = self.times.pop(name, 0)
         self.times[name] = times + 1
         if len(self.times) > MOST_COUNTED:
@@ -805,9 +803,9 @@ class Endpoint:
         in_session = "session" in request.path_params or not self.serves
         try:
             asks = read(body, chat, exact=bool(self.serves))
-            name = self._named(body.get("model") or self.names[0])
+            name = self._named(asks[0].model or self.names[0])
             if in_session and asks[0].n != 1:
-                raise Refusal(400, f"n={asks[0].n}: a session has one history; use 1", "invalid_value", "n")
+                raise refused("n", asks[0].n, "a session has one history; use 1")
         except Refusal as refusal:
             if not self.serves:  # else a framework could swallow it, and make it a reward of 0
                 session = self._session(request)

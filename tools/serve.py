@@ -66,7 +66,6 @@ with lean_imports():
     from episodes.chat import Episode, Template
     from episodes.endpoint import MOST_OPEN, POLICY, Endpoint, Refusal, listen
     from episodes.sampler import AgentSampler
-    from kernels import Sampling
     from models import folders
     from models.dense import check_memory, check_model
     from rollout_server import Job, RolloutEngine
@@ -164,7 +163,7 @@ async def answer(sock, engine, tokenizer, stop_tokens, config, weights):
     def serves(asked, i, chat):
         if chat and not tokenizer.chat_template:
             raise Refusal(400, "the model's tokenizer has no chat template; use /v1/completions")
-        job = Job("serve", 0, 0, {}, 1, Sampling(**asked.sampling))
+        job = Job("serve", 0, 0, {}, 1, asked.sampling)
         source = functools.partial(sampler._turn, job, dict(cached_tokens=0))
         key = ["serve", config["seed"] if asked.seed is None else asked.seed, i]
         options = dict(most_tokens=tokens, most_forks=MOST_OPEN)
