@@ -47,18 +47,17 @@ def recorded(rows, ids, template):
     known = {tuple(row["path"]): (row["turns"], tokens) for row, tokens in zip(rows, ids)}
 
     async def source(chat, stop, most):
-        turns, tokens = known.get(chat.path, ((), ()))
-        where = chat.episode.where
+        turns, tokens = known.get(chat.path, ([], []))
         k = len(chat.turns)
-        turn = turns[k] if k < len(turns) else None
-        if turn is None or chat.ids != tokens[: turn["start"]]:
-            told = [tokens[: turn["start"]] if turn else [], chat.ids]
+        start, end = (turns[k]["start"], turns[k]["end"]) if k < len(turns) else (0, 0)  # one more turn than there was
+        if chat.ids != tokens[:start]:
+            told = [tokens[:start], chat.ids]
             same = len(os.path.commonprefix(told))
             was, now = (template.decode(x[max(0, same - 20) :])[:80] for x in told)
             why = "not a function of what it is told: a clock, random numbers, a global, the order of a set?"
-            raise AgentError(f"{where}, {chat.now()}: run again, the agent says {now!r} and not {was!r}; {why}")
+            raise chat.error(f"run again, the agent says {now!r} and not {was!r}; {why}")
         await asyncio.sleep(0)
-        return tokens[turn["start"] : turn["end"]], [0.0] * (turn["end"] - turn["start"])
+        return tokens[start:end], [0.0] * (end - start)
 
     def parse(chat, text):
         turn = known[chat.path][0][len(chat.turns)]
@@ -80,8 +79,8 @@ def scripted(replies, template):
     async def source(chat, stop, most):
         if len(chat.turns) == len(replies):
             raise AgentError(f"{chat.episode.where}: {len(replies)} replies, and the agent asks for one more")
-        ids = template.turn(replies[len(chat.turns)])
-        return ids[:most], [0.0] * min(most, len(ids))
+        ids = template.turn(replies[len(chat.turns)])[:most]
+        return ids, [0.0] * len(ids)
 
     return source, parse
 
@@ -92,23 +91,22 @@ def run_again(job):
     one of them then says or returns anything else. job: dict(config, model folder, paths).
     """
     config = job["config"]
-    solve, _ = load_agent(job["config"]["agent"])
+    solve, _ = load_agent(config["agent"])
     template = Template(*folders.load_tokenizer(job["model"]), named_arguments(config["chat_template_args"]))
 
     async def play(path):
         tensors, meta = sync.read_group(path)
         prompt = tensors["prompt_tokens"].tolist()
-        rewards = meta["returned"]
         rows = iter(tensors["tokens"].split(tensors["lengths"].tolist()))
-        for g, (chats, journal) in enumerate(zip(meta["episodes"], meta["journal"])):
+        for g, (chats, journal, returned) in enumerate(zip(meta["episodes"], meta["journal"], meta["returned"])):
             ids = [prompt + next(rows).tolist() for _ in chats]
             where = f"{meta['stream']} step {meta['step']}, prompt {meta['prompt']}, sample {g}"
             entries = types.SimpleNamespace(entries={(g, entry["at"]): entry for entry in journal})
             key = [meta["stream"], meta["step"], meta["prompt"], g]
             episode = Episode(config, template, where, g, key, *recorded(chats, ids, template), entries, again=True)
             reward = await episode.play(solve, meta["row"])
-            if reward != rewards[g]:
-                raise AgentError(f"{where}: run again, the agent returns {reward!r} and not {rewards[g]!r}")
+            if reward != returned:
+                raise AgentError(f"{where}: run again, the agent returns {reward!r} and not {returned!r}")
 
     async def play_all():
         await asyncio.gather(*map(play, job["paths"]))

@@ -38,8 +38,10 @@ import re
 import threading
 import time
 from array import array
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from configurator import noise_seed, require
@@ -95,7 +97,7 @@ class Turn(NamedTuple):
     text: str
     tool_calls: list
     rewards: list  # given by chat.reward
-    message: int = -1  # its index among the dialogue's messages, which may have texts of the assistant that are no turn
+    message: int  # its index among the dialogue's messages, which may have texts of the assistant that are no turn
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -109,8 +111,11 @@ class Template:
     """
 
     def __init__(self, tokenizer, stop_tokens, arguments):
-        self.tokenizer, self.arguments, self.checked = tokenizer, arguments, set()  # checked: sets of tools
-        self.stop_tokens, self.stops = stop_tokens, [tokenizer.decode([i]) for i in stop_tokens]
+        self.tokenizer = tokenizer
+        self.arguments = arguments
+        self.stop_tokens = stop_tokens
+        self.stops = [tokenizer.decode([i]) for i in stop_tokens]
+        self.checked = set()  # sets of tools
         self.known = functools.lru_cache(2048)(self._ids)  # samples of a prompt are told the same
         self.call_marks = [*"<[{"]  # what a call of a tool may begin with, in any model's format
 
@@ -130,13 +135,13 @@ class Template:
         (the stop text of a turn of the model with these calls, the text between it and the next turn if these messages
         come between). past: messages before the turn, on which the result must not depend.
         """
-        turn = dict(role="assistant", content=MARK) | (dict(tool_calls=told_calls(calls)) if calls else {})
-        text = self.render([*past, dict(role="user", content=MARK), turn, *messages], tools)
+        text = self.render([*past, told_user(MARK), told_turn(MARK, calls), *messages], tools)
         at = text.find(MARK)
         # Each word is looked for behind the one before, as the messages may have the same words. Some templates leave
         # out the text of a turn that has calls.
         for word in (MARK, *(call.name for call in calls)):
-            at = max(at, text.find(word, at + 1)) if calls else text.find(word, at + 1)
+            found = text.find(word, at + 1)
+            at = max(at, found) if calls else found
         ends = [(text.find(stop, at), stop) for stop in self.stops if stop in text[at:]]
         if at < 0 or not ends:
             raise ValueError(f"no stop token {self.stops} after a turn of the model: {text!r}")
@@ -147,30 +152,34 @@ class Template:
         """The ids of a turn of the model: a text, or its calls [(name, arguments)]."""
         if isinstance(reply, str):
             return [*self.encode(reply), self.stop_tokens[0]]
-        calls = [ToolCall(f"call_0_{i}", name, arguments) for i, (name, arguments) in enumerate(reply)]
-        said = {"role": "assistant", "content": "", "tool_calls": told_calls(calls)}
-        before = [{"role": "user", "content": "."}]
-        text = self.render([*before, said], None, False).removeprefix(self.render(before, None))
+        before = [told_user(".")]
+        told = [*before, told_turn("", numbered(0, reply))]
+        text = self.render(told, None, False).removeprefix(self.render(before, None))
         return self.encode(text[: min(i for i in map(text.rfind, self.stops) if i >= 0)]) + self.stop_tokens[:1]
 
     def first(self, messages, tools):
         """The ids with which a dialogue begins, up to the model's first turn."""
-        return self._remembered(json.dumps((messages, tools)))
+        return self._remembered(messages, tools)
 
-    def _remembered(self, told):
+    def _remembered(self, *told):
+        told = json.dumps(told)
         return (self.known if len(told) <= KNOWN else self._ids)(told).tolist()
 
     def _ids(self, told):
         messages, tools, *last = json.loads(told)
-        if not last:
-            return array("i", self.encode(self.render(messages, tools)))
-        calls = tools and messages[0]["role"] == "tool" and [_call_of(m) for m in messages if m["role"] == "tool"]
-        stop, text = self.suffix(messages, tools, calls or ())
-        return array("i", self.encode(text if last[0] in self.stop_tokens else stop + text))
+        if last:
+            calls = []
+            if tools and messages[0]["role"] == "tool":
+                calls = [ToolCall(m["tool_call_id"], m["name"], {}) for m in messages if m["role"] == "tool"]
+            stop, text = self.suffix(messages, tools, calls)
+            text = text if last[0] in self.stop_tokens else stop + text
+        else:
+            text = self.render(messages, tools)
+        return array("i", self.encode(text))
 
     def next(self, messages, tools, last):
         """The ids of these messages between two turns of the model, of which the first ended with the token `last`."""
-        return self._remembered(json.dumps((messages, tools, last)))
+        return self._remembered(messages, tools, last)
 
     def check(self, name):
         """
@@ -178,8 +187,8 @@ class Template:
         name: the model's, for the line.
         """
         require(self.tokenizer.chat_template, f"{name}: its tokenizer has no chat template, which an agent needs")
-        user = dict(role="user", content="a")
-        thought = dict(role="assistant", content="<think>thought</think>b")
+        user = told_user("a")
+        thought = told_turn("<think>thought</think>b")
         try:
             self.check_continuation(None)
             drops = "thought" not in self.render([user, thought, user], None)
@@ -195,9 +204,9 @@ class Template:
             if not fits:
                 raise ValueError(f"{why}: {' | '.join(map(repr, renderings))}")
 
-        user = dict(role="user", content="a")
-        turn = dict(role="assistant", content="b")
-        new = [dict(role="user", content="c")]
+        user = told_user("a")
+        turn = told_turn("b")
+        new = [told_user("c")]
         pasts = ([], [user, turn])
         for past in pasts:
             begun = self.render([*past, user], tools, False)
@@ -208,11 +217,15 @@ class Template:
         ids = self.next(new, tools, self.stop_tokens[0])
         check(self.encode(whole)[-len(ids) :] == ids, "its parts are encoded in another way than the whole", whole)
         if tools:
-            calls = [ToolCall(f"call_0_{i}", tools[0]["function"]["name"], {}) for i in range(2)]
-            results = [dict(role="tool", tool_call_id=c.id, name=c.name, content="result") for c in calls]
-            text = self.suffix(results, tools, calls)[1]
+            calls = numbered(0, [(tools[0]["function"]["name"], {})] * 2)
+            text = self.suffix([told_result(call, "result") for call in calls], tools, calls)[1]
             check(text.count("result") == 2, "it does not show the results of tools", text)
             check(calls[0].name in self.render(new, tools), "it does not show the tools", self.render(new, tools))
+
+
+def numbered(turn, calls):
+    """The ToolCalls of a turn's calls [(name, arguments)]."""
+    return [ToolCall(f"call_{turn}_{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
 
 
 def told_calls(calls):
@@ -222,8 +235,19 @@ def told_calls(calls):
     ]
 
 
-def _call_of(message):
-    return ToolCall(message["tool_call_id"], message["name"], {})
+def told_user(text):
+    """What the model is told as a message."""
+    return {"role": "user", "content": text}
+
+
+def told_turn(text, calls=()):
+    """A turn of the model as a message."""
+    return {"role": "assistant", "content": text} | ({"tool_calls": told_calls(calls)} if calls else {})
+
+
+def told_result(call, text):
+    """A call's result as a message."""
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -307,14 +331,15 @@ class Journal:
 
     def of(self, sample):
         """The entries of a sample, in an order and with the fields that two runs share."""
-        mine = [entry for (g, _), entry in sorted(self.entries.items()) if g == sample]
-        return [{key: entry[key] for key in ("sample", "at", "name", "arguments", "result")} for entry in mine]
+        keys = ("sample", "at", "name", "arguments", "result")
+        return [{key: entry[key] for key in keys} for (g, _), entry in sorted(self.entries.items()) if g == sample]
 
 
 # ------------------------------------------------------------------------------------------------------------------
 # a sample
 
 
+@dataclass(eq=False)
 class Episode:
     """
     A sample: the dialogues of an agent with the model, one as a rule.
@@ -325,29 +350,30 @@ class Episode:
     journal has their results, and must give the same. most_tokens: of a dialogue with its prompt.
     """
 
-    def __init__(
-        self, config, template, where, sample, key, source, parse, journal, again=False, most_tokens=2**62,
-        most_forks=MOST_FORKS,
-    ):  # fmt: skip
-        self.config = config
-        self.template = template
-        self.where = where
-        self.sample = sample
-        self.key = key
-        self.source = source
-        self.parse = parse
-        self.journal = journal
-        self.again = again
+    config: dict
+    template: Template
+    where: str
+    sample: int
+    key: list
+    source: Callable
+    parse: Callable
+    journal: Journal
+    again: bool = False
+    most_tokens: int = 2**62
+    most_forks: int = MOST_FORKS
+
+    def __post_init__(self):
         self.chats = []
         self.errors = 0
-        self.most_tokens = most_tokens
-        self.most_forks = most_forks
         self.in_order = asyncio.Lock()  # of the methods of an object, which may change it
-        self.moved, self.doing, self.asking = time.monotonic(), "its start", 0  # for the watchdog
+        # for the watchdog
+        self.moved = time.monotonic()
+        self.doing = "its start"
+        self.asking = 0
 
     async def play(self, solve, row):
         """The sample's reward: what `solve` returns and what it gave its turns."""
-        chat = Chat(self, ())
+        chat = Chat(self)
         self.moved = time.monotonic()
         try:
             value = finite(await solve(chat, dict(row)), "it")
@@ -372,8 +398,7 @@ class Episode:
         if self.again and not entry:
             raise AgentError(f"{self.where}, {at}: run again, the agent asks for {name}({asked}), as it did not before")
         self.doing = f"{at} ({name})"
-        self.moved = time.monotonic()
-        started = self.moved
+        started = self.moved = time.monotonic()
         result = await act()
         self.moved = time.monotonic()
         if entry and entry["result"] != result:
@@ -408,22 +433,24 @@ def watched(episodes, seconds, end):
 
 async def beside(function, *args, **kwargs):
     """function(*args, **kwargs), beside all else: awaited, or in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
     call = functools.partial(function, *args, **kwargs)
+    if inspect.iscoroutinefunction(function):
+        return await call()
     return await asyncio.get_running_loop().run_in_executor(WORKERS, call)
 
 
 class Chat:
     """A dialogue with the model. ids: all its tokens; mask: whether the policy drew it, token by token."""
 
-    def __init__(self, episode, path):
+    def __init__(self, episode, path=()):
         self.episode = episode
         self.path = path
         self.ids = []
         self.mask = []
         self.logprobs = []
-        self.messages, self.said, self.turns = [], 0, []  # said: number of messages, turns among them, already in ids
+        self.messages = []
+        self.said = 0  # number of messages, turns among them, already in ids
+        self.turns = []
         self.tools = None
         self.schemas = []
         self.ended = False
@@ -446,24 +473,25 @@ class Chat:
         fork = f"fork {'.'.join(map(str, self.path))}, " if self.path else ""
         return f"{fork}turn {max(0, len(self.turns) - 1)}"
 
-    def _error(self, why):
+    def error(self, why):
+        """The AgentError that says where it happened."""
         return AgentError(f"{self.episode.where}, {self.now()}: {why}")
 
     def _too_long(self, size):
         longest = self.episode.config["max_prompt_tokens"]
         line = f"the prompt has {size} tokens, over max_prompt_tokens={longest}"
-        return TooLong(str(self._error(line)), min(longest + 1, self.episode.most_tokens), size)
+        return TooLong(str(self.error(line)), min(longest + 1, self.episode.most_tokens), size)
 
     def system(self, text):
         self.messages.append({"role": "system", "content": text})
 
     def user(self, text):
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append(told_user(text))
 
     def reward(self, value):
         """A reward for the latest turn."""
         if not self.turns:
-            raise self._error("a reward before the model's first turn; return it, or call generate() first")
+            raise self.error("a reward before the model's first turn; return it, or call generate() first")
         self.turns[-1].rewards.append(finite(value, "the turn's reward"))
 
     def fork(self):
@@ -471,7 +499,7 @@ class Chat:
         episode = self.episode
         self.forks += 1
         if len(episode.chats) > episode.most_forks:
-            raise self._error(f"more than {episode.most_forks} forks (MOST_FORKS)")
+            raise self.error(f"more than {episode.most_forks} forks (MOST_FORKS)")
         return Chat(episode, (*self.path, self.forks - 1))
 
     async def generate(self, tools=None, max_new_tokens=0, stop=()):
@@ -486,48 +514,51 @@ class Chat:
         self._take(tools)
         fresh = self.messages[self.said :]
         if not fresh:
-            raise self._error("generate() with nothing new to tell the model; use chat.user or chat.call first")
+            raise self.error("generate() with nothing new to tell the model; use chat.user or chat.call first")
         size = len(json.dumps(fresh)) + (0 if self.turns else len(json.dumps(self.schemas)))  # characters
         if not self.turns and size > MOST_PER_TOKEN * (longest + 1024):
             raise self._too_long(f"more than {longest}")
-        loop = asyncio.get_running_loop()
-        encode = functools.partial(self._encode, fresh)
-        ids = () if self.ended else encode() if size < HEAVY else await loop.run_in_executor(ENCODER, encode)
+        if self.ended:
+            ids = []
+        elif size < HEAVY:
+            ids = self._encode(fresh)
+        else:
+            ids = await asyncio.get_running_loop().run_in_executor(ENCODER, self._encode, fresh)
         if not self.turns and len(ids) > longest:
             raise self._too_long(len(ids))
         prompt = self.turns[0].start if self.turns else len(ids)
         most = min(prompt + episode.config["max_new_tokens"], episode.most_tokens)
         room = most - len(self.ids) - len(ids)
         if self.ended or room <= 0 or len(self.turns) == episode.config["max_turns"]:
-            self.ended, self.asked_after = True, self.asked_after + 1
+            self.ended = True
+            self.asked_after += 1
             if self.asked_after > AFTER_THE_END:
-                raise self._error(f"asked {AFTER_THE_END} times for a turn after the dialogue's end (Reply.truncated)")
+                raise self.error(f"asked {AFTER_THE_END} times for a turn after the dialogue's end (Reply.truncated)")
             return Reply("", [], [], True)
-        self._append(ids, [False] * len(ids), [0.0] * len(ids))
+        self._append(ids, False, [0.0] * len(ids))
         episode.asking += 1
         tokens, logprobs = await episode.source(self, stop, min(room, max_new_tokens or room))
         episode.asking -= 1
         episode.moved = time.monotonic()
         # Under a grammar they are of another distribution than the policy's, whose log-probs the trainer has.
-        self._append(tokens, [not self.params] * len(tokens), logprobs)
+        self._append(tokens, not self.params, logprobs)
         return self._reply(tokens, stop)
 
-    def _append(self, *columns):
-        for mine, more in zip((self.ids, self.mask, self.logprobs), columns):
-            mine.extend(more)
+    def _append(self, ids, drawn, logprobs):
+        self.ids += ids
+        self.mask += [drawn] * len(ids)
+        self.logprobs += logprobs
 
     def _take(self, tools):
-        taken = tools_of(tools) if tools else {}
+        taken = tools_of(tools or ())
         if self.tools is None:
             try:
                 self.schemas = [f if isinstance(f, dict) else schema_of(f) for f in taken.values()]
             except Exception as error:
-                raise self._error(f"a tool needs types and a docstring: {describe(error)}") from error
-            self.tools = taken
+                raise self.error(f"a tool needs types and a docstring: {describe(error)}") from error
         elif tools and taken.keys() != self.tools.keys():
-            raise self._error(f"tools {', '.join(taken)}: must be those of the first turn; fork() for others")
-        else:
-            self.tools = taken or self.tools
+            raise self.error(f"tools {', '.join(taken)}: must be those of the first turn; fork() for others")
+        self.tools = taken or self.tools or {}
 
     def _encode(self, fresh):
         template = self.episode.template
@@ -541,24 +572,23 @@ class Chat:
                 return template.first(fresh, self.schemas)
             return template.next(fresh, self.schemas, self.ids[-1])
         except Exception as error:  # a template may raise anything
-            raise self._error(f"the chat template cannot be used for this: {describe(error)}") from error
+            raise self.error(f"the chat template cannot be used for this: {describe(error)}") from error
 
     def _reply(self, tokens, stop):
-        k = len(self.turns)
         template = self.episode.template
         ended = tokens[-1] in template.stop_tokens
         # The marks of a tool call may be special tokens.
         text = template.decode(tokens[:-1] if ended else tokens, bool(self.tools))
         stops = [i for i in map(text.find, stop) if i >= 0]
-        text = text[: min(stops, default=len(text))]
+        text = text[: min(stops, default=None)]
         self.ended = not (ended or stops)
-        text, calls = self.episode.parse(self, text) if self.tools and not self.ended else (text, [])
-        calls = [ToolCall(f"call_{k}_{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
-        message = len(self.messages)
-        self.turns.append(Turn(len(self.ids) - len(tokens), len(self.ids), self.ended, text, calls, [], message))
-        self.messages.append(
-            {"role": "assistant", "content": text} | ({"tool_calls": told_calls(calls)} if calls else {})
-        )
+        calls = []
+        if self.tools and not self.ended:
+            text, calls = self.episode.parse(self, text)
+            calls = numbered(len(self.turns), calls)
+        end = len(self.ids)
+        self.turns.append(Turn(end - len(tokens), end, self.ended, text, calls, [], len(self.messages)))
+        self.messages.append(told_turn(text, calls))
         self.said = len(self.messages)
         return Reply(text, calls, tokens, self.ended)
 
@@ -571,16 +601,17 @@ class Chat:
         self.calls += len(tool_calls)
         results = await asyncio.gather(*[self._call(call, first + i) for i, call in enumerate(tool_calls)])
         self.episode.errors += sum(result.startswith("Error: ") for result in results)
-        for call, result in zip(tool_calls, results):
-            self.messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result})
+        self.messages += map(told_result, tool_calls, results)
         return results
 
     async def _call(self, call, number):
         episode = self.episode
         f = self.tools.get(call.name)
         at = f"{self.now()}, call {number}"
-        if f is None or number >= MOST_CALLS:
-            return f"Error: no tool {call.name!r}" if f is None else f"Error: no more than {MOST_CALLS} calls"
+        if f is None:
+            return f"Error: no tool {call.name!r}"
+        if number >= MOST_CALLS:
+            return f"Error: no more than {MOST_CALLS} calls"
         method = hasattr(f, "__self__")
         # The calls of its methods bring an object to its state, so a resume makes them again.
         known = not method and (not episode.again or getattr(f, "impure", False))

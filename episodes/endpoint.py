@@ -63,7 +63,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from configurator import require
-from episodes.chat import AgentError, Chat, ToolCall, TooLong, told_calls
+from episodes.chat import AgentError, Chat, TooLong, numbered, told_calls, told_result, told_turn, told_user
 from kernels import Sampling
 from rewards import describe, finite
 
@@ -85,7 +85,8 @@ TAIL = 2**16  # bytes of a program's output that are kept: its end
 MOST_PROGRAMS = 32  # at a time, of an engine: each is a process with its libraries
 IMPOSSIBLE = -1e30  # a log-prob below that: a grammar forbids the token
 OBJECT = {"type": "object"}  # the JSON schema of any
-HALF, WINDOW = "\ufffd", 64  # what half a character is decoded to; most tokens of a stream that are decoded again
+HALF = "\ufffd"  # what half a character is decoded to
+WINDOW = 64  # most tokens of a stream that are decoded again
 POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
 # A served model refuses a request with other values than these.
 EXACT = dict(
@@ -112,7 +113,9 @@ class Refusal(Exception):
 
     def __init__(self, status, message, code=None, param=None):
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
     def content(self):
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -163,7 +166,7 @@ class Tool(Body, extra="allow"):
 
 
 class Schema(Body):
-    content: dict = Field({"type": "object"}, alias="schema")
+    content: dict = Field(OBJECT, alias="schema")
 
 
 class Format(Body):
@@ -206,20 +209,20 @@ def messages_of(messages):
     A request's Messages as a Chat has them: contents are texts, and the i-th call of the k-th turn is call_<k>_<i>,
     whatever the client made of it. Raises ValueError.
     """
-    out, calls_by_id, turns = [], {}, 0
+    out = []
+    calls_by_id = {}
+    turns = 0
     for m in messages:
         content = m.content if isinstance(m.content, str) else "".join(part.text for part in m.content)
         new = {"role": "system" if m.role == "developer" else m.role, "content": content}
         if m.role == "tool":
             if m.tool_call_id not in calls_by_id:
                 raise ValueError(f"message {len(out)} is the result of no call before it")
-            call = calls_by_id[m.tool_call_id]
-            new = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            new = told_result(calls_by_id[m.tool_call_id], content)
         elif m.role == "assistant":
-            calls = [c.function for c in m.tool_calls]
-            calls = [ToolCall(f"call_{turns}_{i}", call.name, call.arguments) for i, call in enumerate(calls)]
+            calls = numbered(turns, [(call.function.name, call.function.arguments) for call in m.tool_calls])
             calls_by_id |= {told.id: call for told, call in zip(m.tool_calls, calls)}
-            new |= {"tool_calls": told_calls(calls)} if calls else {}
+            new = told_turn(content, calls)
             turns += 1
         out.append(new)
     if not out or out[-1]["role"] == "assistant":
@@ -322,8 +325,8 @@ def read(body, chat=True, exact=False):
     """
     for key, only in EXACT.items() if exact else ():
         if body.get(key) not in (None, only):
-            why = "penalties are not among the rules by which we draw"
-            raise refused(key, body[key], f"must be {json.dumps(only)}; {why}")
+            why = f"must be {json.dumps(only)}; penalties are not among the rules by which we draw"
+            raise refused(key, body[key], why)
     try:
         asked = (AskedChat if chat else AskedCompletion).model_validate(body)
     except pydantic.ValidationError as error:
@@ -335,7 +338,7 @@ def read(body, chat=True, exact=False):
         raise refused("temperature", asked.temperature, "0, for the likeliest token, or at least 0.001")
     if asked.echo and asked.stream:
         raise refused("echo", True, "not as a stream")
-    prompts = [asked.messages] if chat else [[{"role": "user", "content": prompt}] for prompt in asked.prompt]
+    prompts = [asked.messages] if chat else [[told_user(prompt)] for prompt in asked.prompt]
     if len(prompts) * asked.n > MOST_CHOICES:
         raise refused("n", asked.n, f"with {len(prompts)} prompts; the most are {MOST_CHOICES} choices")
     return [asked.model_copy(update=dict(messages=messages)) for messages in prompts]
@@ -343,8 +346,7 @@ def read(body, chat=True, exact=False):
 
 def content_of(message):
     """What decides whether two messages are the same."""
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    return message["role"], message["content"], calls
+    return message["role"], message["content"], [call["function"] for call in message.get("tool_calls", ())]
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -365,18 +367,17 @@ class Choice(NamedTuple):
     told: list  # the Tokens before them; log-probs are known with `echo` only
 
 
-def tokens_of(meta, kind):
-    """The Tokens that SGLang's `meta_info` has: kind 'output', or 'input' for the prompt's."""
-    pairs = meta[f"{kind}_token_logprobs"]
-    tops = meta.get(f"{kind}_top_logprobs") or [None] * len(pairs)
+def tokens_of(meta, kind, begin=0):
+    """The Tokens that SGLang's `meta_info` has, from the one at `begin`: kind 'output', or 'input' for the prompt's."""
+    pairs = meta[f"{kind}_token_logprobs"][begin:]
+    tops = (meta.get(f"{kind}_top_logprobs") or ())[begin:] or [None] * len(pairs)
     known = [[(i, x) for x, i, _ in top or () if x > IMPOSSIBLE] for top in tops]
     return [Token(i, x, top) for (x, i, _), top in zip(pairs, known)]
 
 
 def calls_of(choice):
     """The calls as OpenAI has them."""
-    function = lambda call: dict(name=call.name, arguments=json.dumps(call.arguments))  # noqa: E731
-    return [dict(id=call.id, type="function", function=function(call)) for call in choice.calls]
+    return told_calls([call._replace(arguments=json.dumps(call.arguments)) for call in choice.calls])
 
 
 def logprobs_of(asked, tokens, decode, chat, before=0):
@@ -388,8 +389,7 @@ def logprobs_of(asked, tokens, decode, chat, before=0):
         of = lambda i, x: dict(token=text(i), logprob=x, bytes=[*text(i).encode()])  # noqa: E731
         return dict(content=[of(t.id, t.logprob) | dict(top_logprobs=[of(*pair) for pair in t.top]) for t in tokens])
     texts = [text(t.id) for t in tokens]
-    likeliest = lambda t: {text(i): x for i, x in [(t.id, t.logprob), *t.top[::-1]]}  # noqa: E731
-    tops = [None if t.logprob is None else likeliest(t) for t in tokens]
+    tops = [None if t.logprob is None else {text(i): x for i, x in [(t.id, t.logprob), *t.top[::-1]]} for t in tokens]
     return dict(
         tokens=texts,
         token_logprobs=[t.logprob for t in tokens],
@@ -407,27 +407,28 @@ def usage_of(choices, n):
 def whole(asks, choices, head, decode, chat):
     """The JSON of these Choices, n for each Asked."""
     n = asks[0].n
-
-    def said(asked, choice):
-        if not chat:
-            prompt = asked.messages[0]["content"]
-            begin = prompt if isinstance(prompt, str) else decode(prompt)
-            return dict(text=begin * asked.echo + choice.text)
-        message = dict(role="assistant", content=(choice.text or None) if choice.calls else choice.text)
-        return dict(message=message | (dict(tool_calls=calls_of(choice)) if choice.calls else {}))
-
-    def end(i, choice):
+    out = []
+    for i, choice in enumerate(choices):
         asked = asks[i // n]
         logprobs = logprobs_of(asked, choice.told * asked.echo + choice.tokens, decode, chat)
-        return dict(index=i, logprobs=logprobs, finish_reason=choice.finish) | said(asked, choice)
-
-    return head | dict(choices=[*itertools.starmap(end, enumerate(choices))], usage=usage_of(choices, n))
+        answer = dict(index=i, logprobs=logprobs, finish_reason=choice.finish)
+        if chat:
+            answer["message"] = dict(role="assistant", content=choice.text)
+            if choice.calls:
+                answer["message"] |= dict(content=choice.text or None, tool_calls=calls_of(choice))
+        else:
+            prompt = asked.messages[0]["content"]
+            begin = prompt if isinstance(prompt, str) else decode(prompt)
+            answer["text"] = begin * asked.echo + choice.text
+        out.append(answer)
+    return head | dict(choices=out, usage=usage_of(choices, n))
 
 
 async def events(asks, answers, head, decode, chat):
     """What `whole` has, as a stream: server-sent events with the Answers' pieces, then calls and usage."""
     event = lambda content: f"data: {json.dumps(content)}\n\n"  # noqa: E731
-    asked, left = asks[0], [*range(len(answers))]
+    asked = asks[0]
+    left = [*range(len(answers))]
     read = [pieces(answer, asked) for answer in answers]
     written = [0] * len(answers)  # characters
 
@@ -439,12 +440,14 @@ async def events(asks, answers, head, decode, chat):
         for i in left if chat else ():
             yield chunk(i, role="assistant", content="")
         while left:
-            news, ended = [answers[i].news for i in left], [i for i in left if answers[i].task.done()]
+            news = [answers[i].news for i in left]
+            ended = [i for i in left if answers[i].task.done()]
             for i in left:
                 text, tokens = next(read[i])
                 if text or asked.logprobs and tokens:
                     logprobs = logprobs_of(asked, tokens, decode, chat, written[i])
-                    written[i] += sum(len(decode([t.id])) for t in tokens) if asked.logprobs and not chat else 0
+                    if asked.logprobs and not chat:
+                        written[i] += sum(len(decode([t.id])) for t in tokens)
                     yield chunk(i, logprobs=logprobs, content=text)
             for i in ended:
                 choice = answers[i].task.result()
@@ -468,21 +471,31 @@ def pieces(answer, asked):
     so text that may still change waits: half a character, the beginning of a stop string and, where there are tools,
     the beginning of a call and white space, which parsers strip.
     """
-    sent, number = "", 0
-    text, known, begin, end = "", "", 0, 0  # text of the first `end` tokens; text of the tokens begin .. end alone
+    sent = ""
+    number = 0
+    text = ""  # of the first `end` tokens
+    known = ""  # text of the tokens begin .. end alone
+    begin = 0
+    end = 0
     while True:
         tokens = answer.tokens
+        certain = ""
         if answer.task.done():
             choice = answer.task.result()
-            certain, tokens = choice.text, choice.tokens
+            certain = choice.text
+            tokens = choice.tokens
             if not certain.startswith(sent):
                 raise Refusal(500, "what was streamed is not how the text begins; ask without stream")
         elif tokens:
-            tools, template = answer.chat.tools, answer.chat.episode.template
+            tools = answer.chat.tools
+            template = answer.chat.episode.template
             decode = lambda begin: template.decode([t.id for t in tokens[begin:]], bool(tools))  # noqa: B023, E731
             certain = text + decode(begin)[len(known) :]
             if len(tokens) - end > WINDOW and certain[-1:] != HALF:
-                text, known, begin, end = certain, decode(end), end, len(tokens)
+                text = certain
+                known = decode(end)
+                begin = end
+                end = len(tokens)
             marks = "[" if asked.schema else template.call_marks  # a grammar's calls are JSON
             certain = certain.rstrip(HALF)
             words = [*asked.stop, *(marks if tools else ())]
@@ -490,8 +503,6 @@ def pieces(answer, asked):
             certain = certain[: next(filter(begins, range(len(sent), len(certain))), None)]
             if tools:
                 certain = "" if certain[:1].isspace() else certain.rstrip()
-        else:
-            certain = ""
         new = certain[len(sent) :], tokens[number:]
         sent = certain
         number = len(tokens)
@@ -508,23 +519,22 @@ def hash_of(*content):
 
 class Answer:
     """
-    What is being written for a request in a session: `task` gives the Choice. chat: the dialogue; id: of the response;
-    tokens: those so far, if they are streamed; news: a future that is done when there are more.
+    What is being written for a request in a session: `task` gives the Choice. request: the hash of its bytes; chat: the
+    dialogue; id: of the response; tokens: those so far, if they are streamed; news: a future that is done when there
+    are more.
     """
 
-    def __init__(self, session, asked):
-        loop = asyncio.get_running_loop()
+    def __init__(self, session, asked, request):
+        self.request = request
         self.chat = None
         self.id = ""
         self.tokens = []
-        self.news = loop.create_future()
+        self.news = asyncio.get_running_loop().create_future()
         self.task = asyncio.ensure_future(session.turn(asked, self))
         self.task.add_done_callback(lambda _: self.news.set_result(None))
 
     def hear(self, meta):
-        news = ("output_token_logprobs", "output_top_logprobs")
-        new = {key: meta[key][len(self.tokens) :] for key in news if meta.get(key)}
-        self.tokens += tokens_of(new, "output")
+        self.tokens += tokens_of(meta, "output", len(self.tokens))
         self.news.set_result(None)
         self.news = self.news.get_loop().create_future()
 
@@ -545,7 +555,7 @@ class Session:
         self.dialogues = []
         self.busy = set()
         self.begun = {}  # {hash of what a dialogue begins with: number of them}
-        self.answers = []  # (hash of the request, Answer), in the order of arrival
+        self.answers = []  # in the order of arrival
         self.reward = None
         self.failed = asyncio.get_running_loop().create_future()
         self.used = time.monotonic()
@@ -553,10 +563,10 @@ class Session:
     def answer(self, asked, request, is_retry):
         """The Answer to what is asked. request: the hash of its bytes."""
         self.used = time.monotonic()
-        known = [answer for of, answer in self.answers if is_retry and of == request]
+        known = [answer for answer in self.answers if is_retry and answer.request == request]
         if not known:
-            known = [Answer(self, asked)]
-            self.answers.append((request, known[0]))
+            known = [Answer(self, asked, request)]
+            self.answers += known
         return known[-1]
 
     async def turn(self, asked, answer):
@@ -566,8 +576,9 @@ class Session:
             answer.id = hash_of(chat.episode.key, chat.path, chat.ids, asked.content)
             chat.hear = answer.hear if asked.stream else None
             chat.params = {"json_schema": asked.schema} if asked.schema else {}
-            wanted = dict(top_logprobs_num=asked.top or 0, logprob_start_len=0 if asked.echo else -1)
-            chat.options = wanted if asked.top or asked.echo else {}
+            chat.options = {}
+            if asked.top or asked.echo:
+                chat.options = dict(top_logprobs_num=asked.top or 0, logprob_start_len=0 if asked.echo else -1)
             self.busy.add(chat)
             try:
                 # A turn has a token at least: where none is wanted it is left out below.
@@ -579,8 +590,8 @@ class Session:
         except AgentError as error:
             self.fail(error)
             if isinstance(error, TooLong):
-                limit = f"This model's maximum context length is {error.limit} tokens"  # as clients know it
-                why = f"{limit}, and the request has {error.size}"
+                # as clients know it
+                why = f"This model's maximum context length is {error.limit} tokens, and the request has {error.size}"
                 raise Refusal(400, why, "context_length_exceeded", "messages") from error
             raise Refusal(400, str(error)) from error
         except ValueError as error:  # SGLang's, of a grammar
@@ -595,13 +606,17 @@ class Session:
     def _dialogue(self, asked):
         """The Chat that the request continues, or a new one, told the request's new messages. Raises AgentError."""
         asks = [content_of(message) for message in asked.messages]
-        tips = [chat for chat in self.dialogues if chat.turns and asked.tools in ([], chat.schemas)]
-        tips = [chat for chat in tips if [*map(content_of, chat.messages[: chat.said])] == asks[: chat.said]]
+        tips = [
+            chat
+            for chat in self.dialogues
+            if chat.turns
+            and asked.tools in ([], chat.schemas)
+            and [*map(content_of, chat.messages[: chat.said])] == asks[: chat.said]
+        ]
         free = [chat for chat in tips if chat not in self.busy]
         if tips and not free:  # which of the two goes on would be a matter of time
-            where = self.root.episode.where
             second = f"{asks[-1][1]!r:.80} is the second; ask for one after the other"
-            raise AgentError(f"{where}: two requests at a time go on from one turn: {second}")
+            raise AgentError(f"{self.root.episode.where}: two requests at a time go on from one turn: {second}")
         chat = min(free, key=lambda chat: chat.path) if free else self._begun(asked)
         new = asked.messages[chat.said :]
         chat.messages += new
@@ -647,7 +662,7 @@ class Connection(H11Protocol):
 
     def _watch(self):
         state = self.conn.their_state
-        begun = self.cycle is None or bool(self.conn.trailing_data[0])  # else it is idle between two requests
+        begun = self.cycle is None or self.conn.trailing_data[0]  # else it is idle between two requests
         half = state is h11.SEND_BODY or state is h11.IDLE and begun
         if half and not self.timer:
             self.timer = self.loop.call_later(HALF_REQUEST, self.transport.close)
@@ -670,7 +685,8 @@ class Endpoint:
         self.serves = serves
         self.fingerprint = fingerprint
         self.url = "http://{}:{}".format(*sock.getsockname()[:2])
-        self.sessions, self.open = {}, set()  # open: a task for each request outside of sessions
+        self.sessions = {}
+        self.open = set()  # a task for each request outside of sessions
         self.times = {}  # {hash of a request without a seed: how often it came}
         routes = [
             Route("/health", self.health),
@@ -723,7 +739,7 @@ class Endpoint:
         if size > MOST_BYTES:
             raise Refusal(413, f"a request of {size} bytes; the most are {MOST_BYTES}")
         try:
-            body = pydantic_core.from_json(bytes(raw))
+            body = pydantic_core.from_json(raw)
         except ValueError as error:
             raise Refusal(400, f"no JSON: {error}") from error
         if not isinstance(body, dict):
@@ -743,8 +759,7 @@ class Endpoint:
 
     def _named(self, name):
         if name not in self.names:
-            why = f"no such model as {name!r}; use {self.names[0]}"
-            raise Refusal(404, why, "model_not_found", "model")
+            raise Refusal(404, f"no such model as {name!r}; use {self.names[0]}", "model_not_found", "model")
         return name
 
     async def rewarded(self, request):
@@ -765,14 +780,14 @@ class Endpoint:
         return JSONResponse({"deleted": True})
 
     def _end(self, session):
-        return end_all([answer for _, answer in self.sessions.pop(session).answers])
+        return end_all(self.sessions.pop(session).answers)
 
     def _session(self, request, asked=None):
         """The session of a request's path; where a model is served, one begins with what is first asked there."""
         name = request.path_params.get("session")
-        if name is not None and name not in self.sessions and self.serves and asked:
+        if name and name not in self.sessions and self.serves and asked:
             self._take_place()
-            self.sessions[name] = Session(Chat(self.serves(asked, 0, True), ()))
+            self.sessions[name] = Session(Chat(self.serves(asked, 0, True)))
         if name not in self.sessions:
             raise Refusal(404, "no such session" if name else "only in a session: /s/<session>/v1")
         return self.sessions[name]
@@ -818,9 +833,12 @@ class Endpoint:
             answers = [session.answer(asks[0], hashlib.sha256(raw).digest(), retry)]
         else:
             self._take_place()
-            choices = [(asked, self._choice(asked)) for asked in asks]
-            chats = [(asked, self.serves(asked, k + i, chat)) for asked, k in choices for i in range(asked.n)]
-            answers = [Session(Chat(episode, ())).answer(asked, b"", False) for asked, episode in chats]
+            answers = []
+            for asked in asks:
+                first = self._choice(asked)
+                for i in range(first, first + asked.n):
+                    session = Session(Chat(self.serves(asked, i, chat)))
+                    answers.append(session.answer(asked, b"", False))
             self._end_with(request, answers)
         # An error has a status of its own as long as nothing is sent.
         await asyncio.wait([answer.news for answer in answers], return_when=asyncio.FIRST_COMPLETED)
@@ -862,10 +880,9 @@ def model_card(name):
 def listen(host, port):
     """A socket to serve on. Ends the run with one line if nothing can listen there."""
     try:
-        sock = socket.create_server((host, port), backlog=MOST_OPEN)
+        return socket.create_server((host, port), backlog=MOST_OPEN)
     except (OSError, OverflowError) as error:
         require(False, f"port={port}: nothing can listen there on host={host!r}: {error}; choose another")
-    return sock
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -880,18 +897,21 @@ async def session_of(chat):
     loop = asyncio.get_running_loop()
     episode = chat.episode
     if chat.messages or chat.turns:
-        raise AgentError(f"{episode.where}, {chat.now()}: a client needs the whole sample; open one, and first of all")
+        raise chat.error("a client needs the whole sample; open one, and first of all")
     if loop not in endpoints:
         decode = functools.partial(episode.template.decode, special=True)
         endpoints[loop] = Endpoint(listen("127.0.0.1", 0), secrets.token_urlsafe(), [POLICY], decode)
     endpoint = endpoints[loop]
     name = "-".join(map(str, episode.key))
     session = endpoint.sessions[name] = Session(chat)
-    where = dict(OPENAI_BASE_URL=f"{endpoint.url}/s/{name}/v1", OPENAI_API_KEY=endpoint.key_of(name))
+    where = dict(
+        OPENAI_BASE_URL=f"{endpoint.url}/s/{name}/v1", OPENAI_API_KEY=endpoint.key_of(name),
+        REWARD_KEY=endpoint.key_of(name, "reward"),
+    )  # fmt: skip
     try:
-        yield session, where | dict(REWARD_KEY=endpoint.key_of(name, "reward"))
+        yield session, where
         # Answers that the agent asked for and did not wait for are trained on, too, however long they take.
-        await asyncio.gather(*[answer.task for _, answer in session.answers], return_exceptions=True)
+        await asyncio.gather(*[answer.task for answer in session.answers], return_exceptions=True)
     finally:
         del endpoint.sessions[name]
         if session.failed.done():  # whatever came of it, and also where a framework has swallowed it
@@ -907,9 +927,10 @@ async def openai(chat):
     from openai import AsyncOpenAI
 
     async with session_of(chat) as (_, where):
-        options = dict(base_url=where["OPENAI_BASE_URL"], api_key=where["OPENAI_API_KEY"])
         # no clock: agent_timeout and engine_timeout say when something hangs
-        async with AsyncOpenAI(**options, timeout=None, max_retries=0) as client:
+        async with AsyncOpenAI(
+            base_url=where["OPENAI_BASE_URL"], api_key=where["OPENAI_API_KEY"], timeout=None, max_retries=0
+        ) as client:
             yield client
 
 
@@ -931,8 +952,9 @@ def program(command):
         loop = asyncio.get_running_loop()
         episode = chat.episode
         if loop not in guards:
-            options = dict(stdin=subprocess.PIPE, text=True, start_new_session=True)
-            guard = subprocess.Popen([sys.executable, "-S", "-c", GUARD], **options)
+            guard = subprocess.Popen(
+                [sys.executable, "-S", "-c", GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
+            )
             guards[loop] = asyncio.Semaphore(MOST_PROGRAMS), guard
         places, guard = guards[loop]
         episode.asking += 1  # it waits for a place, which is not its fault
@@ -957,33 +979,32 @@ def program(command):
             await asyncio.gather(running, return_exceptions=True)
         told = f"{episode.where}: {command!r}"
         if status:
-            last = errors.rpartition("\n")[2]
-            raise AgentError(f"{told} ended with status {status}: {last[:500]}")
+            raise AgentError(f"{told} ended with status {status}: {errors[:500]}")
         if session.reward is not None:
             return session.reward
-        last = output.rpartition("\n")[2]
         try:
-            return finite(float(last), command)
+            return finite(float(output), command)
         except (ValueError, TypeError):
-            raise AgentError(f"{told}: its last line of output must be the reward, and is {last[:80]!r}")
+            raise AgentError(f"{told}: its last line of output must be the reward, and is {output[:80]!r}")
 
     return solve
 
 
 async def run_program(words, env):
-    """(exit status, end of its output, end of its errors) of a program; its children end with it, it with us."""
-    pipe = asyncio.subprocess.PIPE
-    options = dict(stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
-    process = await asyncio.create_subprocess_exec(*words, env=env, **options)
+    """(exit status, last line of its output, and of its errors) of a program; its children end with it, it with us."""
+    pipe = subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *words, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+    )
 
-    async def end_of(stream):
+    async def last_line(stream):
         kept = b""
         while part := await stream.read(TAIL):
             kept = (kept + part)[-TAIL:]
-        return kept.decode(errors="replace").strip()
+        return kept.decode(errors="replace").strip().rpartition("\n")[2]
 
     try:
-        output, errors = await asyncio.gather(end_of(process.stdout), end_of(process.stderr))
+        output, errors = await asyncio.gather(last_line(process.stdout), last_line(process.stderr))
         return await process.wait(), output, errors
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -8,7 +8,6 @@ rest of a row is what the model wrote and, masked, what it was told.
 import asyncio
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -31,7 +30,8 @@ class Agent:
     """
 
     def __init__(self, config, model, tokenizer, stop_tokens):
-        self.config, self.model = config, model
+        self.config = config
+        self.model = model
         self.solve, self.replies = again.load_agent(config["agent"])
         self.template = chat.Template(tokenizer, stop_tokens, named_arguments(config["chat_template_args"]))
         self.template.check(f"init_from={str(model)!r}")
@@ -44,12 +44,11 @@ class Agent:
         return asyncio.run(self._demonstrate(rows))
 
     async def _demonstrate(self, rows):
-        journals = [types.SimpleNamespace(entries={}, write=lambda entry: None) for _ in rows]
-        scripts = [again.scripted(self.replies(row), self.template) for row in rows]
-        known = [
-            chat.Episode(self.config, self.template, f"replies({row})", i, ["sft", i], *script, journal)
-            for i, (row, script, journal) in enumerate(zip(rows, scripts, journals))
-        ]
+        known = []
+        for i, row in enumerate(rows):
+            script = again.scripted(self.replies(row), self.template)
+            journal = types.SimpleNamespace(entries={}, write=lambda entry: None)
+            known.append(chat.Episode(self.config, self.template, f"replies({row})", i, ["sft", i], *script, journal))
         await asyncio.gather(*[e.play(self.solve, row) for e, row in zip(known, rows)])
         parts = [(c.ids, c.turns[0].start, c.mask) for e in known for c in e.chats]
         return [(ids[:start], ids[start:], mask[start:]) for ids, start, mask in parts]
@@ -92,21 +91,21 @@ class AgentSampler(Sampler):
 
     def __init__(self, agent, *args):
         super().__init__(*args)
-        self.solve, self.template, self.model = agent.solve, agent.template, agent.model
-        self.running, self.made = set(), []  # episodes that the watchdog looks after; prompts that this engine did
+        self.agent = agent
+        self.running = set()  # episodes that the watchdog looks after
         self.engine.manager.tokenizer = agent.template.tokenizer  # SGLang stops at no string without one
         self.parser = self.config["tool_call_parser"] or {"llama": "llama3"}.get(self.engine.model_type, "qwen25")
         if self.parser == "qwen25":  # a "<" may begin a thought
-            self.template.call_marks = ["<tool_call>"]
+            agent.template.call_marks = ["<tool_call>"]
 
     def sample(self, folder, job, prompts):
-        self.made = []
+        self.made = []  # prompts that this engine did
         try:
             with chat.watched(self.running, self.config["agent_timeout"], self.engine.end):
                 super().sample(folder, job, prompts)
             if self.made and (job.stream, job.step) == ("rl", 0):
                 paths = [str(group_path(folder, index)) for index in self.made]
-                again.check_again(dict(config=self.config, model=str(self.model), paths=paths))
+                again.check_again(dict(config=self.config, model=str(self.agent.model), paths=paths))
         except chat.AgentError as error:
             self.engine.fail(str(error))
         there = os.listdir(folder)  # not `exists`, which a network file system would remember (sync.Queue)
@@ -118,16 +117,18 @@ class AgentSampler(Sampler):
         return folder / f"journal_{index:04d}.jsonl"
 
     async def _group(self, folder, index, job):
-        began, journal = time.time(), chat.Journal(self._journal_path(folder, index), self.run)
+        began = time.time()
+        journal = chat.Journal(self._journal_path(folder, index), self.run)
         row = {key: value for key, value in job.rows[index].items() if key != "prompt_tokens"}
         used = dict(num_retractions=0, cached_tokens=0, prompt_tokens=0)  # as SGLang counts, over all turns
         episodes = []
         for g in range(job.samples):
-            where, key = f"{job.stream} step {job.step}, prompt {index}, sample {g}", [job.stream, job.step, index, g]
+            where = f"{job.stream} step {job.step}, prompt {index}, sample {g}"
+            key = [job.stream, job.step, index, g]
             source = functools.partial(self._turn, job, used)
-            episodes.append(chat.Episode(self.config, self.template, where, g, key, source, self._calls, journal))
+            episodes.append(chat.Episode(self.config, self.agent.template, where, g, key, source, self._calls, journal))
         self.running.update(episodes)
-        returned = await asyncio.gather(*[episode.play(self.solve, row) for episode in episodes])
+        returned = await asyncio.gather(*[episode.play(self.agent.solve, row) for episode in episodes])
         self.running.difference_update(episodes)
         journal.close()
         self.made.append(index)
@@ -149,7 +150,8 @@ class AgentSampler(Sampler):
             output = await self.engine.ask(self._heard(of, params))
         else:
             output = await self.engine.generate(of.ids, params, **of.options)
-        drawn, meta = self.engine.drawn(output, job.version), output["meta_info"]
+        drawn = self.engine.drawn(output, job.version)
+        meta = output["meta_info"]
         of.meta = meta if of.options else {}
         for name in used:
             used[name] += meta[name]
@@ -192,27 +194,28 @@ class AgentSampler(Sampler):
 
 def counts_of(episodes):
     """What the metrics say of a group's episodes; all of them numbers to be added over groups."""
-    chats = [*itertools.chain(*(e.chats for e in episodes))]
+    chats = [c for e in episodes for c in e.chats]
     return dict(
         episodes=len(episodes), turns=sum(len(c.turns) for c in chats), calls=sum(c.calls for c in chats),
         tool_errors=sum(e.errors for e in episodes), truncated=sum(c.ended for c in chats),
         forks=len(chats) - len(episodes), written_tokens=sum(sum(c.mask) for c in chats),
-        told_tokens=sum(len(c.mask) - sum(c.mask) for c in chats),
+        told_tokens=sum(c.mask.count(False) for c in chats),
     )  # fmt: skip
 
 
 def tensors_of(episodes, returned, version):
     """The tensors of a group file, as in Sampler._tensors, but with a row per dialogue; T tokens in all rows."""
-    chats = [*itertools.chain(*(e.chats for e in episodes))]
+    chats = [c for e in episodes for c in e.chats]
     first = chats[0].ids[: min(c.turns[0].start for c in chats)]
     begins = len(os.path.commonprefix([first, *(c.ids for c in chats)]))
     number = [[-1] * len(c.ids) for c in chats]  # of the turn that wrote a token
     for numbers, c in zip(number, chats):
         for k, turn in enumerate(c.turns):
             numbers[turn.start : turn.end] = [k] * (turn.end - turn.start)
-    flat = lambda rows: torch.tensor([*itertools.chain(*(row[begins:] for row in rows))])  # noqa: E731
+    flat = lambda rows: torch.tensor([x for row in rows for x in row[begins:]])  # noqa: E731
     tokens = flat(c.ids for c in chats)
-    gained, totals = [], []
+    gained = []
+    totals = []
     for r, e in zip(returned, episodes):
         totals.append(math.fsum([r, *(x for c in e.chats for turn in c.turns for x in turn.rewards)]))
         for c in e.chats:

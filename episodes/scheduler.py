@@ -33,9 +33,10 @@ def process_grammar(self, by_sglang, req):
             xgrammar_backend._allocate_token_bitmask = lambda V, B: xgrammar.allocate_token_bitmask(B, V)
             apply = lambda _, logits, vocab_mask: xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)  # noqa: E731
             xgrammar_backend.XGrammarGrammar.apply_vocab_mask = apply
-        hf, tokenizer = self.scheduler.model_config, self.scheduler.tokenizer
-        create = base_grammar_backend.create_grammar_backend
-        self.grammar_backend = create(self.server_args, tokenizer, hf.vocab_size, hf.hf_eos_token_id)
+        hf = self.scheduler.model_config
+        self.grammar_backend = base_grammar_backend.create_grammar_backend(
+            self.server_args, self.scheduler.tokenizer, hf.vocab_size, hf.hf_eos_token_id
+        )
     return by_sglang(self, req)
 
 
