@@ -135,7 +135,11 @@ def resume_config(config, path, free):
 def saved_config(path):
     """{key: value} of a file that `config_source` wrote: it is read and not executed, as it may be a stranger's."""
     try:
-        return {line.targets[0].id: literal_eval(line.value) for line in parse(path.read_bytes()).body}
+        saved = {line.targets[0].id: literal_eval(line.value) for line in parse(path.read_bytes()).body}
+        strange = [key for key, x in saved.items() if type(x) not in WANTED]
+        if strange or not config_source(saved):  # it raises for numbers of more digits than Python prints
+            raise ValueError(f"{strange}: wants {', '.join(WANTED.values())}")
+        return saved
     except (OSError, AttributeError, *NO_LITERAL) as error:
         require(False, f"{path}: not only lines 'key = literal', as a run saves them: {error}")
 

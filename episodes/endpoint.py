@@ -70,7 +70,8 @@ from rewards import describe, finite
 INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR PYTHONPATH PYTHONHASHSEED LD_LIBRARY_PATH VIRTUAL_ENV".split()
 # Bounds of a request, checked before anything is done for it.
 MOST_BYTES = 4 * 2**20
-MOST_MESSAGES = 4096
+MOST_ANSWERED = 2**25  # bytes times choices
+MOST_MESSAGES = 4096  # and calls in them
 MOST_TOOLS = 128
 MOST_STOPS = 16
 MOST_STOP = 256  # characters of each
@@ -90,7 +91,8 @@ WINDOW = 64  # most tokens of a stream that are decoded again
 POLICY = "policy"  # the model's name in a run; a served model has its folder's, too
 # A served model refuses a request with other values than these.
 EXACT = dict(
-    presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={}, best_of=1, suffix="",
+    presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={}, best_of=1, suffix="", functions=[],
+    min_tokens=0, ignore_eos=False, stop_token_ids=[], chat_template_kwargs={},
 )  # fmt: skip
 
 # Ends the programs of a rank that has died, and what they have started: its id is in their environment. A program that
@@ -161,7 +163,7 @@ class Function(Body, extra="allow"):
 
 
 class Tool(Body, extra="allow"):
-    type: str = "function"
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -179,7 +181,8 @@ class Options(Body):
 
 
 class Part(Body):
-    text: str
+    type: Literal["text", "refusal"] = "text"
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class CalledFunction(Body):
@@ -225,6 +228,8 @@ def messages_of(messages):
             new = told_turn(content, calls)
             turns += 1
         out.append(new)
+    if len(calls_by_id) > MOST_MESSAGES:
+        raise ValueError(f"more than {MOST_MESSAGES} calls")
     if not out or out[-1]["role"] == "assistant":
         raise ValueError("must end with what the model is told")
     return out
@@ -271,7 +276,10 @@ class Asked(Body):
         shared = {}
 
         def hoisted(schema):  # its definitions are found from the root
-            for name, definition in dict(schema.get("$defs") or {}).items():
+            definitions = schema.get("$defs") or {}
+            if not isinstance(definitions, dict):
+                raise Refusal(400, "$defs: wants an object", "invalid_value")
+            for name, definition in definitions.items():
                 if shared.setdefault(name, definition) != definition:
                     raise Refusal(400, f"$defs: two schemas of the name {name!r}", "invalid_value")
             return {key: value for key, value in schema.items() if key != "$defs"}
@@ -325,14 +333,14 @@ def read(body, chat=True, exact=False):
     """
     for key, only in EXACT.items() if exact else ():
         if body.get(key) not in (None, only):
-            why = f"must be {json.dumps(only)}; penalties are not among the rules by which we draw"
+            why = f"must be {json.dumps(only)}; we draw by no other"
             raise refused(key, body[key], why)
     try:
         asked = (AskedChat if chat else AskedCompletion).model_validate(body)
     except pydantic.ValidationError as error:
         told = max(error.errors(), key=lambda told: len(told["loc"]))  # of a union's kinds the one that fits longest
         raise refused(".".join(map(str, told["loc"])), told["input"], told["msg"]) from None
-    if asked.tool_choice == "none":
+    if asked.tool_choice == "none" or not chat:
         asked.tools = []
     if 0 < asked.temperature < 1e-3:
         raise refused("temperature", asked.temperature, "0, for the likeliest token, or at least 0.001")
@@ -814,15 +822,21 @@ class Endpoint:
 
     async def complete(self, request, chat=True):
         """Answers with a turn of the model, in a session or not, or with the completions of prompts."""
-        raw, body = await self._body(request)
         in_session = "session" in request.path_params or not self.serves
         try:
+            raw, body = await self._body(request)
             asks = read(body, chat, exact=bool(self.serves))
             name = self._named(asks[0].model or self.names[0])
             if in_session and asks[0].n != 1:
                 raise refused("n", asks[0].n, "a session has one history; use 1")
+            if len(raw) * asks[0].n > MOST_ANSWERED:
+                raise refused(
+                    "n", asks[0].n, f"of a request of {len(raw)} bytes; the most are {MOST_ANSWERED} together"
+                )
         except Refusal as refusal:
-            if not self.serves:  # else a framework could swallow it, and make it a reward of 0
+            if (
+                not self.serves and refusal.status != 401
+            ):  # else a framework could swallow it, and make it a reward of 0
                 session = self._session(request)
                 session.fail(AgentError(f"{session.root.episode.where}: a request was refused: {refusal}"))
             raise

@@ -36,7 +36,7 @@ def check_model(folder, config, key="init_from"):
         from transformers import AutoConfig
 
         try:
-            hf = AutoConfig.from_pretrained(folder)
+            hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except Exception as e:
             require(False, f"{name}: no usable config.json: {reason(e)}")
     require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")

@@ -122,7 +122,7 @@ def load_tokenizer(folder):
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     try:
         stop = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:  # a folder without generation_config.json

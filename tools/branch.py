@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from runs import check_trusted, lines, saved_config
+from runs import check_links, check_trusted, lines, saved_config
 from safetensors.torch import load_file
 from verify import QUIET, copy_run, go_on, link, starts_of
 
@@ -99,7 +99,8 @@ def main():
             "wants a run, a step and flags, as in: out/tiny --step=40 --out_dir=out/b --learning_rate=1e-3"
         )
     run = Path(argv[0])
-    saved = {key: x for key, x in saved_config(run).items() if key not in configurator.REMOVED}
+    check_links(run)
+    saved = {key: x for key, x in saved_config(run).items() if key not in {*configurator.REMOVED, "step", "ulp"}}
     config = configurator.configure(saved | {"step": -1, "ulp": "", "__file__": ""}, argv[1:])
     step, ulp, folder = config.pop("step"), config.pop("ulp"), Path(config["out_dir"])
     said = {key: config[key] for key in configurator.ORIGINS if key in config}

@@ -26,7 +26,7 @@ import plot
 import pyarrow
 import pyarrow.parquet
 import torch
-from runs import saved_config
+from runs import check_links, saved_config
 from safetensors.torch import load_file
 
 import sync
@@ -153,6 +153,7 @@ def card(run, name):
 
 def write_folder(run, name, out, checkpoints):
     """Makes `out` what the hub gets."""
+    check_links(run)
     config = saved_config(run)
     sealed = sync.checkpoints(run / "ckpt")
     require(sealed, f"{run}: no checkpoint in it, and so no model to publish (--checkpoint_every)")

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+HUB = Path("out", "hub")  # where runs of the hub are copied to
 sys.path.insert(0, str(ROOT))  # whoever imports this can import the files there
 import configurator  # noqa: E402
 from configurator import require  # noqa: E402
@@ -30,7 +31,7 @@ def command(*args, ranks=1, restarts=0, script=(ROOT / "train_grpo.py",)):
 
 def launch(command, env=None, cwd=None, timeout=None):
     """Runs a command to its end: (exit status, everything it printed)."""
-    options = dict(cwd=cwd, env=os.environ | (env or {}), timeout=timeout)
+    options = dict(cwd=cwd, env=os.environ | (env or {}), timeout=timeout, stdin=subprocess.DEVNULL)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
     return done.returncode, done.stdout
 
@@ -125,6 +126,15 @@ def saved_config(folder):
     return configurator.saved_config(path)
 
 
+MADE_HERE = {"init_from": "scratch", "dataset": f"programs|{configurator.SUMS}"}  # values that name nothing elsewhere
+
+
+def check_links(run):
+    """Ends this process with one line if a run's folder has links: a stranger's could lead to your files."""
+    link = next((path for path in sorted(run.rglob("*")) if path.is_symlink()), None)
+    require(not link, f"{link}: a symbolic link; copy what it leads to into the run's folder")
+
+
 def check_trusted(run, saved, said):
     """
     Ends this process with one line, unless `said`, {key: value} of the command line, repeats all by which a run's saved
@@ -134,15 +144,20 @@ def check_trusted(run, saved, said):
     def text(key):
         return str(saved.get(key, ""))
 
-    def elsewhere(name):
-        made_here = re.fullmatch(f"scratch|programs|{configurator.SUMS}|", name.strip())
-        return not made_here and not os.path.exists(name.strip())
+    def elsewhere(key, name):
+        path = Path(name).resolve()
+        theirs = any(path.is_relative_to(Path(folder).resolve()) for folder in (run, HUB))
+        # a folder of data may name addresses
+        own = path.exists() and not theirs and not (key == "dataset" and path.is_dir())
+        return name and not own and not re.fullmatch(MADE_HERE.get(key, "-"), name)
 
     asks = {key: text(key) for key in ("agent", "judge", "sources", "engine_args")}
     asks["sandbox"] = text("sandbox") == "none"
-    asks |= {key: elsewhere(text(key)) for key in ("init_from", "reference", "lora", "dataset")}
+    asks |= {key: elsewhere(key, text(key)) for key in ("init_from", "reference", "lora", "dataset")}
     asks |= {key: ".py:" in text(key) for key in configurator.OWN}
-    asks["reward"] = ".py:" in text("reward") or any(map(elsewhere, re.findall("model:([^+*]*)", text("reward"))))
+    asks["reward"] = ".py:" in text("reward") or any(
+        elsewhere("reward", name.strip()) for name in re.findall("model:([^+*]*)", text("reward"))
+    )
     flags = [f"--{key}={saved[key]}" for key, asked in asks.items() if asked and said.get(key) != saved[key]]
     why = "its config has programs run here, or other machines called; if you trust it, repeat"
     require(not flags, f"{run}: {why} {shlex.join(flags)}")

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 from diff import first_difference
-from runs import check_trusted, command, launch_with_bar, lines, problem, saved_config
+from runs import HUB, check_links, check_trusted, command, launch_with_bar, lines, problem, saved_config
 from safetensors.torch import load_file
 
 import sync
@@ -93,7 +93,7 @@ def fetched(name):
         return name
     from huggingface_hub import snapshot_download
 
-    folder = Path("out", "hub", name)
+    folder = HUB / name
     try:
         return Path(snapshot_download(str(name), allow_patterns="run/*", local_dir=folder)) / "run"
     except Exception as e:
@@ -124,7 +124,8 @@ def copy_run(run, folder, start, without=()):
         shutil.copytree(start, folder / "ckpt" / start.name, copy_function=link)
     for step in sorted(run.glob("queue/rl_*")):
         if int(step.name[3:]) not in without:
-            shutil.copytree(step, folder / "queue" / step.name, copy_function=link)
+            journals = shutil.ignore_patterns("journal_*")  # which are written on
+            shutil.copytree(step, folder / "queue" / step.name, copy_function=link, ignore=journals)
 
 
 def go_on(folder, steps, flags, nproc=1):
@@ -142,7 +143,8 @@ def go_on(folder, steps, flags, nproc=1):
 def parted(run, folder, start, steps, flags, nproc):
     """Repeats the steps of `run` from a checkpoint: where they part from its ledger, in words; '' if nowhere."""
     ledger = lines(run, "ledger.jsonl")
-    phase, first = ledger[-1]["phase"], int(start.name[5:]) if start else 0
+    phase = ledger[-1]["phase"]
+    first = int(start.name[5:]) if start else 0
     if start:
         before = [line for line in ledger if line["phase"] != phase or line["step"] < first]
         if before and (name := differing_weight(start, before[-1])):
@@ -154,9 +156,9 @@ def parted(run, folder, start, steps, flags, nproc):
     if difference := first_difference(ledger, again):
         line, stage, item = difference
         return f"{ledger[line]['phase']} step {ledger[line]['step']}, {stage}{f' of {item}' * bool(item)}"
-    if failure:
-        return failure
-    for line in lines(folder, phase="rl"):
+    if failure or [(line["phase"], line["step"]) for line in again[-1:]] != [(phase, steps[-1])]:
+        return failure or f"{phase} step {steps[-1]}: the repeated run ends before it"
+    for line in lines(folder, phase="rl") if saved_config(run)["engine_bits"] == "fp32" else ():
         if line["step"] >= first and line.get("logprob_mismatch_tokens"):
             return f"rl step {line['step']}, {line['logprob_mismatch_tokens']} log-probs of engine and trainer differ"
     return ""
@@ -175,6 +177,7 @@ def main():
     require(args.steps == "all" or args.steps.isdigit() and args.steps != "0", f"--steps={args.steps}: a number or all")
     if args.keep and args.keep.exists():
         fail(f"--keep={args.keep}: exists; choose another folder")
+    check_links(run)
     saved = saved_config(run)
     config = configure({**saved, "__file__": ""}, flags)
     check_trusted(run, saved | {"track": ""}, {key: config[key] for key in ORIGINS})
@@ -191,8 +194,17 @@ def main():
         ledger = lines(run, "ledger.jsonl")
         require(ledger, f"{run}: its ledger is empty, and so nothing to verify")
         everything = [line["step"] for line in ledger if line["phase"] == ledger[-1]["phase"]]
+        mode = saved.get("mode")
+        why = f"mode={mode!r}: a run of this mode draws no samples of its own, or has no steps: nothing to verify"
+        require(mode in MODES and MODES[mode].steps and mode != "replay", why)
+        rl = MODES[mode].steps == "rl"
+        fits = ledger[-1]["phase"] == ("rl" if rl else mode) and everything == [*range(len(everything))]
+        require(fits, f"{run}/ledger.jsonl: its steps are not those of a run with mode={mode!r}")
         steps = chosen(digest, everything, len(everything) if args.steps == "all" else int(args.steps))
-        starts, legs = starts_of(run), {}
+        starts = starts_of(run)
+        if args.steps == "all":  # the warm-up, too
+            starts = {}
+        legs = {}
         for step in steps:
             legs.setdefault(max((s for s in starts if s <= step), default=None), []).append(step)
         for start, some in legs.items():
