@@ -305,8 +305,7 @@ def nothing_to_learn(steps, advantage="grpo", template_skipped=False):
     equal = all(x["zero_std_groups"] == x["groups"] for x in last)
     still = all(x.get("lr") == 0 or x.get("grad_norm") == 0 for x in last)
     in_groups = advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")  # a file's may be anything
-    taught = not still and not (equal and in_groups)
-    if not last or len(steps) % WATCHED or taught:
+    if not last or len(steps) % WATCHED or not (still or (equal and in_groups)):
         return ""
     cause = "the prompts are too easy or too hard for this model"
     if not equal:
@@ -430,7 +429,6 @@ def own_function(key, name):
 
 def describe(error):
     """One line for an exception, with the deepest line in the user's own file, not the one in a library it called."""
-    text = printable(" ".join(f"{type(error).__name__}: {error}".split())[:200])
     others = (
         "<frozen importlib",
         os.path.dirname(os.__file__),
@@ -443,7 +441,7 @@ def describe(error):
         if file == own or not (own or file.startswith(others)):
             own = file
             place = f" ({Path(file).name}:{line})"
-    return text + place
+    return printable(" ".join(f"{type(error).__name__}: {error}".split())[:200]) + place
 
 
 def pass_at_k(n, right, k):
@@ -609,8 +607,7 @@ def load_rows(config):
     for rows, what in ((data, "data set"), (size and held_out or data, "held-out set")):
         columns = sorted(rows[0])
         for key in used:
-            why = f"the {what} has the columns {', '.join(columns)}"
-            require(config[key] in columns, f"{key}={config[key]!r}: {why}")
+            require(config[key] in columns, f"{key}={config[key]!r}: the {what} has the columns {', '.join(columns)}")
     trained_on = config.get("weight", 1) > 0
     if held_out is None:
         enough = size < len(data) or not trained_on

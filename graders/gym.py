@@ -8,10 +8,8 @@ processes that bubblewrap isolates, or with sandbox='none' in plain ones.
 """
 
 import json
-import os
 import re
 import shutil
-import signal
 import sys
 
 from configurator import named_arguments, require
@@ -20,43 +18,25 @@ from rewards import SETTINGS
 from sync import reason
 
 VERSION = "0.1.25"  # pyproject.toml's; the rows and the verdicts of another one may be others
-SECONDS = 5.0  # CPU time that a verdict may take
 
 
-def gym_worker(seconds):
-    """
-    What a worker runs (Workers): lines [task, arguments, entry, response] in; for each a line [exit status, CPU
-    seconds, score] out. A verifier that raises on a text, as some do, gives it no score.
-    """
+def gym_worker():
+    """The grader of Workers: a task's verifier, by its name and the JSON of its arguments. Some raise on some texts."""
     import reasoning_gym
 
-    tasks = {}
-    for line in sys.stdin:
-        task, arguments, entry, response = json.loads(line)
-        key = json.dumps([task, arguments])
-        if key not in tasks:
-            tasks[key] = reasoning_gym.create_dataset(task, **arguments)
-        read, write = os.pipe()
-        if not (child := os.fork()):
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            os.dup2(2, 1)  # a text that is evaluated may print
-            os.write(write, repr(float(tasks[key].score_answer(response, entry))).encode())
-            os._exit(0)
-        os.close(write)
-        _, status, used = os.wait4(child, 0)
-        score = os.read(read, 64).decode()
-        os.close(read)
-        print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, score]), flush=True)
+    return lambda task, arguments: reasoning_gym.create_dataset(task, **json.loads(arguments)).score_answer
 
 
 def isolated():
-    """The command of a Python that reads all, writes nothing and reaches nobody."""
+    """A command that runs one which reads all, writes nothing and reaches nobody; [] with sandbox='none'."""
     bubble = "bwrap --unshare-all --die-with-parent --new-session --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp"
-    python = [word for path in (sys.base_prefix, sys.prefix) for word in ("--ro-bind", path, path)]  # may be in /tmp
-    return [*[*bubble.split(), *python] * (SETTINGS["sandbox"] == "bwrap"), sys.executable]
+    command = bubble.split()
+    for path in (sys.base_prefix, sys.prefix):  # which may be in /tmp
+        command += ["--ro-bind", path, path]
+    return command if SETTINGS["sandbox"] == "bwrap" else []
 
 
-WORKERS = Workers(gym_worker, SECONDS, "Reasoning Gym", isolated)
+WORKERS = Workers(gym_worker, "Reasoning Gym", isolated)
 
 
 def rows(name, arguments):
@@ -70,9 +50,9 @@ def rows(name, arguments):
         import reasoning_gym
 
         known = named_arguments(arguments)
-        entries = reasoning_gym.create_dataset(task, **known)
         return [
-            {"prompt": x["question"], "answer": json.dumps(dict(task=task, arguments=known, entry=x))} for x in entries
+            {"prompt": x["question"], "answer": json.dumps(dict(task=task, arguments=known, entry=x))}
+            for x in reasoning_gym.create_dataset(task, **known)
         ]
     except Exception as error:  # its own assertions, too
         require(False, f"dataset={name!r}, dataset_config={arguments!r}: {reason(error)}")
@@ -81,21 +61,18 @@ def rows(name, arguments):
 def reasoning_gym(prompt, response, answer):
     """
     What the task's verifier gives the last <answer>..</answer> of the response, or without such tags all of it. A
-    verdict of more than SECONDS of CPU time is a 0, and 'limit'.
+    verdict of more than workers.SECONDS of CPU time is a 0, and 'limit'.
     """
-    asked = entry_of(answer)
-    tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-    text = (tagged or [response])[-1].strip()
-    status, seconds, score = WORKERS.ask(asked["task"], asked["arguments"], asked["entry"], text)
-    verdict = {0: "pass", -signal.SIGPROF: "limit"}.get(status, "fail")
-    return float(score or 0), dict(verdict=verdict, near_limit=status == -signal.SIGPROF or seconds > SECONDS / 2)
+    task, arguments, entry = entry_of(answer)
+    texts = [response, *re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)]
+    return WORKERS.ask((task, arguments), texts[-1].strip(), entry)[1:]
 
 
 def entry_of(answer):
-    """What `rows` has written. Raises ValueError."""
+    """(task, JSON of its arguments, entry) of what `rows` has written. Raises ValueError."""
     try:
         asked = json.loads(answer)
-        return {key: asked[key] for key in ("task", "arguments", "entry")}
+        return asked["task"], json.dumps(asked["arguments"]), asked["entry"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError("is no entry of dataset='reasoning_gym:..'") from error
 
@@ -106,4 +83,5 @@ def needs_gym():
         raise ValueError("its verifiers run in bubblewrap: apt-get install bubblewrap, or --sandbox=none")
 
 
-reasoning_gym.check, reasoning_gym.reads = needs_gym, entry_of
+reasoning_gym.check = needs_gym
+reasoning_gym.reads = entry_of

@@ -7,13 +7,11 @@ import asyncio
 import json
 import os
 import re
-import signal
-import sys
 import threading
 import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -31,37 +29,30 @@ from sync import Shard, reason
 # math: whether two expressions are equal, by math-verify (github.com/huggingface/Math-Verify) in other processes
 
 MATH_VERIFY = "0.9.0"  # pyproject.toml's; another version may judge otherwise
-MATH_SECONDS = 5.0  # CPU time that a comparison may take
-MATH_VERDICTS = {10: "pass", 11: "fail", -signal.SIGPROF: "limit"}  # by the exit status of the process that compares
 
 
-def math_worker(seconds):
+def math_worker():
     """
-    What a worker runs (Workers): lines [response, answer] in; for each a fork that compares them, as SymPy keeps
-    results and draws random numbers, and a line [its exit status, its CPU seconds] out. math-verify's own limits are of
-    wall time, so that a busy machine decides, and need a main thread.
+    The grader of Workers: whether a response equals an answer, or -1 if that is no expression. SymPy keeps results and
+    draws random numbers, so it wants the forks. math-verify's own limits are of wall time, so that a busy machine
+    decides, and need a main thread.
     """
     import sympy
     from math_verify import parse, verify
 
-    def status_of(response, answer):
+    def compare(response, answer):
         expected = parse(answer, parsing_timeout=None)
         if not any(hasattr(x, "has") and not x.has(sympy.zoo, sympy.nan) for x in expected):  # it takes 11:00 for 11/0
-            return 12
-        return 10 if verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None) else 11
+            return -1
+        return verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None)
 
     sympy.core.random.seed(0)
     for pair in (("$(x+1)^2$", "$x^2+2x+1$"), ("0.5", "$1/2$"), (r"$\{1, 2\}$", r"$\{2, 1\}$"), ("$x<3$", "$x>3$")):
-        status_of(*pair)  # imports and tables that the forks then have
-    for line in sys.stdin:
-        if not (child := os.fork()):
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            os._exit(status_of(*json.loads(line)))
-        _, status, used = os.wait4(child, 0)
-        print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]), flush=True)
+        compare(*pair)  # imports and tables that the forks then have
+    return lambda: compare
 
 
-MATH = Workers(math_worker, MATH_SECONDS, "math-verify")
+MATH = Workers(math_worker, "math-verify")
 
 
 def math(prompt, response, answer):
@@ -69,15 +60,16 @@ def math(prompt, response, answer):
     1.0 if math-verify finds the response equal to the answer. Of the response it takes \\boxed{..} (several are
     a set), else the last expression; the answer is an expression in LaTeX or plain, alone or behind `####`, or a text
     with \\boxed{..} or $..$. 1/2, 0.5 and \\frac12 are equal, so are {1, 2} and {2, 1}; decimals count to 6 places. A
-    comparison of more than MATH_SECONDS of CPU time gives no reward, and the verdict 'limit'.
+    comparison of more than workers.SECONDS of CPU time gives no reward, and the verdict 'limit'.
     """
     text = expression(answer)
-    status, seconds = MATH.ask(response, text)
-    if status not in MATH_VERDICTS:
-        why = "is no expression that math-verify can read" if status == 12 else f"was not compared: status {status}"
+    status, score, notes = MATH.ask((), response, text)
+    if notes["verdict"] == "fail" or score < 0:
+        why = "is no expression that math-verify can read" if score < 0 else f"was not compared: status {status}"
         raise ValueError(f"answer {text[-40:]!r} {why}")
-    near_limit = status < 0 or seconds > MATH_SECONDS / 2
-    return float(status == 10), dict(verdict=MATH_VERDICTS[status], near_limit=near_limit)
+    if not (status or score):
+        notes["verdict"] = "fail"
+    return score, notes
 
 
 def expression(answer):
@@ -88,11 +80,8 @@ def expression(answer):
     return text if "\\boxed" in text or text.count("$") > 1 else f"\\boxed{{{text}}}"
 
 
-def needs_math():
-    needs("math-verify", MATH_VERIFY, "math")
-
-
-math.check, math.reads = needs_math, expression
+math.check = partial(needs, "math-verify", MATH_VERIFY, "math")
+math.reads = expression
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -171,15 +160,19 @@ def judge(prompt, response, answer):
             model, template = judge_and_prompt()
             # In one pass: a response may have an {answer} in it.
             asked = re.sub(r"\{(prompt|response|answer)\}", lambda place: texts[place[1]], template)
-            asked = dict(model=model, messages=[{"role": "user", "content": asked}], max_tokens=JUDGE_TOKENS)
-            answer = ask_judge("/chat/completions", JUDGE_SECONDS, asked | dict(temperature=0, seed=0))
-            choice = answer["choices"][0]
+            body = dict(
+                model=model,
+                messages=[{"role": "user", "content": asked}],
+                max_tokens=JUDGE_TOKENS,
+                temperature=0,
+                seed=0,
+            )
+            choice = ask_judge("/chat/completions", JUDGE_SECONDS, body)["choices"][0]
             said = choice["message"]["content"]
             return score_of(said, choice["finish_reason"]), {"judge": said}
         except Exception as error:  # what is no JSON, or JSON of another kind, fails in many ways
             failure = error
-    why = f"failed {i + 1} times: {reason(failure)[:140]}"
-    raise RuntimeError(f"judge={SETTINGS['judge']!r} {why}") from failure
+    raise RuntimeError(f"judge={SETTINGS['judge']!r} failed {i + 1} times: {reason(failure)[:140]}") from failure
 
 
 def score_of(verdict, finish_reason):
@@ -210,7 +203,8 @@ class RewardModel:
     """
 
     def __init__(self, name, config):
-        self.folder, self.config = folders.fetch_model(name, "reward"), config
+        self.folder = folders.fetch_model(name, "reward")
+        self.config = config
         self.device = config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         self.hf = check_model(self.folder, config, "reward")
         head = "score.weight" in folders.weight_files(self.folder, "reward")
@@ -218,8 +212,11 @@ class RewardModel:
         self.tokenizer, stop_tokens = folders.load_tokenizer(self.folder)
         # A model whose EOS is its padding, too, was trained to be read before it, as Hugging Face's class does.
         self.stop_tokens = [] if self.hf.pad_token_id == stop_tokens[0] else stop_tokens
-        self.model, self.waiting, self.thread = None, SimpleQueue(), ThreadPoolExecutor(1, "reward model")
-        self.known, self.lock = {}, threading.Lock()  # {(prompt, response): Future}
+        self.model = None
+        self.waiting = SimpleQueue()
+        self.thread = ThreadPoolExecutor(1, "reward model")
+        self.known = {}  # {(prompt, response): Future}
+        self.lock = threading.Lock()
 
     def __call__(self, prompt, response, answer):
         return self.expect([(prompt, response)])[0].result()
@@ -265,7 +262,7 @@ class RewardModel:
         prompts, responses = map(list, zip(*texts))
         prompts = prompt_ids(prompts, self.tokenizer, self.config)
         ids = [torch.tensor(x + y) for x, y in zip(prompts, answer_ids(responses, self.tokenizer, self.stop_tokens))]
-        packed = dict(ids=torch.cat(ids), positions=torch.cat([torch.arange(len(x)) for x in ids]))
-        packed["lengths"] = torch.tensor([len(x) for x in ids])
+        lengths = torch.tensor([len(x) for x in ids])
+        packed = dict(ids=torch.cat(ids), positions=torch.cat([*map(torch.arange, lengths)]), lengths=lengths)
         leaf = types.SimpleNamespace(**{name: x.to(self.device) for name, x in packed.items()})
         return self.model.token_logprobs(leaf)[-1].tolist()

@@ -28,6 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from graders.workers import CORES
 from rewards import SETTINGS
 from sync import content_hash, reason
 
@@ -35,10 +36,11 @@ MOST_MEMORY = 256  # MiB of address space of a program
 OUTPUT = 65536  # bytes that a program may write to its output, to its errors or to a file
 THREADS = 16  # of a program
 FILES = 64  # that a program may have open; each may be a socket or a pipe, whose buffers no limit of memory counts
-NO_MEMORY, KILLED = 65, 128 + signal.SIGKILL  # exit statuses: of INSIDE; and of what the kernel or somebody has killed
+NO_MEMORY = 65  # exit status of INSIDE
+KILLED = 128 + signal.SIGKILL  # exit status of what the kernel or somebody has killed
 NOBODY = "65534"  # the user of a sandbox that root starts: for root the kernel does not limit the number of threads
 PATIENCE = 10  # a program may take PATIENCE * (sandbox_seconds + 1) seconds of wall time
-RUNNING = threading.BoundedSemaphore(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+RUNNING = threading.BoundedSemaphore(CORES)
 
 # A shell that sets limits, which the program cannot raise, and becomes the program: the first process of its namespace,
 # so that nothing in there is left to be signalled, or stays when it ends. $1: seconds, $2: KiB, $3: threads or 'any'.
@@ -51,26 +53,53 @@ exec "$@"
 BUBBLE = """--unshare-all --unshare-user --disable-userns --as-pid-1 --die-with-parent --new-session --ro-bind /usr /usr
     --ro-bind-try /bin /bin --ro-bind-try /lib /lib --ro-bind-try /lib64 /lib64
     --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache""".split()
-OWN = ["--size", str(2**23), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]  # the program's own folder
+OWN = f"--size {2**23} --tmpfs /tmp --chdir /tmp --remount-ro /".split()  # the program's own folder
 
 
-# By machine, from the kernel's tables: its number in seccomp's data, its calls clone, socket and socketpair, and those
-# that are refused: other processes (fork, vfork); what namespaces do not part (add_key, request_key, keyctl, ptrace,
-# process_vm_readv and writev, kcmp, pidfd_getfd, process_madvise, perf_event_open, bpf, userfaultfd, io_uring_setup,
-# enter and register); memory that no limit counts (shmget, semget, msgget, mq_open, memfd_create, memfd_secret,
-# setxattr, lsetxattr, fsetxattr, setxattrat; setsockopt, by which buffers grow).
-NEWER = (425, 426, 427, 438, 440, 447, 463)  # the same everywhere
+# From the kernel's tables: the machine's number in seccomp's data, its calls clone, socket and socketpair, and those
+# that are refused: other processes (fork, vfork); what namespaces do not part (add_key to userfaultfd, io_uring_setup
+# to process_madvise); memory that no limit counts (shmget to fsetxattr, memfd_secret, setxattrat; setsockopt, by which
+# buffers grow).
+TABLE = """call              x86_64     aarch64
+AUDIT_ARCH        0xC000003E 0xC00000B7
+clone             56         220
+socket            41         198
+socketpair        53         199
+fork              57         -
+vfork             58         -
+add_key           248        217
+request_key       249        218
+keyctl            250        219
+ptrace            101        117
+process_vm_readv  310        270
+process_vm_writev 311        271
+kcmp              312        272
+perf_event_open   298        241
+bpf               321        280
+userfaultfd       323        282
+shmget            29         194
+semget            64         190
+msgget            68         186
+mq_open           240        180
+memfd_create      319        279
+setxattr          188        5
+lsetxattr         189        6
+fsetxattr         190        7
+setsockopt        54         208
+io_uring_setup    425        425
+io_uring_enter    426        426
+io_uring_register 427        427
+pidfd_getfd       438        438
+process_madvise   440        440
+memfd_secret      447        447
+setxattrat        463        463"""
 CALLS = {
-    "x86_64": (
-        0xC000003E, 56, (41, 53),
-        (57, 58, 248, 249, 250, 101, 310, 311, 312, 298, 321, 323, 29, 64, 68, 240, 319, 188, 189, 190, 54, *NEWER),
-    ),
-    "aarch64": (
-        0xC00000B7, 220, (198, 199),
-        (217, 218, 219, 117, 270, 271, 272, 241, 280, 282, 194, 190, 186, 180, 279, 5, 6, 7, 208, *NEWER),
-    ),
-}  # fmt: skip
-CLONE3, CLONE_THREAD, X32 = 435, 0x10000, 1 << 30
+    machine: [int(number, 0) for number in numbers if number != "-"]
+    for machine, *numbers in [*zip(*map(str.split, TABLE.splitlines()))][1:]
+}
+CLONE3 = 435
+CLONE_THREAD = 0x10000
+X32 = 1 << 30
 
 
 def seccomp_filter(machine):
@@ -80,7 +109,7 @@ def seccomp_filter(machine):
     """
     if machine not in CALLS:
         raise SandboxError(f"no list of system calls for {machine}, only for {', '.join(CALLS)}")
-    kind, clone, sockets, refused = CALLS[machine]
+    kind, clone, single, pair, *refused = CALLS[machine]
     refuse, unknown, allow = ((6, 0, 0, value) for value in (0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x7FFF0000))
     load, equal, at_least, has_bits = 0x20, 0x15, 0x35, 0x45
     program = [(load, 0, 0, 4), (equal, 1, 0, kind), unknown, (load, 0, 0, 0), (at_least, 0, 1, X32), unknown]
@@ -88,7 +117,7 @@ def seccomp_filter(machine):
     for number in refused:
         program += [(equal, 0, 1, number), refuse]
     program += [(equal, 0, 4, clone), (load, 0, 0, 16), (has_bits, 0, 1, CLONE_THREAD), allow, refuse]
-    program += [(equal, 2, 0, sockets[0]), (equal, 1, 0, sockets[1]), allow]
+    program += [(equal, 2, 0, single), (equal, 1, 0, pair), allow]
     program += [(load, 0, 0, 16), (equal, 0, 1, socket.AF_UNIX), allow, refuse]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
@@ -138,19 +167,21 @@ def sandbox_command(python, rules, status):
     The command that runs `python` (a path) as SETTINGS say, up to its arguments. rules, status: files of bubblewrap's,
     seccomp's program and what it says of the end. SandboxError: no bwrap.
     """
-    limits = [str(math.ceil(SETTINGS["sandbox_seconds"])), str(MOST_MEMORY * 1024)]
+    seconds = math.ceil(SETTINGS["sandbox_seconds"])
+    limited = ["/bin/sh", "-c", INIT, "sh", str(seconds), str(MOST_MEMORY * 1024)]
     if SETTINGS["sandbox"] == "none":  # any number of processes, as the kernel would count all of the user's
-        return ["/bin/sh", "-c", INIT, "sh", *limits, "any", python]
+        return [*limited, "any", python]
     # Popen could change the user, but would then copy the page tables of this process, which may be large.
-    user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"] if os.geteuid() == 0 else []
-    home, bubble = Path(python).parent.parent, shutil.which("bwrap")
+    user = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups".split() if os.geteuid() == 0 else []
+    home = Path(python).parent.parent
+    bubble = shutil.which("bwrap")
     if not bubble:
         cure = "install it (apt-get install bubblewrap), or --sandbox=none: programs run as you, with all that is yours"
         raise SandboxError(f"programs are run by bubblewrap, and there is no bwrap here; {cure}")
     own = [python, str(home / "lib"), str(home / "lib64")] if str(home) != "/usr" else []  # not `home`: it may be yours
     binds = [word for path in own for word in ("--ro-bind-try", path, path)]
-    files = ["--seccomp", str(rules.fileno()), "--json-status-fd", str(status.fileno())]
-    return [*user, bubble, *files, *BUBBLE, *binds, *OWN, "/bin/sh", "-c", INIT, "sh", *limits, str(THREADS), python]
+    files = f"--seccomp {rules.fileno()} --json-status-fd {status.fileno()}".split()
+    return [*user, bubble, *files, *BUBBLE, *binds, *OWN, *limited, str(THREADS), python]
 
 
 def run_program(source, calls=(), stdin="", python="", again=False):
@@ -158,14 +189,15 @@ def run_program(source, calls=(), stdin="", python="", again=False):
     A Run of the Python program `source` in a sandbox, with `calls` evaluated after it; blocks. What is killed without
     a limit near runs again, once: the system may be short of memory. Raises SandboxError where no sandbox starts.
     """
-    seconds, job = SETTINGS["sandbox_seconds"], ascii((source, [*calls])).encode()
+    seconds = SETTINGS["sandbox_seconds"]
     python = python or interpreter(SETTINGS["sandbox"])
+    job = ascii((source, [*calls])).encode()
     job = b"%08d" % len(job) + job + stdin.encode(errors="replace")
     rules = seccomp_filter(os.uname().machine) if SETTINGS["sandbox"] == "bwrap" else b""
     # files, not pipes: the kernel bounds their size, and nobody has to read while the program runs
     with RUNNING, ExitStack() as stack:
-        opened = (stack.enter_context(_memory_file(content)) for content in (job, b"", b"", rules, b""))
-        given, output, errors, *bubbles = opened  # bubblewrap's: the filter, and what it says of the end
+        contents = (job, b"", b"", rules, b"")  # the last two are bubblewrap's: the filter, and what it says of the end
+        given, output, errors, *bubbles = (stack.enter_context(_memory_file(content)) for content in contents)
         command = [*sandbox_command(python, *bubbles), "-s", "-S", "-c", INSIDE]  # -I ignores PYTHONHASHSEED
         files = dict(stdin=given, stdout=output, stderr=errors, cwd=tempfile.gettempdir())
         files["pass_fds"] = [file.fileno() for file in bubbles if rules]
@@ -174,9 +206,9 @@ def run_program(source, calls=(), stdin="", python="", again=False):
         os.killpg(process.pid, signal.SIGKILL)  # harmless if all have ended
         _, wait_status, usage = os.wait4(process.pid, 0)
         process.returncode = code = os.waitstatus_to_exitcode(wait_status)  # so that nobody waits for it again
-        full = max(os.fstat(file.fileno()).st_size for file in (output, errors)) >= OUTPUT
-        texts = (os.pread(file.fileno(), OUTPUT, 0).decode(errors="replace") for file in (output, errors, bubbles[1]))
-        said, complaints, told = texts
+        texts = [os.pread(file.fileno(), OUTPUT, 0) for file in (output, errors, bubbles[1])]
+    said, complaints, told = (text.decode(errors="replace") for text in texts)
+    full = max(map(len, texts[:2])) >= OUTPUT
     cpu = usage.ru_utime + usage.ru_stime
     own = re.search(r'"exit-code": (\d+)', told)  # the program's, and not bubblewrap's
     foreign = bool(rules) and not own
@@ -224,12 +256,12 @@ def interpreter(sandbox):
                 print(f"programs run in sandbox={sandbox!r} with {python}, version {run.output.strip()}", flush=True)
             return python
         problem = run.errors or run.verdict
-    cure = (
-        "bwrap 0.8 needs user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns"
-        "; docker --security-opt seccomp=unconfined) and, for root, setpriv and a Python that all users can read; "
+    raise SandboxError(
+        f"no program starts in sandbox={sandbox!r} ({reason(problem)}); bwrap 0.8 needs user namespaces (sysctl "
+        "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; docker --security-opt "
+        "seccomp=unconfined) and, for root, setpriv and a Python that all users can read; "
         "or --sandbox=none: programs run as you, with all that is yours"
     )
-    raise SandboxError(f"no program starts in sandbox={sandbox!r} ({reason(problem)}); {cure}")
 
 
 @lru_cache(maxsize=1024)
@@ -248,7 +280,9 @@ def tests_of(answer):
         if not fits or not all(isinstance(text, str) for text in given + wanted):
             raise ValueError(f"answer {answer[:40]!r} wants inputs and outputs alone, as many texts of each")
         return [((), text, _without_margins(other)) for text, other in zip(given, wanted)]
-    calls, wanted, line = [], [], None
+    calls = []
+    wanted = []
+    line = None
     try:
         if answer.lstrip().startswith("["):
             answer = "\n".join(ast.literal_eval(answer))
@@ -293,7 +327,8 @@ def code(prompt, response, answer):
         if not (passed := run.verdict == "pass" and said == wanted):
             break
     verdict = "fail" if run.verdict == "pass" and not passed else run.verdict
-    seconds, near = math.fsum(run.cpu_seconds for run in runs), any(run.near_limit for run in runs)
+    seconds = math.fsum(run.cpu_seconds for run in runs)
+    near = any(run.near_limit for run in runs)
     return float(passed), dict(verdict=verdict, cpu_seconds=round(seconds, 3), near_limit=near)
 
 
@@ -328,4 +363,5 @@ def python(code: str) -> str:
 python.impure = True  # for episodes/chat.py: near a limit two runs may differ
 
 
-code.check, code.reads = lambda: interpreter(SETTINGS["sandbox"]), tests_of
+code.check = lambda: interpreter(SETTINGS["sandbox"])
+code.reads = tests_of

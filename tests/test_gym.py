@@ -1,7 +1,6 @@
 """Tasks of Reasoning Gym: the same rows every time, their own verifiers, and nothing that a text can do there."""
 
 import json
-import os
 import re
 
 import pytest
@@ -60,7 +59,7 @@ def test_a_text_that_is_evaluated_writes_nothing_prints_nothing_and_gives_no_oth
 def test_without_bubblewrap_a_text_could_write(tmp_path, monkeypatch):
     """The control: what the sandbox keeps it from."""
     row = data("spiral_matrix")[0][0]
-    monkeypatch.setattr(gym, "WORKERS", Workers(gym.gym_worker, 5, "", lambda: [os.sys.executable]))
+    monkeypatch.setattr(gym, "WORKERS", Workers(gym.gym_worker, ""))
     there = tmp_path / "there"
     gym.reasoning_gym("", f"[__import__('pathlib').Path({str(there)!r}).write_text('x')]", row["answer"])
     assert there.exists()

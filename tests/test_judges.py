@@ -96,8 +96,8 @@ def workers(monkeypatch):
     """workers(seconds): as if none had been started yet, with that limit."""
 
     def fresh(seconds):
-        monkeypatch.setattr(judges, "MATH_SECONDS", seconds)
-        monkeypatch.setattr(judges, "MATH", Workers(judges.math_worker, seconds, "math-verify"))
+        monkeypatch.setattr(workers_of, "SECONDS", seconds)
+        monkeypatch.setattr(judges, "MATH", Workers(judges.math_worker, "math-verify"))
 
     return fresh
 
@@ -120,7 +120,7 @@ def test_an_expression_that_takes_too_long_is_limited_and_changes_no_other_verdi
 def test_what_took_more_than_half_of_the_limit_is_near_it(workers, monkeypatch):
     workers(60)
     near = [judges.math("", "3", "3")[1]["near_limit"]]
-    monkeypatch.setattr(judges, "MATH_SECONDS", 1e-6)
+    monkeypatch.setattr(workers_of, "SECONDS", 1e-6)
     assert near + [judges.math("", "3", "3")[1]["near_limit"]] == [False, True]
 
 
