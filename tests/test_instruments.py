@@ -142,7 +142,13 @@ ASKS = {
 
 
 @pytest.mark.parametrize("name", ["verify", "branch"])
-@pytest.mark.parametrize("key,value", [*ASKS.items(), ("dataset", "arithmetic:theirs/rows")])
+@pytest.mark.parametrize(
+    "key,value",
+    [
+        *ASKS.items(), ("dataset", "arithmetic:theirs/rows"), ("dataset", "scratch"), ("reference", "programs"),
+        ("reward", "model:scratch"), *[(key, "{mark}_folder") for key in ("init_from", "lora", "dataset")],
+    ],
+)  # fmt: skip
 def test_a_strangers_run_has_nothing_run_or_called_that_the_command_line_does_not_repeat(
     tool, tmp_path, name, key, value
 ):
@@ -151,6 +157,7 @@ def test_a_strangers_run_has_nothing_run_or_called_that_the_command_line_does_no
     (tmp_path / "mark.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nf = len\n")
     (tmp_path / "config.py").write_text(configurator.config_source(DEFAULTS | {key: value}, {}))
     (tmp_path / "ledger.jsonl").touch()
+    (tmp_path / "mark_folder").mkdir()  # in the run's folder, and so the stranger's
     status, said = tool(name, tmp_path, *flags)
     assert status == 2 and f"--{key}={value}" in said.replace("'", "") and "if you trust it, repeat" in said
     assert said.count("\n") == 1 and not (tmp_path / "mark").exists()
@@ -166,6 +173,39 @@ def test_the_config_of_a_published_run_is_read_and_not_executed(tool, tmp_path, 
     status, said = tool(name, tmp_path, "--step=1")
     assert status == 2 and "config.py: not only lines 'key = literal'" in said and said.count("\n") == 1
     assert not (tmp_path / "mark").exists()
+
+
+def test_an_invented_ledger_and_a_mode_without_samples_are_not_verified(tool, two_ranks, tmp_path):
+    def forge(name, lines, **config):
+        folder = tmp_path / name
+        folder.mkdir()
+        saved = configurator.saved_config(two_ranks[0] / "config.py") | config
+        (folder / "config.py").write_text(configurator.config_source(saved, {}))
+        ledger = sync.Ledger(folder / "ledger.jsonl")
+        for line in lines:
+            ledger.append(**{key: x for key, x in line.items() if key != "chain"})
+        return folder
+
+    made = lines(two_ranks[0], "ledger.jsonl")
+    twice = [line | dict(step=0) if line["phase"] == "rl" else line for line in made]
+    for folder, why in (
+        (forge("device", [*made, dict(phase="device", step=0)]), "its steps are not those of a run"),
+        (forge("twice", twice), "its steps are not those of a run"),
+        (forge("gap", made[:70] + made[71:]), "its steps are not those of a run"),
+        (forge("eval", made, mode="eval"), "mode='eval': a run of this mode draws no samples"),
+        (forge("replay", made, mode="replay", queue_dir="queue"), "mode='replay': a run of this mode draws no samples"),
+    ):
+        status, said = tool("verify", folder, "--steps=all")
+        assert status == 2 and why in said and said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize("name", ["verify", "branch"])
+def test_a_run_with_links_in_it_is_refused(tool, name, tmp_path):
+    (tmp_path / "ledger.jsonl").touch()
+    (tmp_path / "config.py").write_text(configurator.config_source(DEFAULTS, {}))
+    (tmp_path / "queue").symlink_to("/etc")
+    status, said = tool(name, tmp_path, *["--step=1", "--out_dir=x"] * (name == "branch"))
+    assert status == 2 and f"{tmp_path}/queue: a symbolic link" in said and said.count("\n") == 1
 
 
 def test_the_digest_chooses_the_steps():

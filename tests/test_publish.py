@@ -181,6 +181,7 @@ def test_what_is_published_loads_as_a_model_and_as_a_table(two_ranks, tmp_path, 
 
 @pytest.mark.parametrize("spoil, name, line", [
     (lambda run: None, "name", "name: not the name of a repository; use user/name"),
+    (lambda run: (run / "ckpt" / "link").symlink_to("/etc"), "user/name", "ckpt/link: a symbolic link"),
     (lambda run: shutil.rmtree(run / "ckpt"), "user/name", "no checkpoint in it, and so no model to publish"),
     (lambda run: (run / "config.py").unlink(), "user/name", "no config.py in it: not the folder of a run"),
 ])  # fmt: skip

@@ -4,8 +4,10 @@ What a run does and writes, and what ends it. That it learns, and always the sam
     pytest tests/test_run.py
 """
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -112,6 +114,19 @@ def test_a_mistake_found_late_leaves_the_folder_to_the_corrected_command(tmp_pat
     status, output = launch(folder, *sft, ranks=1, restarts=1)
     assert status != 0 and output.count("holds a run already") == 2
     assert ledger and (folder / "ledger.jsonl").read_bytes() == ledger
+
+
+def test_code_that_a_models_folder_names_is_not_run(two_ranks, tmp_path):
+    """SGLang would import it for a class that it does not know, whatever trust_remote_code says."""
+    model = shutil.copytree(two_ranks[0] / "ckpt" / "step_000024", tmp_path / "model")
+    hf = json.loads((model / "config.json").read_text())
+    hf |= dict(architectures=["TheirsForCausalLM"], auto_map={"AutoModel": "theirs.Theirs"})
+    (model / "config.json").write_text(json.dumps(hf))
+    (model / "theirs.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Theirs: pass\n")
+    flags = (f"--init_from={model}", "--warmup_sft_steps=0", "--eval_size=0")
+    status, output = launch_warm(tmp_path / "run", *flags)
+    assert status == 1 and "'TheirsForCausalLM' is not a registered model" in error_line(output)
+    assert not (tmp_path / "mark").exists()
 
 
 def test_a_reward_that_raises_ends_the_run_and_names_the_sample(tmp_path):
