@@ -320,13 +320,21 @@ def test_a_completion_goes_on_from_a_text_or_from_ids(address):
         (dict(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}), 400, "Unsupported"),
         (dict(tools=[{"type": "function", "function": {"description": "x"}}]), 400, "tools.0.function.name="),
         (dict(tools=TOOLS * 129), 400, "tools="),
+        (dict(tools=[TOOLS[0] | {"type": "web_search"}]), 400, "tools.0.type="),
+        (dict(functions=[{"name": "add"}]), 400, "functions="),
+        (
+            dict(response_format={"type": "json_schema", "json_schema": {"schema": {"$defs": 5}}}),
+            400,
+            "wants an object",
+        ),
+        (dict(messages=[{"role": "user", "content": "9" * 600_000}], n=64), 400, "the most are 33554432 together"),
         (dict(stop=["x"] * 17), 400, "stop="),
         (dict(messages=[{"role": "user", "content": "1"}] * 4097), 400, "messages="),
         (dict(messages=[]), 400, "must end with what the model is told"),
         (
             dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
             400,
-            '0.text={"type": "image_url"}: Field required',
+            '0.type="image_url": Input should be',
         ),
         (
             dict(messages=[{"role": "tool", "tool_call_id": "x", "content": "1"}]),
@@ -771,6 +779,31 @@ def test_what_is_too_long_is_refused_before_it_is_rendered(template, monkeypatch
         return answer.status_code, answer.json()["error"]["code"]
 
     assert served_by_a_script(template, requests) == (400, "context_length_exceeded")
+
+
+def test_whatever_request_is_refused_in_a_run_ends_it_but_one_without_its_key():
+    """Else a framework could swallow the refusal, and make it a reward of 0."""
+    told = '{"messages": [{"role": "user", "content": "%s"}]}'
+    bodies = {"\\ud83d": 400, "a" * 2**22: 413}
+
+    async def run():
+        server, failed = endpoint.Endpoint(endpoint.listen("127.0.0.1", 0), KEY, ["policy"], str), []
+        root = types.SimpleNamespace(episode=types.SimpleNamespace(where="here"))
+        server.sessions["s"] = types.SimpleNamespace(fail=failed.append, root=root)
+        async with httpx.AsyncClient(base_url=server.url) as http:
+            for key, bad in itertools.product((KEY, "another"), [*map(told.__mod__, bodies), '{"messages": []}', "["]):
+                headers = {"Authorization": f"Bearer {key}"}
+                answer = await http.post("/s/s/v1/chat/completions", content=bad, headers=headers)
+                yield key == KEY, answer.status_code, bool(failed)
+                failed.clear()
+        await server.close()
+
+    async def results():
+        return [result async for result in run()]
+
+    found = asyncio.run(results())
+    assert found[:4] == [(True, status, True) for status in (400, 413, 400, 400)]
+    assert found[4:] == [(False, 401, False)] * 4
 
 
 def test_nulls_and_empty_arguments_are_as_if_absent():

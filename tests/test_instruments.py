@@ -166,7 +166,13 @@ def test_a_strangers_run_has_nothing_run_or_called_that_the_command_line_does_no
 
 
 @pytest.mark.parametrize("name", ["verify", "branch"])
-@pytest.mark.parametrize("source", ["open({!r}, 'w')", "seed = open({!r}, 'w')", "def f(x=open({!r}, 'w')): pass"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open({!r}, 'w')", "seed = open({!r}, 'w')", "def f(x=open({!r}, 'w')): pass", "seed = [{!r}]",
+        "seed = 0x" + 5000 * "f",
+    ],
+)  # fmt: skip
 def test_the_config_of_a_published_run_is_read_and_not_executed(tool, tmp_path, name, source):
     (tmp_path / "config.py").write_text(source.format(str(tmp_path / "mark")))
     (tmp_path / "ledger.jsonl").touch()
