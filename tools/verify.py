@@ -8,12 +8,13 @@ Repeats steps of a published run and says whether they come out the same.
 In a folder of its own, a chosen step is reached from the last checkpoint before it, whose weights and moments must be
 those of the ledger. Updates up to the step are made from the published rollout files, the step's own samples, log-probs
 and rewards by the engine, and every line of the ledger on the way must come out as published. The digest chooses the
-steps: whoever changes a step to hide something changes the choice.
+steps: whoever changes a step to hide something changes the choice. With --steps=all all is made again from the run's
+beginning, the warm-up too, which chosen steps take from the first checkpoint.
 
 The run may be a stranger's. Its files are read, none is executed; where its config names what would run here or call
 other machines (an agent, a reward, loss or advantage in a file, a judge, a model of the hub, sources, arguments of
 SGLang), nothing begins until your command line repeats it: so no program is run, and no key sent, that you have not
-named.
+named. A path into the run's folder is the stranger's, too; symbolic links are refused.
 
 config.py and ledger.jsonl are enough; queue/ and ckpt/ save time. Without the rollout files between a checkpoint and a
 step the engine makes them again, without a checkpoint the run begins anew.
