@@ -27,7 +27,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from runpy import run_path
-from traceback import walk_tb
+from traceback import extract_tb
 from typing import NamedTuple
 
 WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
@@ -146,13 +146,12 @@ def saved_config(path):
 
 def config_source(config, origins=ORIGINS):
     """`config` as the source of a config file that reruns the run; a comment behind each override says its origin."""
-    comments = {key: f"  # {origin}" for key, origin in origins.items()}
-    return "".join(f"{key} = {value!r}{comments.get(key, '')}\n" for key, value in config.items())
+    return "".join(f"{key} = {x!r}" + f"  # {origins.get(key)}" * (key in origins) + "\n" for key, x in config.items())
 
 
 def library_versions():
     """{name: version} of the libraries whose change may change bits."""
-    return {name: version(name).partition("+")[0] for name in ("torch", "sglang", "transformers", "triton", "numba")}
+    return {name: version(name).partition("+")[0] for name in "torch sglang transformers triton numba".split()}
 
 
 def commit():
@@ -191,7 +190,7 @@ def _run_file(name, folder, defaults):
         scope = run_path(str(path))
     except Exception as error:  # the file's code may raise anything
         lines = [getattr(error, "lineno", "?")]  # of a syntax error, which has no frame in the file
-        lines += [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
+        lines += [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
         require(False, f"{name}:{lines[-1]}: {type(error).__name__}: {getattr(error, 'msg', error)}")
     # a value with a __name__ is a module, function or class: an import or helper, and an error only under a key's name
     return {key: x for key, x in scope.items() if key in defaults or not (key[0] == "_" or hasattr(x, "__name__"))}
@@ -252,28 +251,29 @@ class Mode(NamedTuple):
     scores: bool = False  # .. as a reward model, not as a policy
 
 
+SUPERVISED = Mode(samples=False, steps="supervised")
 MODES = {
     "grpo": Mode(),
     "replay": Mode(samples=False),
-    "sft": Mode(samples=False, steps="supervised"),
-    "rm": Mode(samples=False, steps="supervised", pairs=True, scores=True),
-    "dpo": Mode(samples=False, steps="supervised", pairs=True),
+    "sft": SUPERVISED,
+    "rm": SUPERVISED._replace(pairs=True, scores=True),
+    "dpo": SUPERVISED._replace(pairs=True),
     "rollout": Mode(trains=False),
     "eval": Mode(trains=False, steps=""),
 }
-CHOICES = {
-    "device": ("", "cpu", "cuda"),
-    "mode": MODES,
-    "weight_sync": ("", "broadcast", "ipc"),
-    "engine_bits": "fp32 bf16 fp16 fp8 int8 bf16:act fp16:act fp8:act int8:act".split(),
-    "credit": "sample turn".split(),
-    "sandbox": "bwrap none".split(),
-    "watch": ("", "stop"),
-    "advantage": "grpo dr_grpo rloo reinforce++ reinforce++_baseline gae distill".split(),
-    "loss": "ppo gspo cispo pg".split(),
-    "loss_aggregation": "token sequence constant".split(),
-    "importance": ("", "full", "truncate", "mask"),
-    "kl_estimator": "k1 k2 k3".split(),
+CHOICES = {  # beside the default, which may be ''
+    "device": "cpu cuda",
+    "mode": " ".join(MODES),
+    "weight_sync": "broadcast ipc",
+    "engine_bits": "fp32 bf16 fp16 fp8 int8 bf16:act fp16:act fp8:act int8:act",
+    "credit": "sample turn",
+    "sandbox": "bwrap none",
+    "watch": "stop",
+    "advantage": "grpo dr_grpo rloo reinforce++ reinforce++_baseline gae distill",
+    "loss": "ppo gspo cispo pg",
+    "loss_aggregation": "token sequence constant",
+    "importance": "full truncate mask",
+    "kl_estimator": "k1 k2 k3",
 }
 OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 POSITIVE = """
@@ -414,8 +414,8 @@ def key_rules(c, world, defaults):
     values = vars(c)
     for key, known in CHOICES.items():
         gone = REMOVED.get(f"{key}={values[key]}")
-        fits = values[key] in known or key in OWN and ".py:" in values[key]
-        yield key, fits, gone or f"use {', '.join(filter(None, known))}" + ", or 'mine.py:f'" * (key in OWN)
+        fits = values[key] in [defaults[key], *known.split()] or key in OWN and ".py:" in values[key]
+        yield key, fits, gone or f"use {known.replace(' ', ', ')}" + ", or 'mine.py:f'" * (key in OWN)
     for key in POSITIVE:
         yield key, values[key] > 0, "must be more than 0"
     for key in NOT_NEGATIVE:
@@ -461,20 +461,20 @@ def data_rules(c, world, defaults):
         for key, x in own.items():
             kind = type(defaults.get(key, 0))
             yield "sources", type(x) is kind, f"{name}: {key}={x!r}: wants {WANTED[kind]}"
-    weights = [own.get("weight", 1) for own in given.values()]
-    yield "sources", min(weights, default=0) >= 0, "a weight is 0, for held-out prompts only, or more"
+    weights = [own["weight"] for own in sources_of(vars(c)).values()]
+    yield "sources", min(weights) >= 0, "a weight is 0, for held-out prompts only, or more"
     total = sum(weights)
     steps = MODES[c.mode].steps
-    yield "sources", total > 0 or not (given and steps), "all weights are 0; use more for what is trained on"
+    yield "sources", total > 0 or not steps, "all weights are 0; use more for what is trained on"
     why = f"the weights of sources add up to {total}; use a multiple, so that each has its share of a step"
+    yield "prompts_per_step", steps != "rl" or c.prompts_per_step % total == 0, why
     supervised = steps == "supervised" or c.warmup_sft_steps > 0
-    for key, shared in dict(prompts_per_step=steps == "rl", sft_batch=supervised).items():
-        yield key, not (shared and total) or vars(c)[key] % total == 0, why
+    yield "sft_batch", not (supervised and total) or c.sft_batch % total == 0, why
 
 
 def algorithm_rules(c, world, defaults):
     """Keys of one algorithm that make no sense together."""
-    yield "kl_coef", c.kl_coef > 0 or MODES[c.mode][3:] != (True, False), "is DPO's beta; use more than 0, such as 0.1"
+    yield "kl_coef", c.kl_coef > 0 or c.mode != "dpo", "is DPO's beta; use more than 0, such as 0.1"
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
     yield "group_size", c.group_size > 1 or c.advantage in ("reinforce++", "gae", "distill"), why
     yield "advantage", c.reference or c.advantage != "distill", "needs a teacher; --reference=model folder"

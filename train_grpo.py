@@ -22,14 +22,14 @@ import os
 import shutil
 import sys
 import threading
-import time
 import types
 from collections import ChainMap, namedtuple
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 from configurator import MODES, OWN, block, library_versions, require, resolve, roles, sources_of
@@ -350,11 +350,9 @@ def aggregate(losses, counts, kind, samples, tokens, longest):
     sequence   the mean over samples of the mean over each one's tokens (GRPO, equation 3)
     constant   the sum over all tokens / (samples * longest) (Dr. GRPO: length has no weight)
     """
-    if kind == "token":
-        return losses.sum() / tokens
-    if kind == "constant":
-        return losses.sum() / (samples * longest)
-    return torch.stack([part.sum() / max(1, len(part)) for part in losses.split(counts)]).sum() / samples
+    if kind == "sequence":
+        return torch.stack([part.sum() / max(1, len(part)) for part in losses.split(counts)]).sum() / samples
+    return losses.sum() / (tokens if kind == "token" else samples * longest)
 
 
 def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
@@ -411,7 +409,7 @@ def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **ot
     staleness: (R,). others: the last fields of a Sample. Columns that are not known yet are 0, and old_logprobs the
     engine's.
     """
-    zeros = torch.zeros(len(response)).long()
+    zeros = torch.zeros_like(loss_mask).long()
     at = loss_mask.nonzero()[:, 0]
     columns = dict.fromkeys(COLUMNS, torch.zeros(len(at))) | dict(
         staleness=(zeros + staleness)[at],
@@ -434,7 +432,8 @@ def loss_tokens(samples):
 
 
 # One token without loss, which stands in an empty leaf: its rank must take part in the other ranks' collectives.
-FILLER = make_sample(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0), torch.zeros(0))
+nothing = torch.zeros(0)
+FILLER = make_sample(torch.zeros(1).long(), nothing.long(), nothing, nothing)
 
 
 def samples_of(groups, step, overlong_filter=False):
@@ -452,19 +451,20 @@ def samples_of(groups, step, overlong_filter=False):
             where += f" of step {meta['step']}"
         for g, cut, gains, row in zip(t["sample"].tolist(), t["truncated"].tolist(), gained, rows):
             tokens, mask, logprobs, version, turn = row
-            sample = make_sample(
-                t["prompt_tokens"],
-                tokens,
-                mask & (not (cut and overlong_filter)),
-                logprobs,
-                turn,
-                staleness=step - version,
-                name=f"{where}, sample {g}",
-                truncated=cut,
-                of=begun + g,
-                turn_rewards=gains,
+            samples.append(
+                make_sample(
+                    t["prompt_tokens"],
+                    tokens,
+                    mask & (not (cut and overlong_filter)),
+                    logprobs,
+                    turn,
+                    staleness=step - version,
+                    name=f"{where}, sample {g}",
+                    truncated=cut,
+                    of=begun + g,
+                    turn_rewards=gains,
+                )
             )
-            samples.append(sample)
         begun += len(t["rewards"])
     return samples
 
@@ -490,19 +490,19 @@ def max_staleness(c):
 
 def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
-    samples = samples or [FILLER]
-    ids = torch.cat([s.tokens for s in samples])
-    lengths = torch.tensor([len(s.tokens) for s in samples])
-    counts = torch.tensor([len(s.loss_at) for s in samples])
+    every = Sample(*zip(*(samples or [FILLER])))  # each field of all the samples
+    ids = torch.cat(every.tokens)
+    lengths = torch.tensor([len(x) for x in every.tokens])
+    counts = torch.tensor([len(x) for x in every.loss_at])
     starts = lengths.cumsum(0) - lengths
     positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
-    at = torch.cat([s.loss_at for s in samples]) + starts.repeat_interleave(counts)
-    columns = [torch.cat([getattr(s, name) for s in samples]) for name in COLUMNS]
-    kept = torch.cat([s.kept for s in samples], 1)
-    pairs = torch.tensor([s.kept.shape[1] for s in samples])
+    at = torch.cat(every.loss_at) + starts.repeat_interleave(counts)
+    columns = [torch.cat(getattr(every, name)) for name in COLUMNS]
+    kept = torch.cat(every.kept, 1)
+    pairs = torch.tensor([x.shape[1] for x in every.kept])
     kept[0] += (counts.cumsum(0) - counts).repeat_interleave(pairs)
     fields = ids, positions, lengths, counts, at - 1, ids[at], *columns, kept
-    return Leaf(*(x.to(device) for x in fields))
+    return Leaf._make(x.to(device) for x in fields)
 
 
 def split_kept(kept, counts):
@@ -546,9 +546,8 @@ def token_rewards(sample, reward, credit):
     gains = torch.zeros(len(turn))
     if credit == "turn":
         last = turn.diff(append=turn[-1:] + 1) != 0
-        turns = turn[last].tolist()
-        ends = [*turns[1:], None]
-        gains[last] = torch.tensor([sample.turn_rewards[i:end].sum() for i, end in zip(turns, ends)])
+        bounds = pairwise([*turn[last].tolist(), None])
+        gains[last] = torch.tensor([sample.turn_rewards[i:end].sum() for i, end in bounds])
     else:
         gains[-1:] = reward
     return gains
@@ -560,20 +559,16 @@ def turn_advantages(samples, kind, group_size, gamma):
     per turn; it is compared with the returns of the turns of the same number in the group's other dialogues. A turn
     that has none to compare with gets 0.
     """
-    advantages = []
-    peers = {}  # {(group, number of a turn): [(a turn's return, where its advantage goes)]}
-    for s in samples:
-        turns = len(s.turn_rewards)
-        advantages.append(torch.zeros(turns))
-        returns = gae(s.turn_rewards, torch.zeros(turns + 1), gamma, 1.0)
-        for k, turn in enumerate(zip(returns, advantages[-1])):
-            peers.setdefault((s.of // group_size, k), []).append(turn)
+    returns = [gae(s.turn_rewards, torch.zeros(len(s.turn_rewards) + 1), gamma, 1.0) for s in samples]
+    peers = {}  # {(group, number of a turn): the returns of these turns, which their advantages then replace}
+    for s, gains in zip(samples, returns):
+        for k, gain in enumerate(gains):
+            peers.setdefault((s.of // group_size, k), []).append(gain)
     for turns in peers.values():
-        if len(turns) > 1:
-            returns, places = zip(*turns)
-            for place, a in zip(places, advantages_of(torch.stack(returns)[None], kind)[0]):
-                place.copy_(a)
-    return [s._replace(advantages=a[s.turn]) for s, a in zip(samples, advantages)]
+        advantages = advantages_of(torch.stack(turns)[None], kind)[0] if len(turns) > 1 else [0]
+        for turn, a in zip(turns, advantages):
+            turn.fill_(a)
+    return [s._replace(advantages=a[s.turn]) for s, a in zip(samples, returns)]
 
 
 def critic_advantages(samples, gains, gamma, lam):
@@ -586,8 +581,9 @@ def critic_advantages(samples, gains, gamma, lam):
     # The recursion starts at the end, so samples are aligned there and it reaches the padding last.
     padded = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_side="left") for x in (gains, states))
     advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
-    mean = torch.cat(advantages).mean()
-    std = torch.cat(advantages).std()
+    every = torch.cat(advantages)
+    mean = every.mean()
+    std = every.std()
     return [
         s._replace(
             advantages=(a - mean) / (std + 1e-6),
@@ -613,10 +609,10 @@ def with_advantages(samples, rewards, c, groups=()):
         return critic_advantages(samples, gains, c.gamma, c.gae_lambda)
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
-    total = torch.zeros(rewards.numel())
+    total = torch.zeros_like(rewards)
     for s, cost in zip(samples, costs):
-        total[s.of] += cost.sum()
-    rewards = rewards - total.view(rewards.shape)
+        total.view(-1)[s.of] += cost.sum()
+    rewards = rewards - total
     own = own_function("advantage", c.advantage)
     advantages = own(**vars(c) | dict(rewards=rewards, groups=groups)) if own else advantages_of(rewards, c.advantage)
     each = advantages.flatten().tolist()
@@ -750,11 +746,10 @@ class Trainer:
         self.control = ranks.control
         # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
         # together only while they are computed with.
-        lora = vars(c) if c.lora_rank else None
+        lora = c.lora_rank and vars(c)
         self.model = build_model(hf, self.mesh, device, c.batch_invariant, c.advantage == "gae", lora, c.tp_split)
         if c.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
-        self.model.train()
         kind = adapters.Adapters if lora else folders.FullWeights
         self.parts = kind(self.model, c, self.mesh, device)
         self.routers = routers_of(self.model, c)
@@ -891,9 +886,8 @@ class Trainer:
         """
         unit = objective.unit
         sampling = kernels.Sampling() if objective is ANSWERS else self.sampling
-        tokens = [len(s.tokens) for s in samples]
-        lengths = [sum(tokens[i : i + unit]) for i in range(0, len(tokens), unit)]
-        planned = plan_leaves(lengths, self.c.leaf_tokens, self.c.lanes)
+        lengths = torch.tensor([len(s.tokens) for s in samples]).view(-1, unit).sum(1)
+        planned = plan_leaves(lengths.tolist(), self.c.leaf_tokens, self.c.lanes)
         with self.holding(weights):
             for units in planned[self.rank :: self.mesh.size()]:
                 chosen = [i * unit + k for i in units for k in range(unit)]
@@ -944,7 +938,7 @@ class Trainer:
     def in_order(self, mine):
         """What each rank has of its samples, {index: ..}, as a list on every rank: advantages are of a whole batch."""
         found = ChainMap(*sync.from_all_ranks(mine, self.control))
-        return [found[i] for i in range(len(found))]
+        return [found[i] for i in sorted(found)]
 
     def forward_only(self, samples):
         """
@@ -1055,7 +1049,7 @@ class Trainer:
         if check:
             # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks: the first
             # sample of the batch that differs.
-            mismatches = sorted(sum(sync.from_all_ranks(self.mismatches, self.control), []))
+            mismatches = sorted(chain(*sync.from_all_ranks(self.mismatches, self.control)))
             self.mismatches = []
             differ = sum(count for *_, count, _ in mismatches)
             metrics |= dict(
@@ -1081,12 +1075,12 @@ def learn(trainer, step, groups, c):
     The algorithm: scored groups in, new weights in the trainer. Returns the metrics and hashes of `Trainer.update`.
     groups: of the whole step, the same on all trainers; c: the config. Collective over the trainers.
     """
-    began = time.monotonic()
+    began = monotonic()
     samples = samples_of(groups, step, c.overlong_filter)
     # Before any weight moves, the trainer's log-probs are compared with the engine's: those of older weights in passes
     # of their own, the others in the first update.
     samples = trainer.check_past_versions(samples, step)
-    metrics = dict(check_seconds=time.monotonic() - began)
+    metrics = dict(check_seconds=monotonic() - began)
     samples = trainer.forward_only(samples)
     scores = torch.stack([group.tensors["rewards"] for group in groups])  # (P, G)
     if c.overlong_cache:
@@ -1133,8 +1127,8 @@ def supervised_samples(rows, c, demonstrate=None):
     if demonstrate:
         known = demonstrate(rows)
     else:
-        texts = [(row["prompt_tokens"], row[f"{side}_tokens"]) for row in rows for side in rewards.sides(c.mode)]
-        known = [(prompt, response, [True] * len(response)) for prompt, response in texts]
+        keys = [f"{side}_tokens" for side in rewards.sides(c.mode)]
+        known = [(row["prompt_tokens"], row[key], [True] * len(row[key])) for row in rows for key in keys]
     tensors = (map(torch.tensor, dialogue) for dialogue in known)
     return [make_sample(prompt, response, mask, torch.zeros(len(response))) for prompt, response, mask in tensors]
 
@@ -1159,9 +1153,10 @@ if __name__ == "__main__":
     supervised = does.steps == "supervised"
     publishes = does.trains and does.samples
     rl_steps = max_steps if does.steps == "rl" else 0
-    sft_steps = max_steps if supervised else warmup_sft_steps
+    sft_steps = warmup_sft_steps
     sft_schedule = sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
     if supervised:
+        sft_steps = max_steps
         sft_schedule = learning_rate, warmup_steps, lr_decay_steps, min_lr
     for key in OWN:
         own_function(key, config[key])
@@ -1232,7 +1227,7 @@ if __name__ == "__main__":
         saved = sync.read_checkpoint(latest, ranks.rank, world, **origin)
         start = saved["step"]
         groups = tuple(sync.read_group(path, hf.vocab_size) for path in sorted((latest / "flight").glob("*")))
-        flight = Flight(saved["begun"], groups, {(source, row): right for source, row, right in saved["seen"]})
+        flight = Flight(saved["begun"], groups, {tuple(place): right for *place, right in saved["seen"]})
         if not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
             model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back
@@ -1348,7 +1343,7 @@ if __name__ == "__main__":
     # Without a lag, `ahead` is 0 and `sampled` is `s`. With one, samples are that many steps ahead: so the loop begins
     # before `start`, with samples alone. A resume makes them again with the same versions of the weights, and those
     # whose files are there are only read.
-    ahead = lag if engine or (ranks.engines and not overlaps) else 0  # a rank that waits for files reads them when due
+    ahead = lag if engine or ranks.engines and not overlaps else 0  # a rank that waits for files reads them when due
     batches = {}  # {step: what was sampled for it}
     alarm = ""
     alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
@@ -1360,7 +1355,7 @@ if __name__ == "__main__":
         mininterval=0.5,
     )
     for s in range(start - lag, rl_steps):
-        times = [time.monotonic()]
+        times = [monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
         #    is sampled next may depend on what came (dynamic sampling, partial rollouts).
         sampled = s + ahead
@@ -1370,20 +1365,20 @@ if __name__ == "__main__":
         batch = batches.pop(s, None)  # none before `start`
         if batch and engine:
             engine.sleep()  # until the next weights come
-        times.append(time.monotonic())
+        times.append(monotonic())
         # 2. Learn.
         metrics = {}
         hashes = {}
         if batch and trainer:
             metrics, hashes = learn(trainer, s, batch.groups, c)
-        times.append(time.monotonic())
+        times.append(monotonic())
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
         if transport and s >= 0:
             publish(s + 1, hashes.get("weights", {}))
         if not batch:
             continue
-        times.append(time.monotonic())
+        times.append(monotonic())
         # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
         if record:
             metrics |= rewards.reward_metrics(batch.sampled)

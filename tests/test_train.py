@@ -82,7 +82,7 @@ def loop_loss(kind, new, old, advantages, counts, low, high, dual):
 
 
 @pytest.mark.parametrize("dual", [0.0, 1.5])
-@pytest.mark.parametrize("kind", CHOICES["loss"])
+@pytest.mark.parametrize("kind", CHOICES["loss"].split())
 def test_losses_are_those_of_a_loop(kind, dual):
     counts = [7, 1, 0, 30, 12]
     new, old, advantages = random_tokens(counts)
@@ -104,7 +104,7 @@ def test_the_clipped_loss_of_the_worked_example():
     assert example.item() == pytest.approx(-0.96)  # ratio 1.6487, clipped to 1.2
 
 
-@pytest.mark.parametrize("kind", CHOICES["loss"])
+@pytest.mark.parametrize("kind", CHOICES["loss"].split())
 def test_on_policy_every_gradient_is_the_policy_gradient(kind):
     """Where new and old log-probs are equal; for gspo the samples' means are, and it spreads them over the tokens."""
     logprobs = torch.randn(10, requires_grad=True)
@@ -133,7 +133,7 @@ def test_the_gradient_of_gspo_is_that_of_its_sequence_objective():
 def test_kl_estimates_are_those_of_a_loop_and_average_to_the_kl():
     new, reference, _ = random_tokens([50])
     expected = dict(k1=lambda d: d, k2=lambda d: d * d / 2, k3=lambda d: math.exp(-d) - 1 + d)
-    for kind in CHOICES["kl_estimator"]:
+    for kind in CHOICES["kl_estimator"].split():
         ours = train.kl(torch.tensor(new), torch.tensor(reference), kind).tolist()
         assert ours == pytest.approx([expected[kind](a - b) for a, b in zip(new, reference)], rel=1e-3, abs=1e-6)
     p, q = (torch.log_softmax(torch.randn(5, dtype=torch.float64), 0) for _ in range(2))
@@ -222,7 +222,7 @@ def test_aggregated_leaves_add_up_to_the_mean_over_the_step(cut):
         sequence=sum(x.mean() for x in samples if len(x)) / 5,
         constant=losses.sum() / (5 * 32),
     )
-    for kind in CHOICES["loss_aggregation"]:
+    for kind in CHOICES["loss_aggregation"].split():
         total, first = 0.0, 0
         for n in cut:
             mine = counts[first : first + n]
