@@ -137,7 +137,8 @@ def saved_config(path):
     try:
         saved = {line.targets[0].id: literal_eval(line.value) for line in parse(path.read_bytes()).body}
         strange = [key for key, x in saved.items() if type(x) not in WANTED]
-        if strange or not config_source(saved):  # it raises for numbers of more digits than Python prints
+        config_source(saved)  # raises for numbers of more digits than Python prints
+        if strange:
             raise ValueError(f"{strange}: wants {', '.join(WANTED.values())}")
         return saved
     except (OSError, AttributeError, *NO_LITERAL) as error:
