@@ -4,8 +4,10 @@ The studies: a part of two of them, whose digests are those of their pages, and 
     pytest tests/test_experiments.py
 """
 
+import contextlib
 import io
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -51,6 +53,27 @@ def test_a_study_is_a_page_a_picture_digests_and_at_most_60_lines_of_code(home):
     assert re.findall("^## (.*)$", page, re.MULTILINE)[:7] == headings
     assert re.fullmatch(r"(\S+ [0-9a-f]{64} \S+\n)+", (home / "digests.txt").read_text())
     assert f"({home.name}/README.md)" in (EXPERIMENTS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("home", STUDIES, ids=lambda home: home.name)
+def test_the_runs_of_a_study_are_those_of_its_page(home, monkeypatch, tmp_path):
+    """Their names end in a hash of their flags. A study goes on until it reads what none of them has written here."""
+    names = []
+
+    def make(self, wanted):
+        folders = {name: self.folder(name, flags) for name, flags in wanted.items()}
+        names.extend(folder.name for folder in folders.values())
+        self.folders += folders.values()
+        return folders
+
+    monkeypatch.setattr(frame.Study, "make", make)
+    monkeypatch.setattr(sys, "argv", ["run.py", f"--out={tmp_path}"])
+    monkeypatch.syspath_prepend(home)
+    monkeypatch.delitem(sys.modules, "task", raising=False)  # another study's
+    with contextlib.suppress(Exception, SystemExit):
+        runpy.run_path(str(home / "run.py"), run_name="__main__")
+    known = [line.split()[0] for line in (home / "digests.txt").read_text().splitlines()]
+    assert names and {*names} <= {*known}
 
 
 # ---- the frame, with runs that only say that they ran
