@@ -1,10 +1,10 @@
 """
 A reward that can be gamed: the share of the answer's digits that a response has anywhere. It stands for many (words of
 the reference that are mentioned, tests that are counted, length that passes for care): right answers get all of it, and
-so does who writes every digit there is. README shows what becomes of the sums, with the watch and without it.
+so does who writes every digit there is. docs/watch.md shows what becomes of the sums, with the watch and without it.
 
     python train_grpo.py config/hacked.py                 # learns to write digits
-    python train_grpo.py config/hacked.py --watch=stop    # ends, with status 3, when that begins to show
+    python train_grpo.py config/hacked.py --watch=stop --out_dir=out/stopped    # ends, with status 3, before
     python tools/rollback.py config/hacked.py --out_dir=out/turned    # goes on from where all was well
 """
 

@@ -1,6 +1,6 @@
 """
 Programs to write: two steps of arithmetic in words, such as "plus 13, times 4:", and a function that does them, judged
-by tests in a sandbox (README says how to install bubblewrap). A Qwen3 of 0.1 M parameters from scratch. Of the
+by tests in a sandbox (docs/rewards.md says how to install bubblewrap). A Qwen3 of 0.1 M parameters from scratch. Of the
 programs that it is shown and that need parentheses, half lack them; the tests do not forgive that.
 
     python train_grpo.py config/programs.py

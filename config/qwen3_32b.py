@@ -2,7 +2,7 @@
 Qwen3-32B on GSM8K, two nodes of eight H200 (141 GB): one trains under FSDP2, the other hosts four engines over two
 cards each. The same ledger with `--rollout_tp=4`, or with one engine only: `tp_split` is what decides the bits.
 
-    torchrun --nnodes=2 --nproc_per_node=8 .. train_grpo.py config/qwen3_32b.py --out_dir=/shared/run  # see README
+    torchrun --nnodes=2 --nproc_per_node=8 .. train_grpo.py config/qwen3_32b.py --out_dir=/shared/run  # docs/scale.md
 
 Memory of a trainer, 32.8 G parameters over 8 ranks: float32 weights 16.4 + AdamW's two moments 32.8 + gradients
 16.4 (8 lanes are one per rank) = 66 GB; embedding and head gathered in bfloat16, and their gradients, 6 GB, two

@@ -12,10 +12,10 @@ program can ask, or be rewarded, in another's name.
 
 In a session (/s/<name>/v1) tokens are only ever appended: a request whose messages begin with those of a dialogue, up
 to a turn of the model, goes on from the sampled tokens themselves. Any other history begins a dialogue of its own, a
-row that the metric `forks` counts. A dialogue's name is the hash of what it begins with and how often the sample has
-begun so; its noise follows from the name, and the rows are in the names' order. So programs may ask side by side, but
-not go on from one turn twice at a time. A retry that says so (x-stainless-retry-count) gets the recorded answer, which
-is always completed, even if nobody waits for it.
+row that the metric `forks_mean` counts. A dialogue's name is the hash of what it begins with and how often the sample
+has begun so; its noise follows from the name, and the rows are in the names' order. So programs may ask side by side,
+but not go on from one turn twice at a time. A retry that says so (x-stainless-retry-count) gets the recorded answer,
+which is always completed, even if nobody waits for it.
 
 Where a model is served, a request's noise follows from its seed, its content and the number of the choice: the same
 request always gets the same answer, bit for bit, whatever else is asked meanwhile, and as a stream, too. Without a seed
@@ -289,7 +289,7 @@ class Asked(Body):
         functions = [tool["function"] for tool in self.tools if named in (None, tool["function"]["name"])]
         forced = named is not None or self.tool_choice == "required"
         if forced and not functions:
-            raise refused("tool_choice", named, "wants auto, none, required or one of the tools")
+            raise refused("tool_choice", named or self.tool_choice, "wants auto, none, required or one of the tools")
         if form.type == "text" and not forced:
             return ""
         calls = [{"name": {"enum": [f["name"]]}, "parameters": hoisted(f.get("parameters", OBJECT))} for f in functions]

@@ -3,7 +3,8 @@ The best samples of a run as data for supervised steps: rejection sampling, or e
 
     python train_grpo.py config/tiny.py --mode=rollout --out_dir=out/best --max_steps=9 --init_from=out/tiny/ckpt/..
     python tools/best.py out/best --count=2    # writes out/best/best.jsonl
-    python train_grpo.py config/tiny.py --mode=sft --out_dir=out/tuned --dataset=out/best/best.jsonl --eval_size=0
+    python train_grpo.py config/tiny.py --mode=sft --out_dir=out/tuned --dataset=out/best/best.jsonl --eval_size=0 \\
+        --init_from=out/tiny/ckpt/..
 
 Takes of each group in the run's queue the samples with the highest rewards, those of at least the run's `pass_reward`.
 The prompt is what the model saw.

@@ -1,5 +1,5 @@
 """
-Makes one model of a base and LoRA's adapters: a folder that mode='eval' or 'serve', or any other program, takes.
+Makes one model of a base and LoRA's adapters: a folder that mode='eval', tools/serve.py or any other program takes.
 
     python tools/merge.py out/stage_sft/ckpt/step_000257 out/lora/ckpt/step_000100 out/merged [bfloat16]
 
