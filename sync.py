@@ -352,8 +352,8 @@ class LeafSum:
 
     def backward(self, loss):
         """
-        Adds the gradients of a leaf's loss. The second leaf of each two, and where a row has one here every leaf, is
-        added by autograd, in place: so the gradients of a leaf take no room of their own.
+        Adds the gradients of a leaf's loss. Autograd adds the second leaf of each pair in place, and every leaf of a
+        rank that has one in each row: so the gradients of a leaf take no room of their own.
         """
         loss.backward()  # FSDP2 adds the ranks' gradients here, by TreeReduceScatter
         self.waiting += 1

@@ -490,7 +490,7 @@ def max_staleness(c):
 
 def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
-    every = Sample(*zip(*(samples or [FILLER])))  # each field of all the samples
+    every = Sample(*zip(*(samples or [FILLER])))  # its fields are tuples: of each field, that of every sample
     ids = torch.cat(every.tokens)
     lengths = torch.tensor([len(x) for x in every.tokens])
     counts = torch.tensor([len(x) for x in every.loss_at])
@@ -1042,8 +1042,8 @@ class Trainer:
     def update(self, samples, step, lr, objective=POLICY, check=False):
         """
         One optimizer step on the samples of a step: (metrics, {stage: hash or {name: hash}}). Ends the run with one
-        line, and with the weights unchanged, if the loss or the gradient norm is not finite, or, with `check` and
-        strict=True, if a log-prob differs.
+        line, and with the weights unchanged, if the loss or the gradient norm is not finite, or, with `check`, strict=True
+        and engine_bits='fp32', if a log-prob differs.
         """
         grads, metrics = self.gradients(samples, objective, check)
         if check:
@@ -1343,7 +1343,8 @@ if __name__ == "__main__":
     # Without a lag, `ahead` is 0 and `sampled` is `s`. With one, samples are that many steps ahead: so the loop begins
     # before `start`, with samples alone. A resume makes them again with the same versions of the weights, and those
     # whose files are there are only read.
-    ahead = lag if engine or ranks.engines and not overlaps else 0  # a rank that waits for files reads them when due
+    # By how many steps this rank samples before it learns. One that only trains reads files when they are due.
+    ahead = lag if engine or (ranks.engines and not overlaps) else 0
     batches = {}  # {step: what was sampled for it}
     alarm = ""
     alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
