@@ -1042,8 +1042,8 @@ class Trainer:
     def update(self, samples, step, lr, objective=POLICY, check=False):
         """
         One optimizer step on the samples of a step: (metrics, {stage: hash or {name: hash}}). Ends the run with one
-        line, and with the weights unchanged, if the loss or the gradient norm is not finite, or, with `check`, strict=True
-        and engine_bits='fp32', if a log-prob differs.
+        line, and with the weights unchanged, if the loss or the gradient norm is not finite, or, with `check`,
+        strict=True and engine_bits='fp32', if a log-prob differs.
         """
         grads, metrics = self.gradients(samples, objective, check)
         if check:
