@@ -299,10 +299,7 @@ class Asked(Body):
             array["maxItems"] = 1
         answer = form.json_schema.content if form.type == "json_schema" else OBJECT
         ways = [array] * bool(calls) + [hoisted(answer)] * (not forced)
-        schema = json.dumps((ways[0] if len(ways) == 1 else {"anyOf": ways}) | ({"$defs": shared} if shared else {}))
-        if len(schema) > MOST_SCHEMA:
-            raise Refusal(400, f"a schema of {len(schema)} characters; the most are {MOST_SCHEMA}", "invalid_value")
-        return schema
+        return json.dumps((ways[0] if len(ways) == 1 else {"anyOf": ways}) | ({"$defs": shared} if shared else {}))
 
 
 class AskedChat(Asked):
@@ -333,8 +330,7 @@ def read(body, chat=True, exact=False):
     """
     for key, only in EXACT.items() if exact else ():
         if body.get(key) not in (None, only):
-            why = f"must be {json.dumps(only)}; we draw by no other"
-            raise refused(key, body[key], why)
+            raise refused(key, body[key], f"must be {json.dumps(only)}; we draw by no other")
     try:
         asked = (AskedChat if chat else AskedCompletion).model_validate(body)
     except pydantic.ValidationError as error:
@@ -346,6 +342,8 @@ def read(body, chat=True, exact=False):
         raise refused("temperature", asked.temperature, "0, for the likeliest token, or at least 0.001")
     if asked.echo and asked.stream:
         raise refused("echo", True, "not as a stream")
+    if len(asked.schema) > MOST_SCHEMA:
+        raise Refusal(400, f"a schema of {len(asked.schema)} characters; the most are {MOST_SCHEMA}", "invalid_value")
     prompts = [asked.messages] if chat else [[told_user(prompt)] for prompt in asked.prompt]
     if len(prompts) * asked.n > MOST_CHOICES:
         raise refused("n", asked.n, f"with {len(prompts)} prompts; the most are {MOST_CHOICES} choices")
@@ -834,9 +832,8 @@ class Endpoint:
                     "n", asks[0].n, f"of a request of {len(raw)} bytes; the most are {MOST_ANSWERED} together"
                 )
         except Refusal as refusal:
-            if (
-                not self.serves and refusal.status != 401
-            ):  # else a framework could swallow it, and make it a reward of 0
+            # Else a framework could swallow it, and make it a reward of 0.
+            if not self.serves and refusal.status != 401:
                 session = self._session(request)
                 session.fail(AgentError(f"{session.root.episode.where}: a request was refused: {refusal}"))
             raise

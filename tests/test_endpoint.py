@@ -784,7 +784,7 @@ def test_what_is_too_long_is_refused_before_it_is_rendered(template, monkeypatch
 def test_whatever_request_is_refused_in_a_run_ends_it_but_one_without_its_key():
     """Else a framework could swallow the refusal, and make it a reward of 0."""
     told = '{"messages": [{"role": "user", "content": "%s"}]}'
-    bodies = {"\\ud83d": 400, "a" * 2**22: 413}
+    bodies = {"\\ud83d": 400, "a" * 2**22: 413, 'a"}], "tool_choice": "required", "x": [{"y": "': 400}
 
     async def run():
         server, failed = endpoint.Endpoint(endpoint.listen("127.0.0.1", 0), KEY, ["policy"], str), []
@@ -802,8 +802,8 @@ def test_whatever_request_is_refused_in_a_run_ends_it_but_one_without_its_key():
         return [result async for result in run()]
 
     found = asyncio.run(results())
-    assert found[:4] == [(True, status, True) for status in (400, 413, 400, 400)]
-    assert found[4:] == [(False, 401, False)] * 4
+    assert found[:5] == [(True, status, True) for status in (400, 413, 400, 400, 400)]
+    assert found[5:] == [(False, 401, False)] * 5
 
 
 def test_nulls_and_empty_arguments_are_as_if_absent():
