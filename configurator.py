@@ -147,7 +147,8 @@ def saved_config(path):
 
 def config_source(config, origins=ORIGINS):
     """`config` as the source of a config file that reruns the run; a comment behind each override says its origin."""
-    return "".join(f"{key} = {x!r}" + f"  # {origins.get(key)}" * (key in origins) + "\n" for key, x in config.items())
+    comments = {key: f"  # {origin}" for key, origin in origins.items()}
+    return "".join(f"{key} = {value!r}{comments.get(key, '')}\n" for key, value in config.items())
 
 
 def library_versions():

@@ -149,7 +149,7 @@ def check_trusted(run, saved, said):
         theirs = any(path.is_relative_to(Path(folder).resolve()) for folder in (run, HUB))
         # a folder of data may name addresses
         own = path.exists() and not theirs and not (key == "dataset" and path.is_dir())
-        return name and not own and not re.fullmatch(MADE_HERE.get(key, "-"), name)
+        return name and not own and not re.fullmatch(MADE_HERE.get(key, ""), name)
 
     asks = {key: text(key) for key in ("agent", "judge", "sources", "engine_args")}
     asks["sandbox"] = text("sandbox") == "none"

@@ -198,8 +198,8 @@ def main():
         mode = saved.get("mode")
         why = f"mode={mode!r}: a run of this mode draws no samples of its own, or has no steps: nothing to verify"
         require(mode in MODES and MODES[mode].steps and mode != "replay", why)
-        rl = MODES[mode].steps == "rl"
-        fits = ledger[-1]["phase"] == ("rl" if rl else mode) and everything == [*range(len(everything))]
+        phase = "rl" if MODES[mode].steps == "rl" else mode
+        fits = ledger[-1]["phase"] == phase and everything == [*range(len(everything))]
         require(fits, f"{run}/ledger.jsonl: its steps are not those of a run with mode={mode!r}")
         steps = chosen(digest, everything, len(everything) if args.steps == "all" else int(args.steps))
         starts = starts_of(run)
