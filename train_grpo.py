@@ -403,27 +403,19 @@ LEAF = [  # the fields of a Leaf
 Leaf = namedtuple("Leaf", LEAF)
 
 
-def make_sample(prompt, response, loss_mask, logprobs, turn=0, staleness=0, **others):
+def make_sample(prompt, response, loss_mask, logprobs, turn=None, staleness=None, **others):
     """
     A Sample of a prompt and a response (R,), of whose tokens those in loss_mask (R,) have a loss. logprobs, turn,
-    staleness: (R,). others: the last fields of a Sample. Columns that are not known yet are 0, and old_logprobs the
-    engine's.
+    staleness: (R,); None: 0. others: the last fields of a Sample. Columns that are not known yet are 0, and
+    old_logprobs the engine's.
     """
-    zeros = torch.zeros_like(loss_mask).long()
     at = loss_mask.nonzero()[:, 0]
-    columns = dict.fromkeys(COLUMNS, torch.zeros(len(at))) | dict(
-        staleness=(zeros + staleness)[at],
-        logprobs=logprobs[at],
-        old_logprobs=logprobs[at],
-    )
-    return Sample(
-        tokens=torch.cat([prompt, response]),
-        prompt_tokens=len(prompt),
-        loss_at=len(prompt) + at,
-        turn=(zeros + turn)[at],
-        **columns,
-        **others,
-    )
+    zeros = torch.zeros(len(at))
+    turn, staleness = (zeros.long() if x is None else x[at] for x in (turn, staleness))
+    logprobs = logprobs[at]
+    columns = dict.fromkeys(COLUMNS, zeros) | dict(staleness=staleness, logprobs=logprobs, old_logprobs=logprobs)
+    tokens = torch.cat([prompt, response])
+    return Sample(tokens, len(prompt), loss_at=len(prompt) + at, turn=turn, **columns, **others)
 
 
 def loss_tokens(samples):
@@ -600,7 +592,7 @@ def with_advantages(samples, rewards, c, groups=()):
     """
     if c.advantage == "distill":  # minus the reverse KL, token by token: Lu et al. 2025, "On-policy distillation"
         return [s._replace(advantages=s.reference - s.logprobs) for s in samples]
-    costs = [torch.zeros(1)] * len(samples)
+    costs = [0.0] * len(samples)
     if c.kl_in_reward:  # of each token: Ziegler et al. 2019, equation 2; of the sample: Ahmadian et al. 2024
         costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator) for s in samples]
     if c.advantage == "gae":
@@ -609,10 +601,11 @@ def with_advantages(samples, rewards, c, groups=()):
         return critic_advantages(samples, gains, c.gamma, c.gae_lambda)
     if c.credit == "turn":
         return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
-    total = torch.zeros_like(rewards)
-    for s, cost in zip(samples, costs):
-        total.view(-1)[s.of] += cost.sum()
-    rewards = rewards - total
+    if c.kl_in_reward:
+        total = torch.zeros_like(rewards)
+        for s, cost in zip(samples, costs):
+            total.view(-1)[s.of] += cost.sum()
+        rewards = rewards - total
     own = own_function("advantage", c.advantage)
     advantages = own(**vars(c) | dict(rewards=rewards, groups=groups)) if own else advantages_of(rewards, c.advantage)
     each = advantages.flatten().tolist()

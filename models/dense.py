@@ -197,7 +197,7 @@ def token_logprobs(model, leaf, sampling=kernels.Sampling()):
     wanted; the values are None without a critic. Of a reward model (None, None, None, None, scores (samples,)).
     """
     packed = dict(input_ids=leaf.ids[None], position_ids=leaf.positions[None], plan=kernels.packed_plan(leaf.lengths))
-    hidden = model.model(**packed, use_cache=False).last_hidden_state[0]
+    hidden = model.model(**packed, use_cache=False).last_hidden_state.squeeze(0)
     last = leaf.lengths.cumsum(0) - 1
     if gives_scores(model.config):  # in float32: the difference of two scores counts
         return None, None, None, None, (hidden[last].float() @ model.score.weight.float().t())[:, 0]
@@ -222,10 +222,14 @@ def install_in_trainer(model, inv_freq, tp_split):
     """Makes a Hugging Face model compute with kernels.py: rotary embedding, attention, norms, MLPs, cut sums."""
 
     def attend(self, hidden_states, position_embeddings, plan, **_):
-        x = hidden_states[0]
+        x = hidden_states.squeeze(0)
         q, k, v = (p(x).unflatten(1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = kernels.norm_rope(q, k, *position_embeddings, *head_norms(self))
         return self.o_proj(kernels.attention(q, k, v, plan, self.scaling).flatten(1))[None], None
+
+    def swiglu_mlp(self, x):
+        x = x.squeeze(0)
+        return self.down_proj(kernels.swiglu(self.gate_proj(x), self.up_proj(x)))[None]
 
     model.model.rotary_emb.forward = lambda x, position_ids: kernels.rope_table(inv_freq, position_ids[0])
     for name, module in model.named_modules():
@@ -236,7 +240,7 @@ def install_in_trainer(model, inv_freq, tp_split):
         elif moe.is_mixture(module):
             module.forward = functools.partial(moe.in_trainer, module)
         elif name.endswith(".mlp"):
-            module.forward = lambda x, m=module: m.down_proj(kernels.swiglu(m.gate_proj(x[0]), m.up_proj(x[0])))[None]
+            module.forward = functools.partial(swiglu_mlp, module)
         elif tp_split > 1 and name.endswith(ROW_PARALLEL):
             if hasattr(module, "lora_A"):
                 module.forward = functools.partial(module.forward, split=tp_split)

@@ -54,7 +54,7 @@ def in_trainer(mlp, x):
     experts = mlp.experts
     mlp.routed = []
     weights = mlp.gate.weight, experts.gate_up_proj, experts.down_proj
-    return kernels.moe(x[0], *weights, mlp.gate.top_k, mlp.routed)[None]
+    return kernels.moe(x.squeeze(0), *weights, mlp.gate.top_k, mlp.routed)[None]
 
 
 def in_engine(mlp, x, add):
