@@ -136,7 +136,7 @@ def saved_config(path):
     """{key: value} of a file that `config_source` wrote: it is read and not executed, as it may be a stranger's."""
     try:
         saved = {line.targets[0].id: literal_eval(line.value) for line in parse(path.read_bytes()).body}
-        strange = [key for key, x in saved.items() if type(x) not in WANTED]
+        strange = [key for key, x in saved.items() if type(x) not in WANTED or "\0" in str(x)]
         config_source(saved)  # raises for numbers of more digits than Python prints
         if strange:
             raise ValueError(f"{strange}: wants {', '.join(WANTED.values())}")
@@ -203,7 +203,7 @@ def _help(defaults, script):
     source = script.read_text(encoding="utf-8") if script.is_file() else ""
     found = re.findall(r"((?:^#.*\n)*)^(\w+) = .*?(?:  # (.*))?$", source, re.MULTILINE)
     notes = {key: (above, comment) for above, key, comment in found}
-    lines = [f"usage: {script.name} [config/file.py ...] [--key=value ...]"]
+    lines = [f"usage: {Path(sys.argv[0]).name} [config/file.py ...] [--key=value ...]"]
     for key, default in defaults.items():
         above, comment = notes.get(key, ("", ""))
         lines += ["", above.strip()] * bool(above)

@@ -170,7 +170,7 @@ def test_a_strangers_run_has_nothing_run_or_called_that_the_command_line_does_no
     "source",
     [
         "open({!r}, 'w')", "seed = open({!r}, 'w')", "def f(x=open({!r}, 'w')): pass", "seed = [{!r}]",
-        "seed = 0x" + 5000 * "f",
+        "seed = 0x" + 5000 * "f", r"dataset = '\0'",
     ],
 )  # fmt: skip
 def test_the_config_of_a_published_run_is_read_and_not_executed(tool, tmp_path, name, source):
