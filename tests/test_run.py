@@ -9,13 +9,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import error_line, launch_warm, read_groups, wait_for
-from prove import ROOT, command_of, launch, lines, processes_of, replay_of
+from prove import launch, lines, processes_of, replay_of
 
 
 def test_every_token_names_its_weights_and_every_sample_has_a_seed_of_its_own(two_ranks):
@@ -142,20 +142,15 @@ def test_a_reward_that_raises_ends_the_run_and_names_the_sample(tmp_path):
 def test_an_engine_that_dies_or_goes_silent_ends_the_run_in_time(tmp_path, how, ranks):
     folder = tmp_path / "run"
     flags = ("--engine_timeout=5", "--max_steps=100000", "--warmup_sft_steps=0", "--eval_size=0")
-    with open(tmp_path / "output", "w") as output:
-        run = subprocess.Popen(command_of(folder, *flags, ranks=ranks), cwd=ROOT, stdout=output, stderr=output)
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(launch_warm, folder, *flags, ranks=ranks, timeout=180)
         metrics = folder / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and lines(folder, "metrics.jsonl") or run.poll() is not None, 120)
+        wait_for(lambda: metrics.exists() and lines(folder, "metrics.jsonl") or run.done(), 120)
         time.sleep(1)
         (scheduler,) = [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
         os.kill(scheduler, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-        run.wait(timeout=5 + 30)
-    finally:
-        for pid in {**processes_of(folder), run.pid: ""} if run.poll() is None else ():
-            os.kill(pid, signal.SIGKILL)
-    text = (tmp_path / "output").read_text()
-    assert run.returncode != 0
+        status, text = run.result(timeout=5 + 30)
+    assert status != 0
     wanted = "error: engine 0: the SGLang process died" if how == "dies" else "error: engine 0: silent for 5 s"
     assert wanted in text, text[-3000:]
     wait_for(lambda: not processes_of(folder), 10)
