@@ -212,7 +212,7 @@ def run_program(source, calls=(), stdin="", python="", again=False):
     cpu = usage.ru_utime + usage.ru_stime
     own = re.search(r'"exit-code": (\d+)', told)  # the program's, and not bubblewrap's
     foreign = bool(rules) and not own
-    if ended and foreign and code >= 0:
+    if ended and foreign and code >= 0 and code != KILLED:  # which bubblewrap is, too, while it makes the sandbox
         raise SandboxError(f"the sandbox itself ended with status {code}: {reason(complaints.strip() or 'no word')}")
     code = int(own[1]) if own else 128 - code if code < 0 else code  # as a shell says it
     killed = code == KILLED or foreign

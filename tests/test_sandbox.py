@@ -315,6 +315,18 @@ def test_what_is_killed_from_outside_runs_again_and_the_second_time_that_is_its_
     assert killed_in(waits, which, which)[:2] == ("limit", True)
 
 
+def test_a_sandbox_that_is_killed_before_it_is_made_runs_again(monkeypatch):
+    commands = [["/bin/sh", "-c", "exit 137"], ["/bin/sh", "-c", "exit 137"]]  # as bubblewrap ends, and says nothing
+    made = sandbox.sandbox_command
+    monkeypatch.setattr(sandbox, "sandbox_command", lambda *args: commands.pop() if commands else made(*args))
+    assert run_program("print(1)")[:2] == ("limit", True) and not commands
+    commands.append(["/bin/sh", "-c", "exit 137"])
+    assert run_program("print(1)")[::3] == ("pass", "1\n") and not commands
+    commands.append(["/bin/sh", "-c", "exit 1"])
+    with pytest.raises(SandboxError, match="status 1"):
+        run_program("print(1)")
+
+
 def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
     sandbox.interpreter("bwrap")
     monkeypatch.setattr(sandbox, "OWN", [*sandbox.OWN, "--no-such-option"])
