@@ -139,7 +139,7 @@ def saved_config(path):
         strange = [key for key, x in saved.items() if type(x) not in WANTED or "\0" in str(x)]
         config_source(saved)  # raises for numbers of more digits than Python prints
         if strange:
-            raise ValueError(f"{strange}: wants {', '.join(WANTED.values())}")
+            raise ValueError(f"{strange}: wants {', '.join(WANTED.values())} without NUL")
         return saved
     except (OSError, AttributeError, *NO_LITERAL) as error:
         require(False, f"{path}: not only lines 'key = literal', as a run saves them: {error}")

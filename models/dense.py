@@ -222,7 +222,7 @@ def install_in_trainer(model, inv_freq, tp_split):
     """Makes a Hugging Face model compute with kernels.py: rotary embedding, attention, norms, MLPs, cut sums."""
 
     def attend(self, hidden_states, position_embeddings, plan, **_):
-        x = hidden_states.squeeze(0)
+        x = hidden_states.squeeze(0)  # the gradient of [0] would be a tensor of zeros and a copy
         q, k, v = (p(x).unflatten(1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = kernels.norm_rope(q, k, *position_embeddings, *head_norms(self))
         return self.o_proj(kernels.attention(q, k, v, plan, self.scaling).flatten(1))[None], None

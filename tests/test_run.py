@@ -143,13 +143,17 @@ def test_an_engine_that_dies_or_goes_silent_ends_the_run_in_time(tmp_path, how, 
     folder = tmp_path / "run"
     flags = ("--engine_timeout=5", "--max_steps=100000", "--warmup_sft_steps=0", "--eval_size=0")
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(launch_warm, folder, *flags, ranks=ranks, timeout=180)
-        metrics = folder / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and lines(folder, "metrics.jsonl") or run.done(), 120)
-        time.sleep(1)
-        (scheduler,) = [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
-        os.kill(scheduler, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-        status, text = run.result(timeout=5 + 30)
+        run = pool.submit(launch_warm, folder, *flags, ranks=ranks)
+        try:
+            metrics = folder / "metrics.jsonl"
+            wait_for(lambda: metrics.exists() and lines(folder, "metrics.jsonl") or run.done(), 120)
+            time.sleep(1)
+            (scheduler,) = [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
+            os.kill(scheduler, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+            status, text = run.result(timeout=5 + 30)
+        finally:
+            for pid in processes_of(folder) if not run.done() else ():
+                os.kill(pid, signal.SIGKILL)
     assert status != 0
     wanted = "error: engine 0: the SGLang process died" if how == "dies" else "error: engine 0: silent for 5 s"
     assert wanted in text, text[-3000:]

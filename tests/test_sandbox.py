@@ -316,13 +316,14 @@ def test_what_is_killed_from_outside_runs_again_and_the_second_time_that_is_its_
 
 
 def test_a_sandbox_that_is_killed_before_it_is_made_runs_again(monkeypatch):
-    commands = [["/bin/sh", "-c", "exit 137"], ["/bin/sh", "-c", "exit 137"]]  # as bubblewrap ends, and says nothing
+    killed, refused = (["/bin/sh", "-c", f"exit {code}"] for code in (137, 1))  # as bubblewrap ends, with no word
+    commands = [killed, killed]
     made = sandbox.sandbox_command
     monkeypatch.setattr(sandbox, "sandbox_command", lambda *args: commands.pop() if commands else made(*args))
     assert run_program("print(1)")[:2] == ("limit", True) and not commands
-    commands.append(["/bin/sh", "-c", "exit 137"])
+    commands.append(killed)
     assert run_program("print(1)")[::3] == ("pass", "1\n") and not commands
-    commands.append(["/bin/sh", "-c", "exit 1"])
+    commands.append(refused)
     with pytest.raises(SandboxError, match="status 1"):
         run_program("print(1)")
 
