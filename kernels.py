@@ -79,6 +79,7 @@ import llvmlite.binding
 import numba
 import numpy as np
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from llvmlite import ir
@@ -1386,18 +1387,21 @@ class Plan:
 
     q_lens (B,) queries of each sequence, kv_lens (B,) its keys, of which the queries' are the last. Over a paged cache:
     page_table (any, >= max kv_lens), the cache row of each position, and requests (B,), the table's row of each
-    sequence. Without a page_table the keys are packed as the queries are.
+    sequence. Without a page_table the keys are packed as the queries are. first, row: see `packed_plan`; of each token
+    a row of its own.
 
     The Triton kernels read every number from the device: no step waits for it. A captured CUDA graph replays with what
     kv_lens, page_table and requests then hold; q_lens, of which the plan keeps running sums (B,), must stay. Keep the
     plan as long as the graph. The CPU makes its indices at the first use.
     """
 
-    def __init__(self, q_lens, kv_lens, page_table=None, requests=None):
+    def __init__(self, q_lens, kv_lens, page_table=None, requests=None, first=..., row=None):
         self.q_lens = q_lens
         self.kv_lens = kv_lens
         self.page_table = page_table
         self.requests = requests
+        self.first = first
+        self.row = row
         self.B = len(q_lens)
         self.q_ends = q_lens.cumsum(0)
         self._ends = {}
@@ -1408,6 +1412,10 @@ class Plan:
             tiles = (self.q_lens * per_token + (rows - 1)) // rows
             self._ends[per_token, rows] = tiles.cumsum(0)
         return self._ends[per_token, rows]
+
+    def spread(self, x):
+        """x (U, ..) as (N, ..), a row for each token: in training only."""
+        return x if self.row is None else F.embedding(self.row, x.flatten(1)).view(-1, *x.shape[1:])
 
     @functools.cached_property
     def queries(self):
@@ -1422,8 +1430,8 @@ class Plan:
         """
         starts = self.q_ends - self.q_lens
         tokens = torch.arange(self.queries, dtype=torch.int32)
-        rows = tokens
-        first = starts
+        first = self.kv_lens.cumsum(0) - self.kv_lens
+        rows = torch.arange(self.kv_lens.sum(), dtype=torch.int32)
         if self.page_table is not None:
             rows = self.page_table.int()
             first = self.requests * self.page_table.stride(0)
@@ -1437,10 +1445,24 @@ class Plan:
         return int((q_lens * kv_lens).sum())
 
 
-def packed_plan(lengths, device=None):
-    """The plan of a packed batch of whole sequences, `lengths` (B,) tokens each, for training."""
+def packed_plan(lengths, device=None, ids=None):
+    """
+    The plan of a packed batch of whole sequences, `lengths` (B,) tokens each, for training. ids (N,): their tokens, if
+    those with one prefix share a row of q, k and v: the rows are of the tokens `first` (U,), each token's is in `row`.
+    """
     lengths = torch.as_tensor(lengths, device=device).contiguous()  # as the Triton kernels read them
-    return Plan(lengths, lengths)
+    if ids is None:
+        return Plan(lengths, lengths)
+    nodes = {}  # a prefix tree, {(first token with the prefix before, id): the first with both}, as indices of `alike`
+    alike = []  # of each token the first with its prefix
+    for tokens in ids.cpu().split(lengths.tolist()):
+        node = None
+        for token in tokens.tolist():
+            node = nodes.setdefault((node, token), len(alike))
+            alike.append(node)
+    first, row = torch.tensor(alike, device=ids.device).unique(return_inverse=True)
+    ends = torch.searchsorted(first, lengths.cumsum(0))  # a sequence's first ones are its last tokens
+    return Plan(ends.diff(prepend=ends.new_zeros(1)), lengths, first=first, row=row)
 
 
 def paged_plan(q_lens, kv_lens, page_table, requests):
@@ -1543,35 +1565,36 @@ def cpu_attention_backward(
     first, last, all_do, all_q, all_k, all_v, all_out, stats, all_dq, all_dk, all_dv, indices, H, HK, D, scale
 ):
     """The units and blocks of `cpu_attention`. dk and dv are chains over the query rows in order, dq over the keys."""
-    tokens, _, starts, lens, _, _ = indices
+    tokens, rows, q_starts, q_lens, kv_starts, kv_lens = indices
     G = H // HK
-    longest = lens.max()
+    longest = kv_lens.max()
     p = floats(QUERIES * longest)
     ds = floats(QUERIES * longest)
     for unit in range(first, last):
         b = unit // HK
         head = unit % HK
-        T = lens[b]
-        q = _gather(all_q, tokens, starts[b], T, HK, head, G * D)
-        do = _gather(all_do, tokens, starts[b], T, HK, head, G * D)
-        k = _gather(all_k, tokens, starts[b], T, HK, head, D)
-        v = _gather(all_v, tokens, starts[b], T, HK, head, D)
-        k_T = _packed(k, 1, D, D, padded(T))
-        v_T = _packed(v, 1, D, D, padded(T))
-        k_panels = _packed(k, D, 1, T, D)
+        T = q_lens[b]
+        L = kv_lens[b]
+        q = _gather(all_q, tokens, q_starts[b], T, HK, head, G * D)
+        do = _gather(all_do, tokens, q_starts[b], T, HK, head, G * D)
+        k = _gather(all_k, rows, kv_starts[b], L, HK, head, D)
+        v = _gather(all_v, rows, kv_starts[b], L, HK, head, D)
+        k_T = _packed(k, 1, D, D, padded(L))
+        v_T = _packed(v, 1, D, D, padded(L))
+        k_panels = _packed(k, D, 1, L, D)
         q_panels = _packed(q, D, 1, T * G, D)
         do_panels = _packed(do, D, 1, T * G, D)
         dq = floats(T * G * D)
-        dk = np.zeros(T * D, np.float32)
-        dv = np.zeros(T * D, np.float32)
+        dk = np.zeros(L * D, np.float32)
+        dv = np.zeros(L * D, np.float32)
         for r in range(0, T * G, QUERIES):
             R = min(QUERIES, T * G - r)
-            seen = (r + R - 1) // G + 1
+            seen = L - T + (r + R - 1) // G + 1
             cpu_multiply(q, r * D, D, 1, R, D, k_T, 0, D, p, 0, seen, False)
             cpu_multiply(do, r * D, D, 1, R, D, v_T, 0, D, ds, 0, seen, False)
             for i in range(R):
-                row = _query_row(starts[b], r + i, head, H, G)
-                mine = (r + i) // G + 1
+                row = _query_row(q_starts[b], r + i, head, H, G)
+                mine = L - T + (r + i) // G + 1
                 _scores_to_probabilities(p, i * seen, mine, seen, scale, stats[2 * row])
                 delta = dot(do, (r + i) * D, all_out, row * D, D)
                 p_row = p[i * seen :]
@@ -1581,10 +1604,10 @@ def cpu_attention_backward(
                     ds_row[j] = p_row[j] * (ds_row[j] - delta) * scale
             cpu_multiply(p, 0, 1, seen, seen, R, do_panels, r, T * G, dv, 0, D, True)
             cpu_multiply(ds, 0, 1, seen, seen, R, q_panels, r, T * G, dk, 0, D, True)
-            cpu_multiply(ds, 0, seen, 1, R, seen, k_panels, 0, T, dq, r * D, D, False)
-        _scatter(dq, G * D, tokens, starts[b], T, HK, head, G * D, all_dq)
-        _scatter(dk, D, tokens, starts[b], T, HK, head, D, all_dk)
-        _scatter(dv, D, tokens, starts[b], T, HK, head, D, all_dv)
+            cpu_multiply(ds, 0, seen, 1, R, seen, k_panels, 0, L, dq, r * D, D, False)
+        _scatter(dq, G * D, tokens, q_starts[b], T, HK, head, G * D, all_dq)
+        _scatter(dk, D, rows, kv_starts[b], L, HK, head, D, all_dk)
+        _scatter(dv, D, rows, kv_starts[b], L, HK, head, D, all_dv)
 
 
 # On Triton the softmax is online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Per split of SPLIT keys, over
@@ -2012,10 +2035,14 @@ def attention(q, k, v, plan, scale):
     HK = k.shape[1]
     fits = k.shape[2] == D and v.shape == k.shape and H % HK == 0
     check(fits, "q, k, v {}, {}, {}: one D, and query heads a multiple of the key heads are needed", q, k, v)
+    if plan.row is not None and use_triton(q):  # its kernels know whole sequences alone
+        out = attention(*map(plan.spread, (q, k, v)), packed_plan(plan.kv_lens), scale)
+        return F.embedding(plan.first, out.flatten(1)).view(q.shape)
     if not use_triton(q):
         keys = len(k) if plan.page_table is None else len(q)
         message = "the plan is of {} tokens, there are {} queries and {} keys"
         check(plan.queries == len(q) == keys, message, plan.queries, len(q), len(k))
+        k, v = map(plan.spread, (k, v))
         return _apply(CpuAttention, q, k, v, plan, scale)
     check(D in (64, 128), "head dims {}: 64 or 128 are needed", D)
     check(H <= 8 * HK, "{} query heads over {} key heads: the group must be 1 to 8 heads", H, HK)

@@ -120,6 +120,9 @@ groups_in_flight = 0  # with segment_tokens: number of groups begun but not yet 
 # the update
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
 leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample is a leaf of its own
+# compute once what samples of a leaf begin with alike, such as a group's prompt, in the update, too: much of the work
+# where answers are short. The gradients are then added in another order
+share_prefixes = False
 lanes = 8  # leaves that the trainers compute side by side, a row: a power of two. It, not their number, orders sums
 learning_rate = 1e-6
 warmup_steps = 0  # of the learning rate, linear
@@ -877,15 +880,20 @@ class Trainer:
         side. FSDP2's gathers and scatters need all of them, so an empty leaf is computed like any other. weights:
         shards that the policy has during these passes; () for its own.
         """
-        unit = objective.unit
+        c = self.c
         sampling = kernels.Sampling() if objective is ANSWERS else self.sampling
-        lengths = torch.tensor([len(s.tokens) for s in samples]).view(-1, unit).sum(1)
-        planned = plan_leaves(lengths.tolist(), self.c.leaf_tokens, self.c.lanes)
+        lengths = [len(s.tokens) for s in samples]
+        unit = objective.unit
+        shared = c.batch_invariant and (c.share_prefixes or not torch.is_grad_enabled())
+        if c.share_prefixes:  # a group goes into one leaf, or as much of it as is half of one
+            unit *= max(1, min(c.group_size, len(samples) // (2 * c.lanes), c.leaf_tokens // (2 * max(lengths))))
+        units = [sum(lengths[i : i + unit]) for i in range(0, len(lengths), unit)]
+        planned = plan_leaves(units, c.leaf_tokens, c.lanes)
         with self.holding(weights):
-            for units in planned[self.rank :: self.mesh.size()]:
-                chosen = [i * unit + k for i in units for k in range(unit)]
+            for numbers in planned[self.rank :: self.mesh.size()]:
+                chosen = [i for k in numbers for i in range(len(samples))[k * unit : (k + 1) * unit]]
                 leaf = pack([samples[i] for i in chosen], self.device)
-                output = model.token_logprobs(leaf, sampling)
+                output = model.token_logprobs(leaf, sampling, shared)
                 if hasattr(model, "reshard") and not torch.is_grad_enabled():
                     model.reshard()  # FSDP2 does it after a backward pass; there is none
                 yield chosen, leaf, output

@@ -190,14 +190,20 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     return model
 
 
-def token_logprobs(model, leaf, sampling=kernels.Sampling()):
+def token_logprobs(model, leaf, sampling=kernels.Sampling(), shared=False):
     """
     At the leaf's targets (log-probs (M,), entropies (M,), what a sampling rule kept (2, K), the critic's values (M,),
     its values after each sample's last token (samples,)). What was kept is None without a rule and where gradients are
-    wanted; the values are None without a critic. Of a reward model (None, None, None, None, scores (samples,)).
+    wanted; the values are None without a critic. Of a reward model (None, None, None, None, scores (samples,)). shared:
+    what samples begin with alike is computed once, by our operators alone.
     """
-    packed = dict(input_ids=leaf.ids[None], position_ids=leaf.positions[None], plan=kernels.packed_plan(leaf.lengths))
-    hidden = model.model(**packed, use_cache=False).last_hidden_state.squeeze(0)
+    plan = kernels.packed_plan(leaf.lengths, None, leaf.ids if shared else None)
+    ids, positions = (x[plan.first][None] for x in (leaf.ids, leaf.positions))
+    output = model.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False)
+    hidden = plan.spread(output.last_hidden_state.squeeze(0))
+    for layer in model.model.layers if plan.row is not None else ():
+        if moe.is_mixture(layer.mlp):
+            layer.mlp.routed = [*map(plan.spread, layer.mlp.routed)]
     last = leaf.lengths.cumsum(0) - 1
     if gives_scores(model.config):  # in float32: the difference of two scores counts
         return None, None, None, None, (hidden[last].float() @ model.score.weight.float().t())[:, 0]

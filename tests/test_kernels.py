@@ -330,6 +330,26 @@ def test_attention_is_right_forward_and_backward(heads, kv_heads, dim):
         assert torch.allclose(a, b, atol=2e-4)
 
 
+def attend_with_shared_rows(size, device="cpu"):
+    """Three sequences, of which the second begins like the first and the third is the first: rows of q, k, v alike."""
+    ids = torch.tensor([*range(5), *range(3), *range(10, 28), *range(5)], device=device)
+    plan = kernels.packed_plan([5, 21, 5], device, ids)
+    assert plan.row.tolist() == [*range(5), *range(3), *range(5, 23), *range(5)]
+    assert plan.first.tolist() == [*range(5), *range(8, 26)] and plan.q_lens.tolist() == [5, 18, 0]
+    q, k, v = (x.to(device).requires_grad_() for x in qkv(23, *size))
+    grad = torch.randn_like(q)
+    out = kernels.attention(q, k, v, plan, 0.2)
+    spread = (x[plan.row] for x in (q, k, v))
+    whole = kernels.attention(*spread, kernels.packed_plan([5, 21, 5], device), 0.2)[plan.first]
+    assert same(out, whole)
+    for a, b in zip(*(torch.autograd.grad(x, (q, k, v), grad) for x in (out, whole))):
+        assert (a - b).abs().max() < 1e-5 < b.abs().max() and a[:3].any()
+
+
+def test_tokens_with_one_prefix_have_one_row():
+    attend_with_shared_rows((6, 2, 16))
+
+
 class Sequences:
     """
     Random sequences, packed, and the same keys in a paged cache whose other rows hold NaN and Inf: packed training,

@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 
+import kernels
 import train_grpo as train
 from models.folders import make_scratch_model
 from sync import LeafSum, Ranks, least_memory, tree_sum
@@ -104,6 +105,65 @@ def test_a_packed_leaf_picks_the_masked_tokens_and_their_predecessors():
     got = zip(*(x.tolist() for x in (leaf.predictors, leaf.targets, leaf.logprobs)))
     assert list(got) == expected and leaf.ids.tolist() == sum((s.tokens.tolist() for s in samples), [])
     assert leaf.positions.tolist() == sum((list(range(len(s.tokens))) for s in samples), [])
+
+
+def groups_of_samples():
+    """Four prompts, some of which begin alike, with 6 samples each of few tokens, and one that is there twice."""
+    rng, out = random.Random(3), []
+    for g, n in enumerate((3, 7, 7, 20)):
+        prompt = [5, 6, g // 2, *range(n)]
+        for i in range(6):
+            response = [rng.randrange(3) for _ in range(1 + i)]
+            s = train.make_sample(
+                *map(torch.tensor, (prompt, response)), torch.ones(1 + i).bool(), torch.randn(1 + i), of=len(out)
+            )
+            out.append(s._replace(advantages=torch.full(s.logprobs.shape, rng.gauss(0, 1))))
+    return out + out[-1:]
+
+
+@pytest.mark.parametrize("more", ["", ", num_experts=4"])
+def test_what_samples_begin_with_alike_is_computed_once_to_the_same_logprobs(ranks, tmp_path, monkeypatch, more):
+    torch.manual_seed(0)
+    model = {"scratch_args": DEFAULTS["scratch_args"] + more}
+    make_scratch_model(tmp_path, DEFAULTS | model)
+    samples = groups_of_samples()
+    sizes = dict(model, lanes=1, leaf_tokens=4096, router_aux_loss_coef=0.1 * bool(more))
+    plain, shared_trainer = (make_trainer(ranks, tmp_path, **sizes, share_prefixes=on) for on in (False, True))
+
+    @torch.no_grad()
+    def computed(leaf, shared):
+        return shared_trainer.model.token_logprobs(leaf, shared=shared)[0]
+
+    leaf = train.pack(samples, "cpu")
+    plan = kernels.packed_plan(leaf.lengths, None, leaf.ids)
+    prefixes = [tuple(s.tokens[: i + 1].tolist()) for s in samples for i in range(len(s.tokens))]
+    assert len(plan.first) == len({*prefixes}) < len(prefixes) / 2
+    assert [prefixes[i] for i in plan.first[plan.row]] == prefixes
+    whole = computed(leaf, False)
+    assert torch.equal(computed(leaf, True).view(torch.int32), whole.view(torch.int32))
+    (before, figures), (grads, again) = (trainer.gradients(samples) for trainer in (plain, shared_trainer))
+    for a, b in zip(grads, before, strict=True):
+        assert (a - b).abs().max() < 2e-5 * b.abs().max() and b.any()
+    assert any(not torch.equal(a, b) for a, b in zip(grads, before))  # in another order
+    assert figures == pytest.approx(again, rel=1e-5)
+    # control: another response's row
+    plan.row[-2] = plan.row[-4]
+    monkeypatch.setattr(kernels, "packed_plan", lambda *_: plan)
+    assert not torch.equal(computed(leaf, True), whole)
+
+
+def test_samples_of_a_prompt_are_in_one_leaf_while_leaves_are_even(ranks, scratch):
+    samples = [s for s in groups_of_samples()[:-1] for _ in range(2)]  # groups of 12, of which 6 neighbours
+    for lanes, most in ((1, 12), (2, 12), (8, 3)):
+        trainer = make_trainer(ranks, scratch, lanes=lanes, leaf_tokens=4096, share_prefixes=True, group_size=12)
+        leaves = [chosen for chosen, *_ in trainer.passes(samples, trainer.model)]
+        assert sorted(i for leaf in leaves for i in leaf) == list(range(48)) and len(leaves) == lanes
+        assert all(
+            leaf[i] + k == leaf[i + k] for leaf in leaves for i in range(0, len(leaf), most) for k in range(most)
+        )
+    small = make_trainer(ranks, scratch, lanes=2, leaf_tokens=60, share_prefixes=True, group_size=12)
+    loads = [len(leaf.ids) for _, leaf, _ in small.passes(samples, small.model)]
+    assert max(loads) <= 60 and sum(loads) == sum(len(s.tokens) for s in samples)
 
 
 def test_leaves_add_to_the_same_bits_on_1_2_4_and_8_ranks_and_a_plain_loop_does_not():

@@ -19,6 +19,7 @@ from test_kernels import (
     ENDS,
     Sequences,
     among_ranks,
+    attend_with_shared_rows,
     cuts_are_right,
     ends,
     plain_draw,
@@ -290,6 +291,10 @@ def test_attention_sees_no_tile_of_rows_and_takes_packs_without_tokens(monkeypat
         q, k, v = (x.requires_grad_() for x in qkv(0, 3, 1, 64))
         out = kernels.attention(q, k, v, kernels.packed_plan(lengths), 0.2)
         assert [g.shape[0] for g in torch.autograd.grad(out.sum(), (q, k, v))] == [0, 0, 0]
+
+
+def test_tokens_with_one_prefix_have_one_row():
+    attend_with_shared_rows((2, 1, 64))
 
 
 def test_attention_takes_what_the_copy_engine_does_not():
