@@ -16,6 +16,7 @@ prompts_per_step = 64
 group_size = 8
 max_steps = 230
 leaf_tokens = 2048
+share_prefixes = True
 lanes = 4
 learning_rate = 5e-4  # high, as for any model this small; the cosine to 0 makes the last gains
 lr_decay_steps = 230

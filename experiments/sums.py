@@ -7,6 +7,7 @@ the warm-up 40 s. Held-out sums go from 0.56 right to 0.7.
 
 out_dir = "out/sums"
 threads = 1
+share_prefixes = False  # as when the digests of the studies were written
 prompts_per_step = 16
 max_steps = 30
 learning_rate = 2e-4

@@ -53,6 +53,7 @@ def measure(args, *more):
     flags = [
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
         "--group_size=8", f"--lanes={4 if args.ranks > 1 else 1}", "--ignore_eos", f"--threads={args.threads}",
+        "--share_prefixes",
         *size, *args.flags, *more,
     ]  # fmt: skip
     # rewards that differ, so that no gradient is zero and nothing is skipped

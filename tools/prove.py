@@ -224,7 +224,7 @@ def launch(folder, *flags, timeout=600, env=None, **options):
 # Samples made ahead of the updates: whole ones, and token by token, with the weights of each step
 TWO = "low={'dataset': 'arithmetic:0:5', 'eval_size': 5}, "
 TWO += "high={'dataset': 'arithmetic:5:10', 'eval_size': 5, 'weight': 3}"
-LAG = ("--lag=2", "--curriculum=15", f"--sources={TWO}")
+LAG = ("--lag=2", "--curriculum=15", "--share_prefixes", f"--sources={TWO}")
 SPLIT = ("--tp_split=4", "--lag=1")
 RULE = ("--top_p=0.9", "--top_k=20", "--min_p=0.02")
 SEGMENTS = "--lag=2 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2".split()
@@ -232,7 +232,7 @@ SEGMENTS += RULE
 
 # A mixture of experts, of which the last of four trainers has none; samples a step ahead
 SIZES = "num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_experts=6"
-MIXTURE = (f"--scratch_args={SIZES}", "--router_aux_loss_coef=0.01", "--lag=1")
+MIXTURE = (f"--scratch_args={SIZES}", "--router_aux_loss_coef=0.01", "--lag=1", "--share_prefixes")
 
 # Adapters of a model that was trained before, which --init_from names
 LORA = ("--lora_rank=8", "--lora_alpha=16", "--learning_rate=2e-3", "--warmup_sft_steps=0")

@@ -58,6 +58,7 @@ try:
     write_data(folder)
     task = ["config/tiny.py", f"--dataset={folder / 'tail.jsonl'}", f"--reward={folder / 'even.py'}:even"]
     task += ["--eval_size=0", f"--max_new_tokens={LONGEST + 8}", "--prompts_per_step=8", "--lanes=1"]
+    task += ["--share_prefixes=False"]  # as when its table was written
     runs.run(folder / "sft", *task, *SFT)
     task += [f"--init_from={folder}/sft/ckpt/step_000150", *RL, *sys.argv[1:]]
     print("| | seconds per step | longest draw, tokens | slots | staleness | reward |\n|---|---|---|---|---|---|")
