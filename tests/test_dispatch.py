@@ -29,8 +29,9 @@ ALLOWED = {  # why: operators. A leaf has the same rows on any number of ranks, 
         reciprocal sqrt sub where _foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_
         _foreach_mul_ _foreach_sqrt""",
     "moves, makes or reads": """
-        _local_scalar_dense _to_copy _unsafe_view alias arange as_strided cat clone constant_pad_nd copy_ detach embedding
-        empty empty_like expand full index index_select lift_fresh new_zeros ones_like repeat_interleave scalar_tensor
+        _local_scalar_dense _to_copy _unsafe_view alias arange as_strided cat clone constant_pad_nd copy_ detach
+        embedding empty empty_like expand full index index_select lift_fresh new_zeros ones_like repeat_interleave
+        scalar_tensor
         select select_backward slice split split_with_sizes squeeze stack t transpose unbind unsqueeze view zeros
         zeros_like fsdp.chunk_cat profiler._record_function_enter_new profiler._record_function_exit""",
     "whole numbers; the largest": """
