@@ -1430,9 +1430,10 @@ class Plan:
         """
         starts = self.q_ends - self.q_lens
         tokens = torch.arange(self.queries, dtype=torch.int32)
-        first = self.kv_lens.cumsum(0) - self.kv_lens
-        rows = torch.arange(self.kv_lens.sum(), dtype=torch.int32)
-        if self.page_table is not None:
+        if self.page_table is None:
+            rows = torch.arange(self.kv_lens.sum(), dtype=torch.int32)
+            first = self.kv_lens.cumsum(0) - self.kv_lens
+        else:
             rows = self.page_table.int()
             first = self.requests * self.page_table.stride(0)
         numbers = (x.long().contiguous() for x in (starts, self.q_lens, first, self.kv_lens))
