@@ -86,7 +86,7 @@ def rule_on_one_side():
 
     own = dense.token_logprobs
     every = dict(top_p=1.0, top_k=0, min_p=0.0)
-    dense.token_logprobs = lambda model, leaf, sampling: own(model, leaf, sampling._replace(**every))
+    dense.token_logprobs = lambda model, leaf, sampling, *more: own(model, leaf, sampling._replace(**every), *more)
 
 
 def kept_by_other_weights():
@@ -94,7 +94,7 @@ def kept_by_other_weights():
     from models import dense
 
     own = dense.token_logprobs
-    dense.token_logprobs = lambda model, leaf, sampling: own(model, leaf._replace(kept=leaf.kept[:, :0]), sampling)
+    dense.token_logprobs = lambda model, leaf, *more: own(model, leaf._replace(kept=leaf.kept[:, :0]), *more)
 
 
 def adapters_apart():
@@ -224,8 +224,8 @@ def launch(folder, *flags, timeout=600, env=None, **options):
 # Samples made ahead of the updates: whole ones, and token by token, with the weights of each step
 TWO = "low={'dataset': 'arithmetic:0:5', 'eval_size': 5}, "
 TWO += "high={'dataset': 'arithmetic:5:10', 'eval_size': 5, 'weight': 3}"
-LAG = ("--lag=2", "--curriculum=15", "--share_prefixes", f"--sources={TWO}")
-SPLIT = ("--tp_split=4", "--lag=1")
+LAG = ("--lag=2", "--curriculum=15", f"--sources={TWO}")
+SPLIT = ("--tp_split=4", "--lag=1", "--share_prefixes")
 RULE = ("--top_p=0.9", "--top_k=20", "--min_p=0.02")
 SEGMENTS = "--lag=2 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2".split()
 SEGMENTS += RULE
