@@ -197,7 +197,7 @@ def token_logprobs(model, leaf, sampling=kernels.Sampling(), shared=False):
     wanted; the values are None without a critic. Of a reward model (None, None, None, None, scores (samples,)). shared:
     what samples begin with alike is computed once, by our operators alone.
     """
-    plan = kernels.packed_plan(leaf.lengths, None, leaf.ids if shared else None)
+    plan = kernels.packed_plan(leaf.lengths, ids=leaf.ids if shared else None)
     ids, positions = (x[plan.first][None] for x in (leaf.ids, leaf.positions))
     output = model.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False)
     hidden = plan.spread(output.last_hidden_state.squeeze(0))

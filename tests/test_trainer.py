@@ -135,7 +135,7 @@ def test_what_samples_begin_with_alike_is_computed_once_to_the_same_logprobs(ran
         return shared_trainer.model.token_logprobs(leaf, shared=shared)[0]
 
     leaf = train.pack(samples, "cpu")
-    plan = kernels.packed_plan(leaf.lengths, None, leaf.ids)
+    plan = kernels.packed_plan(leaf.lengths, ids=leaf.ids)
     prefixes = [tuple(s.tokens[: i + 1].tolist()) for s in samples for i in range(len(s.tokens))]
     assert len(plan.first) == len({*prefixes}) < len(prefixes) / 2
     assert [prefixes[i] for i in plan.first[plan.row]] == prefixes
@@ -148,19 +148,18 @@ def test_what_samples_begin_with_alike_is_computed_once_to_the_same_logprobs(ran
     assert figures == pytest.approx(again, rel=1e-5)
     # control: another response's row
     plan.row[-2] = plan.row[-4]
-    monkeypatch.setattr(kernels, "packed_plan", lambda *_: plan)
+    monkeypatch.setattr(kernels, "packed_plan", lambda *_, **__: plan)
     assert not torch.equal(computed(leaf, True), whole)
 
 
 def test_samples_of_a_prompt_are_in_one_leaf_while_leaves_are_even(ranks, scratch):
-    samples = [s for s in groups_of_samples()[:-1] for _ in range(2)]  # groups of 12, of which 6 neighbours
+    samples = [s for s in groups_of_samples()[:-1] for _ in range(2)]  # four prompts, 12 samples each
     for lanes, most in ((1, 12), (2, 12), (8, 3)):
         trainer = make_trainer(ranks, scratch, lanes=lanes, leaf_tokens=4096, share_prefixes=True, group_size=12)
         leaves = [chosen for chosen, *_ in trainer.passes(samples, trainer.model)]
         assert sorted(i for leaf in leaves for i in leaf) == list(range(48)) and len(leaves) == lanes
-        assert all(
-            leaf[i] + k == leaf[i + k] for leaf in leaves for i in range(0, len(leaf), most) for k in range(most)
-        )
+        parts = [leaf[i : i + most] for leaf in leaves for i in range(0, len(leaf), most)]
+        assert all(part == [*range(part[0], part[0] + most)] for part in parts)
     small = make_trainer(ranks, scratch, lanes=2, leaf_tokens=60, share_prefixes=True, group_size=12)
     loads = [len(leaf.ids) for _, leaf, _ in small.passes(samples, small.model)]
     assert max(loads) <= 60 and sum(loads) == sum(len(s.tokens) for s in samples)

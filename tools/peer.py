@@ -12,7 +12,8 @@ float32, no gradient checkpointing, SDPA, generation by transformers with its KV
 where we ignore the EOS, one update per batch, no KL, fused AdamW with our betas and rate, no saving, no logging. TRL's
 step is the time between two calls of on_step_end, its rollout the part before the reward is called. The roof is of
 arithmetic alone, at the rate of a float32 torch.mm: 2 operations per matrix element for each sampled token, 6 for each
-trained token, a prompt's among them, and the causal attention of both.
+trained token, a prompt's among them, and the causal attention of both. A prompt counts for each of its samples, though
+ours goes through it once (share_prefixes).
 """
 
 import argparse
