@@ -13,6 +13,7 @@ element differs, a control was not caught or a part failed. pytest does not coll
 
 import argparse
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -195,16 +196,17 @@ def right(row, dtype, f, reference, rows, others=(), backward=True, slack=1):
 # ---- matmul
 
 
-def matmul(size):
+def matmul(size, layouts=("NT", "NN", "TN")):
     """Every number of rows. TN has its rows along the memory, so that most offsets are read by pointers, not by TMA."""
     shapes = [*(shape for weights in size.models.values() for shape in weights.values()), size.head]
     mm, pointers = partial(kernels.matmul, out_dtype=f32), lambda _: None
-    # cuBLAS without split-K, whose sums may be ours: then it could take a kernel's place.
+    # cuBLAS without split-K, which only its Lt can leave out: its sums may be ours, and it take a kernel's place
+    torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     library = partial(torch.mm, out_dtype=f32) if CUDA else torch.mm
     paths = [(lambda *_, t=t: t, path) for t in size.tiles for path in (kernels._for_tma, pointers)]
     paths.append((kernels._matmul_config, pointers))
-    for layout in ("NT", "NN", "TN"):
+    for layout in layouts:
         row = Row(f"matmul {layout}", f"{', '.join(size.models)}: {len(size.Ms)} sizes M, at other offsets; again")
         cut = Row(f"matmul {layout}, cut", f"columns; by pointers; {len(size.tiles)} other tiles, by TMA and pointers")
         for dtype, (N, K) in [(bf16, shape) for shape in shapes] + [(f32, shapes[0])] * CUDA:
@@ -468,7 +470,8 @@ def operators(size, dtype):
         yield Case("rms_norm with a residual", f, exact, [x, y], [w])
         yield Case("swiglu", K.swiglu, lambda g, u: F.silu(g) * u, [x, y])
     E, width, experts = size.mixture
-    weights = make(E, H), make(E, 2 * width, H) / H**0.5, make(E, H, width) / width**0.5
+    # of the router's, too: the softmax of large logits would show their rounding many times over
+    weights = make(E, H) / H**0.5, make(E, 2 * width, H) / H**0.5, make(E, H, width) / width**0.5
     f, exact = partial(K.moe, k=experts), partial(mixture, k=experts)
     yield Case("moe", f, exact, [make(R, H)], weights)
     q, k, p = make(R, 8, D), make(R, 2, D), torch.arange(R, device=DEVICE) * 19
@@ -626,8 +629,8 @@ def main():
             print(f"| {part.__name__} | FAILED: {type(e).__name__}: {text[0][:200]} | 0 | | NOT CAUGHT |", flush=True)
             good = False
         print(f"{part.__name__}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    print(f"\n{machine()}, {time.monotonic() - started:.0f} s")
-    sys.exit(not good)
+    print(f"\n{machine()}, {time.monotonic() - started:.0f} s", flush=True)
+    os._exit(not good)  # at an ordinary exit torch_memory_saver would take freeing its memory for an error
 
 
 if __name__ == "__main__":
