@@ -221,6 +221,7 @@ def run_scheduler(config, threads, inv_freq, lends, server_args, *args):
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup, weight_updater
     from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.utils import torch_memory_saver_adapter
 
     device = server_args.device
     enable = functools.partial(kernels.enable_batch_invariant, threads)
@@ -235,6 +236,13 @@ def run_scheduler(config, threads, inv_freq, lends, server_args, *args):
         # torch's a layer instead of one kernel, inside the graph of a decode step; both copy rows.
         forward_batch_info.clamp_position = forward_batch_info._clamp_position_native
         memory_pool.can_use_store_cache = lambda *_: False
+        unmap = torch_memory_saver_adapter._TorchMemorySaverAdapterReal.pause
+
+        def pause(self, tag):
+            torch.cuda.synchronize()  # kernels after the last sample may still read what then has no memory
+            unmap(self, tag)
+
+        torch_memory_saver_adapter._TorchMemorySaverAdapterReal.pause = pause
     if inv_freq:
         each = config["engine_bits"].endswith(":act")
         in_one_call = device == "cpu" and config["tp_split"] == 1 and not each and not kernels.INTERPRET

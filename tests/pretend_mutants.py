@@ -39,6 +39,12 @@ MUTANTS = dict(
         "            pass",
         f"{ORDER} and overlapped",
     ),
+    lends_what_is_in_use=(
+        "rollout_server.py",
+        "            torch.cuda.synchronize()  # kernels after",
+        "            pass  #",
+        f"{ORDER} and alone",
+    ),
     delivery_kept=("sync.py", "                    del delivery", "                    pass", HOLDS),
     older_versions_on_the_card=(
         "train_grpo.py",

@@ -106,6 +106,13 @@ def reuse(stream):
                 plugin.note("freed early", place=plugin.place_in_project(), wrote=use.place)
 
 
+def give_away(storages):
+    """Memory that goes at once: the host must know that all that used it are done."""
+    for use in (storage.use for storage in storages if hasattr(storage, "use")):
+        if any(HOST.get(stream, 0) < time for stream, time in use.of_others().items()):
+            plugin.note("freed early", place=plugin.place_in_project(), wrote=use.place)
+
+
 def record_stream(x, stream):
     if use := use_of(x):
         use.recorded.add(stream)

@@ -41,9 +41,12 @@ class Saver:
         return storages
 
     def pause(self, tag=None):
-        from pretend.plugin import note
+        from pretend.order import give_away
+        from pretend.plugin import IN_ORDER, note
 
         storages = self.lend(tag, 1)
+        if IN_ORDER:
+            give_away(storages)
         for storage in storages:
             storage.fill_(0x7F)
         note("lent", tag=tag, storages=len(storages))
