@@ -178,18 +178,18 @@ def loop(function, **options):
 # by product, on Triton by steps of k16, whose last one is filled with zeros, which add nothing. Other rows and columns
 # never enter it.
 
-# Speed only, never seen in the bits. The figures for GPUs, here and in other sections, are guesses until measured.
+# Speed only, never seen in the bits. The figures for GPUs, here and in other sections, were the fastest on an H200.
 TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an SM has room for 8 warps of them
     (128, 256, 64, 8, 3),
-    (128, 128, 64, 8, 4),
+    (128, 128, 64, 8, 5),
     (64, 128, 64, 4, 4),
     (64, 64, 128, 4, 3),
     (64, 32, 128, 4, 4),
-    (64, 16, 128, 4, 4),
     (32, 64, 128, 4, 4),
     (16, 64, 128, 4, 4),
+    (64, 16, 128, 4, 4),
 )
-PRODUCTS_PER_LOAD = 128  # products of a matmul that take an SM as long as to load one of their numbers
+PRODUCTS_PER_LOAD = 100  # products of a matmul that take an SM as long as to load one of their numbers
 BLOCK_ROWS = 64  # rows of a unit of work on a CPU,
 DEPTH = 256  # .. and how many of K are packed and then multiplied at a time: both stay in its caches
 # TILE_ROWS and TILE_VECTORS, the tile that a CPU's registers hold, and PANEL, its columns, are at the end of the file
@@ -413,11 +413,13 @@ def _tiles(M, N, block_m, block_n):
 
 def _tile_time(M, N, block_m, block_n, sms):
     """
-    An estimate, in numbers loaded per k: of the SM that has most of the tiles, and of a tile what it loads (not what
-    lies beyond the matrix) and what it multiplies.
+    An estimate, in numbers loaded per k: what the SM with most of the tiles loads, beyond the matrix's end as well, and
+    what it multiplies; or, if that takes longer, what all of them load, as a good half of the SMs keep memory busy.
     """
-    work = min(block_m, M) + min(block_n, N) + block_m * block_n / PRODUCTS_PER_LOAD
-    return -(-_tiles(M, N, block_m, block_n) // sms) * work
+    tiles = _tiles(M, N, block_m, block_n)
+    loads = block_m + block_n
+    work = loads + block_m * block_n / PRODUCTS_PER_LOAD
+    return max(-(-tiles // sms) * work, 1.85 * tiles * loads / sms)
 
 
 @functools.cache
@@ -436,8 +438,12 @@ def _matmul_config(M, N, dtype, wide, aligned, card):
     block_m, block_n, block_k, warps, stages = fastest
     while 16 * stages * (block_m + block_n) * block_k // warps > 1024 * card.shared:  # of the programs of an SM
         block_k //= 2
-    alone = _tiles(M, N, block_m, block_n) <= card.sms  # on its SM, whose shared memory is then for its stages
-    return block_m, block_n, block_k, warps, stages * 8 // warps if alone else stages
+    if _tiles(M, N, block_m, block_n) <= card.sms:  # alone on its SM, whose shared memory is then for its stages
+        if aligned and min(block_m, block_n) == 16:
+            block_k *= 2
+        else:
+            stages = stages * 8 // warps
+    return block_m, block_n, block_k, warps, stages
 
 
 def _lies_for_tma(x):
@@ -1378,7 +1384,7 @@ BACKWARD_ROWS = 64  # .. of dK and dV
 ROWS_OF_WARPS = 64  # .. on cards without TMA, where it is also the keys of one of dK and dV
 BACKWARD_KEYS = 128  # keys of a program of dK and dV: 64 for each of two groups of warps, or both compute the same
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
-PAGED_STAGES = 5  # the index of a page has its own: with 4, as with 3, no keys are on their way during the products
+PREFILL_STAGES = 5  # of a paged prefill, which is alone on its SM; the index of a page has one
 
 
 class Plan:
@@ -1967,8 +1973,8 @@ class TritonAttention(torch.autograd.Function):
         parts = splits > 1
         lanes = min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
         rows = DECODE_ROWS if decode else PREFILL_ROWS
-        stages = PAGED_STAGES if paged else 3
-        config = _attention_config(q, rows, 4 if parts else 8, stages)
+        stages = PREFILL_STAGES if paged and not decode else 3
+        config = _attention_config(q, rows, 4 if decode else 8, stages)
         # without tokens no tile: TMA takes no empty tensor
         ends = plan.ends(groups, config["ROWS"])
         tiles = N * groups // config["ROWS"] + min(N, plan.B)
@@ -2697,7 +2703,7 @@ def draw(logprobs, seeds, positions):
 # ------------------------------------------------------------------------------------------------------------------
 # bit_sum: sum over elements of bits * odd(row) * odd(column) mod 2^64, for hashes. Whole numbers' sums have no order.
 
-BIT_SUM_CHUNK = 1 << 24  # elements that are multiplied at a time
+BIT_SUM_TILE = 4096  # elements of a program's step
 
 
 @loop
@@ -2713,17 +2719,33 @@ def cpu_bit_sum(x, odd_rows, odd_columns):
     return y
 
 
+@triton.jit
+def triton_bit_sum(x, odd_rows, odd_columns, sums, R, C, ROWS: constexpr, COLUMNS: constexpr):
+    """Adds up ROWS rows, then to sums ()."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    x += r[:, None] * C
+    acc = tl.zeros([ROWS, COLUMNS], tl.int64)
+    for first in range(0, C, COLUMNS):
+        c = first + tl.arange(0, COLUMNS)
+        inside = (r < R)[:, None] & (c < C)[None, :]
+        odd = tl.load(odd_columns + c, mask=c < C, other=0)
+        acc += tl.load(x + c[None, :], mask=inside, other=0).to(tl.int64) * odd[None, :]
+    of_rows = tl.sum(acc, 1) * tl.load(odd_rows + r, mask=r < R, other=0)
+    tl.atomic_add(sums, tl.sum(of_rows, 0))
+
+
 def bit_sum(x, odd_rows, odd_columns):
     """x (R, C) of whole numbers, the factors (R,) and (C,) int64 -> () int64."""
-    fits = x.shape == (len(odd_rows), len(odd_columns))
+    R, C = x.shape
+    fits = (R, C) == (len(odd_rows), len(odd_columns))
     check(fits, "bit_sum: x {} beside {} and {} factors", x, len(odd_rows), len(odd_columns))
-    if x.dtype == torch.int32 and not use_triton(x):
-        return torch.tensor(cpu_bit_sum(*map(_flat, (x.contiguous(), odd_rows, odd_columns))))
-    # Some rows at a time: their int64 products take four times a bfloat16 weight's room.
-    size = max(1, BIT_SUM_CHUNK // len(odd_columns))
+    args = x.contiguous(), odd_rows, odd_columns
+    if not use_triton(x):
+        return torch.tensor(cpu_bit_sum(*map(_flat, args)))
     sums = odd_rows.new_zeros(())
-    for some, odd in zip(x.split(size), odd_rows.split(size)):
-        sums += ((some * odd_columns).sum(1) * odd).sum()
+    columns = min(BIT_SUM_TILE // 4, _block(C))
+    rows = BIT_SUM_TILE // columns
+    _launch(triton_bit_sum, (-(-R // rows),), *args, sums, R, C, ROWS=rows, COLUMNS=columns, num_warps=4)
     return sums
 
 
@@ -3091,7 +3113,7 @@ ONES = np.ones(VECTOR, np.float32)
 NOTHING = np.zeros(0, np.float32)
 LEAST = np.finfo(np.float32).min
 MASS = np.float32(2**30)
-LOOP_DTYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.int64: "<i8"}
+LOOP_DTYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.int16: "<i2", torch.int32: "<i4", torch.int64: "<i8"}
 # Constants of `exp`, `log` and `cos_sin`. To add WHOLE32 or WHOLE64 and subtract it again rounds to a whole number.
 WHOLE32 = np.float32(1.5 * 2**23)
 LOG2_E32 = np.float32(1.4426950408889634)

@@ -427,7 +427,7 @@ class RolloutEngine:
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         if device == "cuda":
-            print(f"{self.name}: compiling kernels: takes minutes at a first start", flush=True)
+            print(f"{self.name}: compiling kernels: takes a minute at a first start", flush=True)
         for model in MODELS.values():  # SGLang takes its share of what these leave of a card
             model.load()
         try:

@@ -75,7 +75,7 @@ def test_every_preset_for_gpus_asks_for_one_and_is_started_here(found):
 
 def test_whoever_waits_for_the_first_start_is_told_what_it_does(found):
     """For minutes there was no line."""
-    assert found["output"].count("engine 0: compiling kernels: takes minutes at a first start\n") == len(PRESETS)
+    assert found["output"].count("engine 0: compiling kernels: takes a minute at a first start\n") == len(PRESETS)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

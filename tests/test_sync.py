@@ -247,19 +247,6 @@ def test_hash_and_norm_of_shards_are_those_of_the_whole(alone):
     assert hashes(1)["a"] != whole["a"]  # rows and columns have factors of their own
 
 
-@pytest.mark.parametrize("elements", [1, 7, 20, 21])
-def test_a_hash_does_not_see_how_many_elements_are_multiplied_at_a_time(elements, monkeypatch):
-    """
-    Less than a row, one row, several that do not divide the tensor: the row's number in the whole is what counts. In
-    bfloat16, as on a GPU: of float32 a CPU holds no products.
-    """
-    tensor = torch.randn(10, 7).bfloat16()
-    (shard,) = cut(tensor, "a", 1)
-    whole = sync.tensor_hashes([tensor], [shard], None)
-    monkeypatch.setattr(sync.kernels, "BIT_SUM_CHUNK", elements)
-    assert sync.tensor_hashes([tensor], [shard], None) == whole
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_norm_adds_each_row_in_its_place_whatever_rank_has_it(alone, ranks, monkeypatch):
     """What the ranks bring to their sum adds up to the rows of one rank, bit for bit."""

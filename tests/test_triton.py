@@ -21,7 +21,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gpu_bits import MODELS, WIDTHS, linears, product
+from gpu_bits import WIDTHS, product
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -30,7 +30,8 @@ import kernels
 
 HOPPER = 9, 0
 OTHERS = [capability for capability in kernels.CARDS if capability != HOPPER]
-A_WORD_OR_TWO = 16  # bytes that ptxas puts on the stack to reach a step of occupancy; not on Hopper
+A_WORD_OR_TWO = 16  # bytes that ptxas puts on the stack to reach a step of occupancy; not on Hopper, where only ..
+SHORT_DECODE = 32  # .. decode over one split has some: with four warps it took 182 us there, with eight and none 236
 CHAINS = (
     "triton_matmul",
     "triton_matmul_tma",
@@ -125,7 +126,8 @@ def faults(x):
     fused += "triton_softmax_stats", "triton_cut"
     if not x.name.startswith(fused) and re.search(r"\bfma\.\S*f32\b", x.ptx):
         found.append("contraction")
-    if x.stack > (0 if x.capability == HOPPER else A_WORD_OR_TWO):
+    short_decode = x.name == "triton_attention" and x.options["PAGED"] and not x.options["PARTS"]
+    if x.stack > (short_decode * SHORT_DECODE if x.capability == HOPPER else A_WORD_OR_TWO):
         found.append(f"spills: {x.stack} bytes of stack")
     if x.shared > x.card.shared * 1024:
         found.append(f"{x.shared} bytes of shared memory")
@@ -217,6 +219,8 @@ def heads():
     kernels.embedding_backward(torch.zeros(7, 64, dtype=bf16), torch.zeros(7, dtype=torch.long), 90, -1, False)
     kernels.row_sums(empty(7, 4096, dtype=torch.float64))
     kernels.draw(empty(7, 151936, dtype=f32), *empty(2, 7, dtype=torch.long))
+    for x in (empty(7, 4096, dtype=torch.int32), empty(7, 1, dtype=torch.int16)):
+        kernels.bit_sum(x, *(empty(n, dtype=torch.long) for n in x.shape))
 
 
 def waits(x):
@@ -299,35 +303,35 @@ def test_a_pack_without_tokens_launches_nothing(tmp_path):
         assert launches(lambda: work(changed), compiled=False)
 
 
+# Measured on an H200 (RESULTS.md): for weights of Qwen3-8B (N, K) and 16, 32, 64, 128, 256, 512 rows the tile of
+# kernels.TILES, with its step of K and its stages, that takes at most a twentieth longer than the fastest of 38.
+FASTEST = {
+    (6144, 4096): "16x64x256,4 32x64x128,8 64x64x128,6 64x128x64,8 128x128x64,5 128x256x64,3",
+    (4096, 4096): "16x64x256,4 32x64x128,8 64x64x128,6 64x64x128,6 64x128x64,8 128x128x64,5",
+    (24576, 4096): "16x64x128,4 32x64x128,4 64x128x64,4 128x256x64,3 128x128x64,5 128x256x64,3",
+    (4096, 12288): "16x64x256,4 32x64x128,8 64x64x128,6 64x64x128,6 64x128x64,8 128x128x64,5",
+}
+
+
 def slow_choices(k):
-    """
-    The shapes of Qwen3 for which another tile of the table is faster by the estimate, worked out anew; and of decode's
-    narrow projections those that leave more than a tenth of the SMs idle.
-    """
-    rows, found = (1, 16, 64, 128, 512, 4096), []
-    for model in MODELS:
-        for (name, (N, K)), M in itertools.product(linears(model).items(), rows):
-            card = k.CARDS[HOPPER]
-
-            def time(tile):
-                tiles = len(range(0, M, tile[0])) * len(range(0, N, tile[1]))
-                of_the_first_sm = len(range(0, tiles, card.sms))  # they are dealt out one by one
-                return of_the_first_sm * (min(M, tile[0]) + min(N, tile[1]) + tile[0] * tile[1] / k.PRODUCTS_PER_LOAD)
-
-            if time(k._matmul_config(M, N, bf16, True, True, card)) > min(map(time, k.TILES)):
-                found.append((model, name, M))
-            (x,) = launches(lambda: k.matmul(empty(M, K), empty(N, K).t()), compiled=False)
-            if model == "8B" and name in ("o", "down") and M <= 64 and x.grid[0] < 120:
-                found.append((model, name, M, x.grid))
+    """The products of FASTEST for which another tile is taken."""
+    found = []
+    for (N, K), fastest in FASTEST.items():
+        for M, tile in zip((16, 32, 64, 128, 256, 512), fastest.split()):
+            m, n, step, _, stages = k._matmul_config(M, N, bf16, True, True, k.CARDS[HOPPER])
+            if f"{m}x{n}x{step},{stages}" != tile:
+                found.append((M, N, K))
     return found
 
 
-def test_a_matmul_takes_the_tile_with_the_least_estimated_time_and_starts_a_program_on_nearly_every_sm(tmp_path):
+def test_a_matmul_takes_the_tile_that_was_the_fastest_on_a_card(tmp_path):
     assert slow_choices(kernels) == []
     for change in (
         ("// sms) * work", "/ sms) * work"),  # parts of a wave, as if the last were full
         ("= min(table, key", "= max(table, key"),
-        ("    (64, 32, 128, 4, 4),\n    (64, 16, 128, 4, 4),\n", ""),  # decode's weights 64 to a tile, as wgmma's rows
+        ("1.85 * tiles", "0 * tiles"),  # as if only the SMs took time
+        ("loads = block_m + block_n", "loads = min(block_m, M) + min(block_n, N)"),
+        ("block_k *= 2\n", "stages *= 2\n"),
     ):
         assert slow_choices(mutant(tmp_path, change)), change
 

@@ -243,6 +243,16 @@ def test_row_sums_are_right_and_a_row_is_alone():
         assert all(torch.equal(kernels.row_sums(x[i : i + 1]), out[i : i + 1]) for i in range(R))
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_a_bit_sum_is_the_sum_of_int64_products_and_sees_every_bit(dtype):
+    for R, C in ((1, 1), (5000, 1), (7, 1500), (0, 4)):
+        x = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, (R, C), dtype=dtype)
+        rows, columns = (torch.randint(-(2**62), 2**62, (n,)) | 1 for n in x.shape)
+        found = kernels.bit_sum(x, rows, columns)
+        assert found == ((x * columns).sum(1) * rows).sum()
+        assert R == 0 or kernels.bit_sum(x ^ 1, rows, columns) != found
+
+
 def test_sums_and_means_in_plain_torch_have_one_order_too_such_as_a_biass_gradient():
     """Torch's own kernels cut them for the number of SMs, and by how many there are."""
     x, w, bias, grad = (torch.randn(*shape).to(bf16) for shape in ((300, 40), (70, 40), (70,), (300, 70)))
