@@ -11,7 +11,7 @@ GB; the merged rows of a bucket that is sent, twice, 1 GB; embedding and head as
 ones 2.6 GB, x and the gradient of an MLP's matrix in float32 1.2 GB, and 1,024 rows of float32 logits 1.1 GB: 62 GB.
 Memory of an engine's card: a quarter of the weights 35.3 GB; 85 % of what is free less these leaves 32 GB of cache at
 80 KiB a token, 389,000 tokens: all 256 samples at their full length.
-`tools/plan.py config/llama_70b_lora.py --gpus=8` counts so, and estimates a step of 43 s.
+`tools/plan.py config/llama_70b_lora.py --gpus=8` counts so, and estimates a step of 40.4 s.
 
 Wall time and result: not measured yet.
 """

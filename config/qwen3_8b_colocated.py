@@ -11,7 +11,7 @@ While weights are published: weights and moments 12 GB, the bfloat16 ones that a
 them twice 2.5 GB, and the engine's share, 70 % of what weights, moments and CUDA's own 1 GB leave of the card, 47 GB:
 65 GB. Of the share 16.4 GB are its weights, 30 GB the cache, 206,000 tokens at 144 KiB: all 32 samples of an engine at
 their full length.
-`tools/plan.py` counts so, and estimates a step of 14.0 s.
+`tools/plan.py` counts so, and estimates a step of 11.5 s.
 
 Wall time and result: not measured yet.
 """

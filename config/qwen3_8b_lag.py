@@ -9,7 +9,7 @@ Memory of a trainer: that of config/qwen3_8b.py and the version that is being se
 bucket of it twice, 0.6 GB, together 54 GB. The version before it waits in pinned host memory, 4 GB a rank, and comes
 back over the bus as bfloat16; while its log-probs are checked today's float32 weights are there twice, 8 GB, which is
 before there are gradients. An engine: 16.4 GB of weights, 51 GB of cache, 344,000 tokens.
-`tools/plan.py` counts so, and estimates a step of 9.7 s where taking turns needs 15.3.
+`tools/plan.py` counts so, and estimates a step of 9.6 s where taking turns needs 14.6.
 
 Wall time and result: not measured yet.
 """

@@ -11,10 +11,11 @@ Takes train_grpo.py's files and flags, and: `gpus`, `gpus_per_node`, `card` (a k
 `prompt_tokens` and `response_tokens` (0: half of the longest).
 
 Work is counted from the model's shape (bytes, operations, decode steps, layers), and divided by the rates of a machine
-(`Rates`). A card's rates are its data sheet's times shares, which are named below with their sources. A CPU's are four
-speeds, of Python and of arithmetic in engine and trainer: `--check` finds them from two runs that are not among those
-that it then predicts, and from a third run how much slower two processes are side by side. How much one kind of work
-costs relative to another is a property of the code, and written below.
+(`Rates`). A card's rates are its data sheet's times shares, most of them measured on an H200; what the host does between
+a trainer's kernels, for which a small model waits, is not in them. A CPU's are four speeds, of Python and of arithmetic
+in engine and trainer: `--check` finds them from two runs that are not among those that it then predicts, and from a
+third run how much slower two processes are side by side. How much one kind of work costs relative to another is a
+property of the code, and written below.
 
 To go beyond the limits that are printed at the end, this would have to change:
 - more trainers than `lanes`, or than a step has leaves: one tree over lanes that several ranks share (the ranks of a
@@ -97,19 +98,19 @@ CARDS = {
     "RTX4090": Card(24e9, 1.008e12, 165e12, 32e9, 12.5e9, 32e9),
 }
 
-# Shares of the data sheet. ESTIMATES all of them, from the kernels' design and goals: none was measured with this code.
-PRODUCT = 0.80 * 788 / 989  # our share of cuBLAS's speed, whose 788 TFLOP/s were read on an H200
-ATTENTION = 0.45 * 0.65  # forward: our share of FlashAttention-3's, and its of the sheet's (arXiv:2407.08608, figure 5)
-ATTENTION_BACKWARD = 0.25 * 0.55  # .. backward
-COPY = 0.85  # of bandwidth: elementwise kernels
-DECODE_WEIGHTS = 0.70  # of bandwidth: 0.60 in the o and down projections, 0.80 in the others
-DECODE_CACHE = 0.67  # of bandwidth: paged attention
-LINK = 0.75  # of NVLink, the network or the bus: large messages
-# seconds, ESTIMATES
+# Shares of the data sheet, as measured on an H200 (RESULTS.md), of Qwen3-8B's operators.
+PRODUCT = 0.68  # 8,192 rows; 0.99 of cuBLAS
+ATTENTION = 0.31  # forward, sequences of 1,024; 0.43 of 4,096
+ATTENTION_BACKWARD = 0.25  # .. backward; 0.33
+COPY = 0.80  # of bandwidth: elementwise kernels
+DECODE_WEIGHTS = 0.72  # of bandwidth: 64 samples, from 0.58 in o_proj to 0.80 in gate and up
+DECODE_CACHE = 0.70  # of bandwidth: paged attention, 128 sequences of 2,048
+LINK = 0.75  # of NVLink, the network or the bus: large messages; an ESTIMATE
+# seconds. ESTIMATES, where nothing is said
 DECODE_STEP = 1.5e-3  # SGLang's scheduler and the launch of a graph
-REQUEST = 5e-6  # .. per sample and decode step
-RECORD = 0.5  # of a step: files, JSON, ledger, the last rewards
-WAKE = 2.0  # sleep and wake of an engine that lends its memory
+REQUEST = 1e-5  # .. per sample and decode step; with it a step of 256 samples of 0.6B takes what was measured
+RECORD = 0.1  # of a step: files, JSON, ledger, the last rewards; 0.07 s for 256 samples were measured
+WAKE = 0.1  # sleep and wake of an engine that lends its memory; measured, with the weights by ipc
 BUCKET_SECONDS = 8e-3  # SGLang's round trip for a bucket of weights
 CONTEXT = 1e9  # bytes that CUDA and NCCL hold on a card
 # what the code does, counted in it
@@ -457,7 +458,7 @@ def report(s, c, card):
     lengths = f"{c.prompt:.0f} + {c.response:.0f} tokens in the mean, {c.max_new_tokens:,} at most"
     print(f"{c.init_from}, {parameters(s) / 1e9:.2f} G parameters, on {cards}, {chosen}")
     print(f"{c.samples} samples of {lengths}: {c.tokens:,.0f} tokens a step")
-    print(f"ESTIMATES all of it: nothing here was measured on a GPU\n\nGB of a trainer's card, of {made.trainers}")
+    print(f"ESTIMATES all of it, from the speed of the operators\n\nGB of a trainer's card, of {made.trainers}")
 
     def row(phase, part, size):
         if size:
