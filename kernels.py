@@ -2948,9 +2948,14 @@ CARDS = {
 CAPABILITIES = ", ".join(f"{major}.{minor}" for major, minor in CARDS)
 
 
+@functools.cache  # torch takes microseconds to answer, and every launch asks
+def _card_of(device):
+    return CARDS.get(torch.cuda.get_device_capability(device))
+
+
 def card(x):
     """The Card that x lies on, None if CARDS has none; of a tensor that is on no GPU, as in tests, a Hopper."""
-    return CARDS.get(torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0))
+    return _card_of(x.device) if x.is_cuda else CARDS[9, 0]
 
 
 def device_kind(device):
