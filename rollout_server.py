@@ -610,16 +610,19 @@ class RolloutEngine:
 
     def sleep(self):
         """If it lends: gives up the memory of weights and cache until the next weights come."""
+        if self.lends and self.device == "cuda" and not self.can_lend():
+            print(f"{self.name}: SGLang lends no memory, its torch_memory_saver is not loaded; see {self.log}")
+            self.lends = False  # all else goes on as if it did
         if self.lends:
             self.flush()  # waits until it is idle; on a CPU what it lends are the weights' panels
             self.asleep = True
-            if self.device == "cpu":
-                return
-            free, _ = torch.cuda.mem_get_info()
-            self.request("release_memory_occupation", "giving its memory back", tags=LENT)
-            if torch.cuda.mem_get_info()[0] <= free:  # all else goes on as if it had
-                print(f"{self.name}: SGLang lends no memory, its torch_memory_saver is not loaded; see {self.log}")
-                self.lends = False
+            if self.device == "cuda":
+                self.request("release_memory_occupation", "giving its memory back", tags=LENT)
+
+    def can_lend(self):
+        """Whether SGLang's processes have the library that does it: ld.so leaves one out that it does not find."""
+        maps = (Path(f"/proc/{pid}/maps").read_text() for pid in self.sglang.get_all_child_pids())
+        return any("torch_memory_saver" in text for text in maps)
 
     def wake(self):
         """Takes the memory again; what was in it is lost."""

@@ -3,6 +3,7 @@ SGLang's loan of memory, pretended: what is made inside of `region` is filled wi
 3e38 as numbers and an index beyond all memory, and comes back with them.
 """
 
+import mmap
 import os
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +14,8 @@ class Saver:
 
     def __init__(self):
         self.regions = {}  # {tag: weak references to storages}
+        with open(__file__) as file:  # seen in /proc, as the library would be
+            self.mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
     @contextmanager
     def region(self, tag="default", enable_cpu_backup=False):
