@@ -178,7 +178,8 @@ def loop(function, **options):
 # by product, on Triton by steps of k16, whose last one is filled with zeros, which add nothing. Other rows and columns
 # never enter it.
 
-# Speed only, never seen in the bits. The figures for GPUs, here and in other sections, were the fastest on an H200.
+# Speed only, never seen in the bits. The tiles for few rows, and attention's, were tried on an H200 with Qwen3-8B's
+# shapes; what is elsewhere, and for other cards, are guesses until measured.
 TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an SM has room for 8 warps of them
     (128, 256, 64, 8, 3),
     (128, 128, 64, 8, 5),
@@ -415,6 +416,7 @@ def _tile_time(M, N, block_m, block_n, sms):
     """
     An estimate, in numbers loaded per k: what the SM with most of the tiles loads, beyond the matrix's end as well, and
     what it multiplies; or, if that takes longer, what all of them load, as a good half of the SMs keep memory busy.
+    Fitted to an H200's times.
     """
     tiles = _tiles(M, N, block_m, block_n)
     loads = block_m + block_n
@@ -439,7 +441,7 @@ def _matmul_config(M, N, dtype, wide, aligned, card):
     while 16 * stages * (block_m + block_n) * block_k // warps > 1024 * card.shared:  # of the programs of an SM
         block_k //= 2
     if _tiles(M, N, block_m, block_n) <= card.sms:  # alone on its SM, whose shared memory is then for its stages
-        if aligned and min(block_m, block_n) == 16:
+        if aligned and min(block_m, block_n) == 16:  # else registers do not suffice for longer steps
             block_k *= 2
         else:
             stages = stages * 8 // warps
@@ -1384,7 +1386,7 @@ BACKWARD_ROWS = 64  # .. of dK and dV
 ROWS_OF_WARPS = 64  # .. on cards without TMA, where it is also the keys of one of dK and dV
 BACKWARD_KEYS = 128  # keys of a program of dK and dV: 64 for each of two groups of warps, or both compute the same
 DECODE_PROGRAMS = 528  # of a decode step: with fewer (token, head) pairs, the splits go to several; 4 per SM
-PREFILL_STAGES = 5  # of a paged prefill, which is alone on its SM; the index of a page has one
+PREFILL_STAGES = 5  # of a paged prefill, which is alone on its SM; the index of a page has one. A guess
 
 
 class Plan:

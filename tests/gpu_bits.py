@@ -196,7 +196,7 @@ def right(row, dtype, f, reference, rows, others=(), backward=True, slack=1):
 # ---- matmul
 
 
-def matmul(size, layouts=("NT", "NN", "TN")):
+def matmul(size):
     """Every number of rows. TN has its rows along the memory, so that most offsets are read by pointers, not by TMA."""
     shapes = [*(shape for weights in size.models.values() for shape in weights.values()), size.head]
     mm, pointers = partial(kernels.matmul, out_dtype=f32), lambda _: None
@@ -206,7 +206,7 @@ def matmul(size, layouts=("NT", "NN", "TN")):
     library = partial(torch.mm, out_dtype=f32) if CUDA else torch.mm
     paths = [(lambda *_, t=t: t, path) for t in size.tiles for path in (kernels._for_tma, pointers)]
     paths.append((kernels._matmul_config, pointers))
-    for layout in layouts:
+    for layout in ("NT", "NN", "TN"):
         row = Row(f"matmul {layout}", f"{', '.join(size.models)}: {len(size.Ms)} sizes M, at other offsets; again")
         cut = Row(f"matmul {layout}, cut", f"columns; by pointers; {len(size.tiles)} other tiles, by TMA and pointers")
         for dtype, (N, K) in [(bf16, shape) for shape in shapes] + [(f32, shapes[0])] * CUDA:

@@ -11,11 +11,11 @@ Takes train_grpo.py's files and flags, and: `gpus`, `gpus_per_node`, `card` (a k
 `prompt_tokens` and `response_tokens` (0: half of the longest).
 
 Work is counted from the model's shape (bytes, operations, decode steps, layers), and divided by the rates of a machine
-(`Rates`). A card's rates are its data sheet's times shares, most of them measured on an H200; what the host does between
-a trainer's kernels, for which a small model waits, is not in them. A CPU's are four speeds, of Python and of arithmetic
-in engine and trainer: `--check` finds them from two runs that are not among those that it then predicts, and from a
-third run how much slower two processes are side by side. How much one kind of work costs relative to another is a
-property of the code, and written below.
+(`Rates`). A card's rates are its data sheet's times shares, most of them measured on an H200; what the host does
+between a trainer's kernels, for which a small model waits, is not in them. A CPU's are four speeds, of Python and of
+arithmetic in engine and trainer: `--check` finds them from two runs that are not among those that it then predicts, and
+from a third run how much slower two processes are side by side. How much one kind of work costs relative to another is
+a property of the code, and written below.
 
 To go beyond the limits that are printed at the end, this would have to change:
 - more trainers than `lanes`, or than a step has leaves: one tree over lanes that several ranks share (the ranks of a
@@ -109,8 +109,8 @@ LINK = 0.75  # of NVLink, the network or the bus: large messages; an ESTIMATE
 # seconds. ESTIMATES, where nothing is said
 DECODE_STEP = 1.5e-3  # SGLang's scheduler and the launch of a graph
 REQUEST = 1e-5  # .. per sample and decode step; with it a step of 256 samples of 0.6B takes what was measured
-RECORD = 0.1  # of a step: files, JSON, ledger, the last rewards; 0.07 s for 256 samples were measured
-WAKE = 0.1  # sleep and wake of an engine that lends its memory; measured, with the weights by ipc
+RECORD = 0.1  # of a step: files, JSON, ledger, the last rewards; 0.05 to 0.13 s for 256 samples were measured
+WAKE = 0.1  # sleep and wake of an engine that lends its memory: no more than that, with 1.2 GB of weights
 BUCKET_SECONDS = 8e-3  # SGLang's round trip for a bucket of weights
 CONTEXT = 1e9  # bytes that CUDA and NCCL hold on a card
 # what the code does, counted in it
