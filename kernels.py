@@ -2738,9 +2738,9 @@ def triton_bit_sum(x, odd_rows, odd_columns, sums, R, C, ROWS: constexpr, COLUMN
 
 def bit_sum(x, odd_rows, odd_columns):
     """x (R, C) of whole numbers, the factors (R,) and (C,) int64 -> () int64."""
-    R, C = x.shape
-    fits = (R, C) == (len(odd_rows), len(odd_columns))
-    check(fits, "bit_sum: x {} beside {} and {} factors", x, len(odd_rows), len(odd_columns))
+    R = len(odd_rows)
+    C = len(odd_columns)
+    check(x.shape == (R, C), "bit_sum: x {} beside {} and {} factors", x, R, C)
     args = x.contiguous(), odd_rows, odd_columns
     if not use_triton(x):
         return torch.tensor(cpu_bit_sum(*map(_flat, args)))

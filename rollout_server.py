@@ -610,7 +610,7 @@ class RolloutEngine:
 
     def sleep(self):
         """If it lends: gives up the memory of weights and cache until the next weights come."""
-        if self.lends and self.device == "cuda" and not self.can_lend():
+        if self.lends and self.device == "cuda" and not self.can_lend:
             print(f"{self.name}: SGLang lends no memory, its torch_memory_saver is not loaded; see {self.log}")
             self.lends = False  # all else goes on as if it did
         if self.lends:
@@ -619,6 +619,7 @@ class RolloutEngine:
             if self.device == "cuda":
                 self.request("release_memory_occupation", "giving its memory back", tags=LENT)
 
+    @functools.cached_property
     def can_lend(self):
         """Whether SGLang's processes have the library that does it: ld.so leaves one out that it does not find."""
         maps = (Path(f"/proc/{pid}/maps").read_text() for pid in self.sglang.get_all_child_pids())

@@ -450,7 +450,7 @@ def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_w
 
         return call
 
-    monkeypatch.setattr(engine, "can_lend", lambda: loaded)
+    monkeypatch.setattr(engine, "can_lend", loaded)
     monkeypatch.setattr(sglang, "release_memory_occupation", release)
     monkeypatch.setattr(sglang, "resume_memory_occupation", resume)
     for name in ("generate_request", "update_weights_from_tensor"):
