@@ -639,11 +639,25 @@ class LoRALinear(torch.autograd.Function):
         x, weight, A, B = ctx.saved_tensors
         # W' is made again: kept, it would be a second model in memory.
         dx = torch.mm(grad, merge(weight, A, B, ctx.scale)) if ctx.needs_input_grad[0] else None
-        x = x.float()
-        grad = grad.float()
-        g_B = torch.mm(grad, B) * ctx.scale
-        x_A = torch.mm(x, A.t()) * ctx.scale
-        return dx, None, None, torch.mm(g_B.t(), x), torch.mm(grad.t(), x_A), None, None
+        g_B = _float32_mm(grad, B) * ctx.scale
+        x_A = _float32_mm(x, A.t()) * ctx.scale
+        return dx, None, None, _float32_mm(g_B.t(), x), _float32_mm(grad.t(), x_A), None, None
+
+
+def _float32_mm(a, b):
+    """
+    a (M, K) @ b (K, N) -> (M, N) float32; one of them is float32. If the other is bfloat16, it is three such numbers,
+    24 bits of 8 each: tensor cores do not multiply float32.
+    """
+    if a.dtype == b.dtype or not use_triton(a):
+        return torch.mm(a.float(), b.float())
+    if a.dtype == torch.float32:
+        return _float32_mm(b.t(), a.t()).t().contiguous()
+    high = b.to(a.dtype)
+    middle = (b - high).to(a.dtype)
+    low = (b - high - middle).to(a.dtype)
+    high, middle, low = matmul(a, torch.cat([high, middle, low], 1), torch.float32).chunk(3, 1)
+    return high + (middle + low)
 
 
 def merge(weight, A, B, scale):

@@ -762,6 +762,18 @@ def test_a_merge_and_an_embeddings_gradient_of_bfloat16_are_rounded_once():
     assert not rounded_once(functools.reduce(torch.add, sums), sums.double().sum(0))  # rounded at each token
 
 
+@pytest.mark.parametrize("r", [4, 16])
+def test_adapters_beside_bfloat16_have_the_gradients_of_float32(r):
+    x, weight, grad = (torch.randn(*shape).to(bf16) for shape in ((150, 40), (70, 40), (150, 70)))
+    A, B = (torch.randn(*shape).requires_grad_() for shape in ((r, 40), (70, r)))
+    found = torch.autograd.grad(kernels.LoRALinear.apply(x, weight, None, A, B, 0.5), (A, B), grad)
+    g = 0.5 * grad.double().t() @ x.double()
+    right = B.double().t() @ g, g @ A.double().t()
+    assert all(x.is_contiguous() and error(x, y) < 1e-6 for x, y in zip(found, right))
+    assert all(error(x.to(bf16), y) > 1e-4 for x, y in zip(found, right))
+    assert error(g @ A.to(bf16).double().t(), right[1]) > 1e-4  # with its first eight bits alone
+
+
 # ---- mixtures of experts
 
 
