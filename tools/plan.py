@@ -214,12 +214,17 @@ def parameters(s):
     return s.layers * layer_parameters(s) + root_parameters(s)
 
 
+def adapted_linears(s, c):
+    """(out, in) of each of a layer's matrices that LoRA adapts."""
+    names = c.lora_targets.replace(",", " ").split() or [*linears(s)][: 4 if s.experts else None]
+    return [linears(s)[name] for name in names]
+
+
 def learned_parameters(s, c):
     """Parameters that are trained: all, or LoRA's."""
     if not c.lora_rank:
         return parameters(s)
-    targets = c.lora_targets.replace(",", " ").split() or [*linears(s)][: 4 if s.experts else None]
-    return s.layers * sum(c.lora_rank * sum(linears(s)[name]) for name in targets)
+    return s.layers * c.lora_rank * sum(map(sum, adapted_linears(s, c)))
 
 
 def operations(s, tokens, predicted, squares, causal=0.5):
@@ -276,7 +281,6 @@ def trainer_memory(s, c, ranks, leaf=0):
     leaves = {"activations": s.layers * (2 * leaf * s.hidden if again else inner)}
     leaves["a layer's inner activations, made again"] = inner * again
     leaves["1,024 rows of logits, and their gradient"] = 2 * 4 * CHUNK * s.vocab
-    leaves["an MLP's input and gradient, float32"] = (not full) * 4 * leaf * (s.hidden + s.mlp)
     scattered = full * 4 * root * (2 * (ranks > 1) + 1 / ranks)
     reduce = {"embedding's and head's gradient, float32: sent, received, added": scattered}
     check = {"today's weights, while log-probs of older ones are checked": (kept > 0) * 4 * learned}
@@ -351,6 +355,11 @@ def training_seconds(s, c, ranks, r):
     out["backward"] = (backward * products + updates * (2 + full) * head) / r.products
     out["attention"] = attention * (forward / r.attention + updates * BACKWARD_ATTENTION / r.attention_backward)
     out["elementwise"] = (forward + 2 * updates) * around + (forward + backward + looks) * leaves * s.layers * r.leaf
+    # Four thin products read a linear layer's input and gradient twice each; each pass over a leaf makes W + B A.
+    if c.lora_rank:
+        read = 2 * c.tokens / ranks * updates * sum(map(sum, adapted_linears(s, c)))
+        made = 2 * (forward + updates + looks) * leaves * sum(a * b for a, b in adapted_linears(s, c))
+        out["LoRA"] = 2 * s.layers * (read + made) / r.elementwise
     # Each pass gathers the layers in bfloat16, and a backward one sends float32 gradients, beside the computing.
     moved = 2 * (forward + updates + looks) + 4 * updates * full
     sent = leaves * moved * parameters(s) * (ranks - 1) / ranks / r.link
