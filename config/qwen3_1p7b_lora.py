@@ -5,9 +5,9 @@ Qwen3-1.7B on GSM8K with LoRA, on one 24 GB card that trains and samples in turn
 
 Memory of the trainer: 1.7 G frozen weights in bfloat16 3.4 GB; rank 32 in all seven linear layers of the 28 is 34.9 M
 adapters in float32, with AdamW's two moments and the gradients (the sum over the batch, and log2(lanes) of the row that
-is being added) 0.14 * 6 = 0.8 GB. While it trains, also the embedding once more, as FSDP2 gathers it, 0.6 GB, one
-activation per layer of a leaf of 8,192 tokens 28 * 8,192 * 2,048 * 2 bytes = 0.9 GB, one layer's inner ones 0.6 GB, and
-1,024 rows of float32 logits 0.6 GB twice: 8 GB, and the engine's memory sleeps.
+is being added) 0.14 * 6 = 0.8 GB. While it trains, also one activation per layer of a leaf of 8,192 tokens
+28 * 8,192 * 2,048 * 2 bytes = 0.9 GB, one layer's inner ones 0.6 GB, and 1,024 rows of float32 logits 0.6 GB twice:
+7 GB, and the engine's memory sleeps.
 The engine gets 65 % of what the trainer's 3.9 GB and CUDA's own 1 GB leave, 12.4 GB: 3.4 GB are its weights and 9.0 GB
 the cache, at 112 KiB a token 78,000 tokens: 61 samples at their full length at a time. While weights are published a
 bucket of them is there twice, 2.1 GB: 19.4 GB with all that is held, and the rest is for the graphs of decode steps.

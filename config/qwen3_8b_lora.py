@@ -5,10 +5,10 @@ Qwen3-8B on GSM8K with LoRA, on one 80 GB card that trains and samples in turn.
 
 Memory of the trainer: 8.2 G frozen weights in bfloat16 16.4 GB; rank 32 in all seven linear layers of the 36 is 87.3 M
 adapters in float32, with AdamW's two moments and the gradients (the sum over the batch, and log2(lanes) of the row that
-is being added) 0.35 * 7 = 2.4 GB. While it trains, also the embedding and the head once more, as FSDP2 gathers
-them, 2.5 GB, one activation per layer of a leaf of 16,384 tokens 36 * 16,384 * 4,096 * 2 bytes = 4.8 GB, one layer's
-inner ones 2.4 GB, and 1,024 rows of float32 logits 0.6 GB twice: 31 GB, and the engine's memory sleeps. A merged
-weight is 0.1 GB and lives for one product.
+is being added) 0.35 * 7 = 2.4 GB. While it trains, also one activation per layer of a leaf of 16,384 tokens
+36 * 16,384 * 4,096 * 2 bytes = 4.8 GB, one layer's inner ones 2.4 GB, and 1,024 rows of float32 logits 0.6 GB twice:
+27 GB, and the engine's memory sleeps. A merged weight is 0.1 GB and lives for one product. Several cards share what is
+held, and gather what they use by FSDP2.
 While weights are published: the trainer's 17.4 GB, a bucket of merged weights twice 2.5 GB, and the engine's share,
 70 % of what the trainer and CUDA's own 1 GB leave of the card, 43 GB: 64 GB. Of the share 16.4 GB are its weights and
 26.7 GB the cache, at 144 KiB a token 181,000 tokens: 141 samples at their full length at a time.

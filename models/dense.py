@@ -139,9 +139,12 @@ def rope_frequencies(hf, device):
     return inv_freq
 
 
-def is_sharded(mesh, device):
-    """One trainer on a CPU has nothing to gather or to cast, and goes without FSDP2, which would copy all of it."""
-    return mesh.size() > 1 or device == "cuda"
+def is_sharded(mesh, device, lora):
+    """
+    One trainer has nothing to gather, and with LoRA or on a CPU nothing to cast: it goes without FSDP2, which would
+    copy all of it.
+    """
+    return mesh.size() > 1 or device == "cuda" and not lora
 
 
 def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
@@ -174,7 +177,7 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     policy = MixedPrecisionPolicy(
         param_dtype=None if lora else computed_in, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    sharded = mesh and is_sharded(mesh, device)
+    sharded = mesh and is_sharded(mesh, device, lora)
     for part in (*model.model.layers, model) if sharded else ():
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_custom_reduce_scatter(TreeReduceScatter())

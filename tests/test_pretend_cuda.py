@@ -105,13 +105,19 @@ def adapted(once):
 
 
 @pytest.fixture(scope="session")
+def adapted_alone(once):
+    """The same in one process, without FSDP2."""
+    return once("pretend_adapted_alone", lambda folder: pretend(folder, *LORA))
+
+
+@pytest.fixture(scope="session")
 def mixture(once):
     """A mixture of experts, in one process."""
     flags = "--tp_split=1", f"{SIZES}, num_experts=4", "--eval_size=0"
     return once("pretend_mixture", lambda folder: pretend(folder, *flags))
 
 
-@pytest.fixture(params=["alone", "resumed", "overlapped", "adapted", "mixture"])
+@pytest.fixture(params=["alone", "resumed", "overlapped", "adapted", "adapted_alone", "mixture"])
 def run(request):
     return request.getfixturevalue(request.param)
 
@@ -124,8 +130,11 @@ def test_it_learns_and_engine_and_trainer_agree_in_every_bit(run, assert_it_lear
     assert lines(folder, "ledger.jsonl", "device")[0]["device"] == "cuda 9.0"
 
 
-def test_ranks_tensor_parallelism_the_transport_and_a_resume_change_no_bit(alone, resumed, overlapped):
+def test_ranks_tensor_parallelism_the_transport_and_a_resume_change_no_bit(
+    alone, resumed, overlapped, adapted, adapted_alone
+):
     assert ledger(alone[0]) == ledger(resumed[0]) != ledger(overlapped[0])
+    assert ledger(adapted[0]) == ledger(adapted_alone[0]) != ledger(overlapped[0])
 
 
 def test_no_function_has_tensors_on_both_places(run):
