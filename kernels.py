@@ -646,8 +646,8 @@ class LoRALinear(torch.autograd.Function):
 
 def _float32_mm(a, b):
     """
-    a (M, K) @ b (K, N) -> (M, N) float32; one of them is float32. If the other is bfloat16, it is three such numbers,
-    24 bits of 8 each: tensor cores do not multiply float32.
+    a (M, K) @ b (K, N) -> (M, N) float32; one of them is float32. Beside bfloat16, on a GPU, it is the sum of three
+    bfloat16 numbers, each with 8 of its 24 bits: tensor cores do not multiply float32.
     """
     if a.dtype == b.dtype or not use_triton(a):
         return torch.mm(a.float(), b.float())

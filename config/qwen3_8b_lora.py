@@ -14,7 +14,8 @@ While weights are published: the trainer's 17.4 GB, a bucket of merged weights t
 26.7 GB the cache, at 144 KiB a token 181,000 tokens: 141 samples at their full length at a time.
 Full training needs 8.2 G * 16 bytes = 131 GB for weights, moments and one gradient alone.
 
-A model of this shape with random weights took 13.9 s for a step of 256 samples of 256 tokens on an H100 (RESULTS.md).
+A model of this shape with random weights took 13.9 s for a step of 256 samples of 256 tokens on an H100, before LoRA's
+gradients went to the tensor cores and FSDP2 was left out (RESULTS.md).
 Wall time and result of this preset: not measured yet.
 """
 

@@ -149,11 +149,11 @@ def is_sharded(mesh, device, lora):
 
 def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
     """
-    The Hugging Face model, sharded by FSDP2, its weights still unset. Master weights are float32, the compute dtype is
-    bfloat16 on CUDA and float32 elsewhere. `model.token_logprobs` is its forward pass for training. critic: with a
-    value head (hidden size,). lora: the config whose adapters it gets; its own weights are then frozen and held in the
-    compute dtype. mesh None: a whole model for forward passes only, in the compute dtype. tp_split: parts of
-    row-parallel sums.
+    The Hugging Face model, sharded by FSDP2 where `is_sharded`, its weights still unset. Master weights are float32,
+    the compute dtype is bfloat16 on CUDA and float32 elsewhere. `model.token_logprobs` is its forward pass for
+    training. critic: with a value head (hidden size,). lora: the config whose adapters it gets; its own weights are
+    then frozen and held in the compute dtype. mesh None: a whole model for forward passes only, in the compute dtype.
+    tp_split: parts of row-parallel sums.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 

@@ -61,7 +61,8 @@ ENGINE_FLAGS = ("--engine_args=disable_radix_cache=True, max_running_requests=17
 DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.28 --max_steps=6 --eval_size=0".split()
 DAPO += RULE
 
-# Long tests first, so that all workers end at the same time; of the first three one wants the loops, and compiles them.
+# Long tests first, so that all workers end at the same time; of the first three test_engine alone wants the loops, and
+# compiles them for all.
 # Those of WHOLE_RUNS are handed out one by one; any other file's tests share a model, a process group or an engine and
 # stay together.
 WHOLE_RUNS = ("test_laws", "test_nodes", "test_algorithms", "test_resume", "test_run")

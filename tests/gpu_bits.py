@@ -486,6 +486,10 @@ def operators(size, dtype):
     f = lambda z: (K.log_softmax(z, -1, False), K.softmax(z, -1, False))  # noqa: E731
     exact = lambda z: (torch.log_softmax(z, -1), torch.softmax(z, -1))  # noqa: E731
     yield Case("log_softmax, softmax", f, exact, [make(size.head_rows, V) * 3], (), False, 5)
+    if dtype == bf16:  # of LoRA's gradients
+        a = torch.randn(size.widths[1], 96, device=DEVICE)
+        f, exact = lambda x: K._float32_mm(x, a), lambda x: x @ a.to(x.dtype)  # noqa: E731
+        yield Case("float32 beside bfloat16", f, exact, [make(R, size.widths[1])], (), False, 2.5e-3)
     for C in size.sums:
         x = torch.randn(40, C, dtype=torch.float64, device=DEVICE)
         yield Case("row_sums", K.row_sums, lambda x: x.sum(1), [x], (), False)

@@ -5,6 +5,7 @@ PEFT's folder.
     pytest tests/test_lora.py
 """
 
+import itertools
 import json
 import shutil
 import types
@@ -25,6 +26,7 @@ import train_grpo as train
 from configurator import check_config, configure
 from models import adapters
 from models.adapters import LINEAR
+from models.dense import is_sharded
 
 
 def same(a, b):
@@ -169,6 +171,13 @@ def test_the_merged_folder_has_the_trainers_logprobs_bit_for_bit_and_gradients_a
         for ours, right in ((dA, 1.5 * B.t() @ of), (dB, 1.5 * of @ A.t())):
             largest = float(right.abs().max())
             assert largest > 1e-6 and torch.allclose(ours, right, rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_one_trainer_that_casts_nothing_goes_without_fsdp2(ranks):
+    mesh, kinds = types.SimpleNamespace(size=lambda: ranks), itertools.product(("cpu", "cuda"), (None, DEFAULTS))
+    plain = {(device, bool(lora)) for device, lora in kinds if not is_sharded(mesh, device, lora)}
+    assert plain == ({("cpu", False), ("cpu", True), ("cuda", True)} if ranks == 1 else set())
 
 
 def test_only_adapters_have_gradients_moments_and_versions(trainer):

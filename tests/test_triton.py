@@ -149,6 +149,8 @@ def matmuls(k=kernels):
     k.matmul(empty(4096, 12288).t(), empty(4096, 4096))
     k.matmul(empty(4096, 12288).t(), empty(4096, 4096), out=empty(12288, 4096, dtype=f32))
     k.matmul(empty(1, 151936).t(), empty(1, 4096), out=empty(151936, 4096, dtype=f32))  # one token of a chunk
+    for rank in (1, 32):  # LoRA's gradients, three numbers for one
+        k.matmul(empty(16384, 4096).t(), empty(16384, 3 * rank), f32)
     k.matmul(empty(1024, 4096), empty(151001, 4096).t())  # rows of the result that are not aligned
     k.matmul(empty(4096, 4097), empty(4097, 4096))  # rows of no multiple of 16 bytes: by pointers
     k.matmul(empty(2048, 17), empty(17, 4104), out=empty(2048, 4104, dtype=f32))

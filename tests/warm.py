@@ -54,6 +54,7 @@ def leave(status):
     """
     Ends this process with what was given to sys.exit, but without Python's own last steps: they take all modules apart,
     and so would copy every page that this process shares with the one that forked it, which takes a tenth of a run.
+    Whether those steps go well is seen where runs are launched as a user launches them.
     """
     threading._shutdown()
     atexit._run_exitfuncs()
