@@ -1061,7 +1061,9 @@ def cpu_choose(first, last, z, experts, w, E, k):
         for j in range(row * k, (row + 1) * k):
             experts[j] = -keys[j - row * k] & 0xFFFFFF
             w[j] = exp(z[row * E + experts[j]] - z[row * E + experts[row * k]])
-        w[row * k : (row + 1) * k] /= sum_of(w, row * k, k)
+        weights = sum_of(w, row * k, k)
+        for j in range(row * k, (row + 1) * k):
+            w[j] /= weights
 
 
 @loop
@@ -1085,7 +1087,9 @@ def cpu_to_pairs(first, last, x, y, places, w, out, dots, k, C):
     for i in range(first * k, last * k):
         at = i // k * C
         to = places[i] * C
-        out[to : to + C] = (w[i] if len(w) else ONE) * x[at : at + C]
+        weight = w[i] if len(w) else ONE
+        for j in range(C):
+            out[to + j] = weight * x[at + j]
         if len(y):
             dots[i] = dot(x, at, y, to, C)
 
@@ -1546,7 +1550,9 @@ def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, H, 
     """
     tokens, rows, q_starts, q_lens, kv_starts, kv_lens = indices
     G = H // HK
-    longest = kv_lens.max()
+    longest = 0
+    for n in kv_lens:
+        longest = max(longest, n)
     size = (longest * G + PANEL) * (D + PANEL)  # room for each of these
     q = floats(size)
     k = floats(size)  # and then v
@@ -1590,7 +1596,9 @@ def cpu_attention_backward(
     """The units and blocks of `cpu_attention`. dk and dv are chains over the query rows in order, dq over the keys."""
     tokens, rows, q_starts, q_lens, kv_starts, kv_lens = indices
     G = H // HK
-    longest = kv_lens.max()
+    longest = 0
+    for n in kv_lens:
+        longest = max(longest, n)
     p = floats(QUERIES * longest)
     ds = floats(QUERIES * longest)
     for unit in range(first, last):
@@ -2083,7 +2091,8 @@ def _linear(x, M, K, weight, bias, N):
     y = floats(M * N)
     cpu_matmul_blocks(0, M + N, x, K, 1, weight, 0, 0, weight, y, M, N, K, False)
     for m in range(M if len(bias) else 0):
-        y[m * N : (m + 1) * N] += bias
+        for n in range(N):
+            y[m * N + n] += bias[n]
     return y
 
 
@@ -2123,7 +2132,7 @@ def _layer(
         return
     y = _linear(normed, M, C, gate_up, gate_up_bias, 2 * F)
     cpu_swiglu(0, M, y, y[F:], hidden, 2 * F, 2 * F, F)
-    x[:] = _linear(hidden, M, F, down, down_bias, C)
+    _copy(_linear(hidden, M, F, down, down_bias, C), 0, x, 0, M * C)
 
 
 def cpu_layers(first, last, x, residual, cos, sin, where, indices, layers):
