@@ -1550,9 +1550,7 @@ def cpu_attention(first, last, all_q, all_k, all_v, all_out, stats, indices, H, 
     """
     tokens, rows, q_starts, q_lens, kv_starts, kv_lens = indices
     G = H // HK
-    longest = 0
-    for n in kv_lens:
-        longest = max(longest, n)
+    longest = kv_lens.max()
     size = (longest * G + PANEL) * (D + PANEL)  # room for each of these
     q = floats(size)
     k = floats(size)  # and then v
@@ -1596,9 +1594,7 @@ def cpu_attention_backward(
     """The units and blocks of `cpu_attention`. dk and dv are chains over the query rows in order, dq over the keys."""
     tokens, rows, q_starts, q_lens, kv_starts, kv_lens = indices
     G = H // HK
-    longest = 0
-    for n in kv_lens:
-        longest = max(longest, n)
+    longest = kv_lens.max()
     p = floats(QUERIES * longest)
     ds = floats(QUERIES * longest)
     for unit in range(first, last):

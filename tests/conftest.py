@@ -62,9 +62,8 @@ DAPO = "--dynamic_sampling=2 --overlong_cache=2 --overlong_filter --clip_high=0.
 DAPO += RULE
 
 # Long tests first, so that all workers end at the same time; of the first three test_engine alone wants the loops, and
-# compiles them for all.
-# Those of WHOLE_RUNS are handed out one by one; any other file's tests share a model, a process group or an engine and
-# stay together.
+# compiles them for all. Those of WHOLE_RUNS are handed out one by one; any other file's tests share a model, a process
+# group or an engine and stay together.
 WHOLE_RUNS = ("test_laws", "test_nodes", "test_algorithms", "test_resume", "test_run")
 LONG = "test_pretend_cuda test_engine test_triton test_endpoint test_lora test_reward_model test_judges".split()
 LONG = (
