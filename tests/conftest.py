@@ -218,6 +218,12 @@ def two_ranks(once):
 
 
 @pytest.fixture(scope="session")
+def warmed(two_ranks):
+    """Flags of a run that begins with the model that two_ranks had after 16 steps, and so needs no warm-up."""
+    return f"--init_from={two_ranks[0] / 'ckpt' / 'step_000016'}", "--warmup_sft_steps=0"
+
+
+@pytest.fixture(scope="session")
 def one_process(once):
     """The same run in one process that does both, and with all that must not matter changed."""
     flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0".split()
@@ -304,47 +310,51 @@ def survive(folder, kills, *flags, run=run_with_kills, **options):
 
 
 @pytest.fixture(scope="session")
-def lagged(once):
+def lagged(once, warmed):
     """Samples two steps ahead of the updates, in one process that does both in turn."""
-    return once("lagged", lambda folder: finish(folder, *LAG, "--weight_sync=ipc", launch=launch_warm))
+    flags = (*LAG, *warmed, "--weight_sync=ipc")
+    return once("lagged", lambda folder: finish(folder, *flags, launch=launch_warm))
 
 
 @pytest.fixture(scope="session")
-def lagged_apart(once, some_kills):
+def lagged_apart(once, warmed, some_kills):
     """
     The same side by side, on two engines that are slow at random, with SIGKILLs at random moments.
     """
-    flags, options = (*LAG, "--rollout_ranks=2"), dict(ranks=3, broken=slow_engines, run=resume_with_kills)
+    flags, options = (*LAG, *warmed, "--rollout_ranks=2"), dict(ranks=3, broken=slow_engines, run=resume_with_kills)
     return once("lagged_apart", lambda folder: survive(folder, some_kills, *flags, **options))
 
 
 @pytest.fixture(scope="session")
-def segments(once):
+def segments(once, warmed):
     """Partial rollouts, each segment with the weights of its step, in one process; no prefix is found again."""
-    flags = (*SEGMENTS, "--weight_sync=ipc", "--engine_args=disable_radix_cache=True, max_running_requests=17")
-    return once("segments", lambda folder: finish(folder, *flags, launch=launch_warm))
+    flags = (*SEGMENTS, *warmed, "--engine_args=disable_radix_cache=True, max_running_requests=17")
+    return once("segments", lambda folder: finish(folder, *flags, "--weight_sync=ipc", launch=launch_warm))
 
 
 @pytest.fixture(scope="session")
-def segments_apart(once, some_kills):
+def segments_apart(once, warmed, some_kills):
     """The same side by side on two slow engines, with SIGKILLs at random moments."""
-    flags, options = (*SEGMENTS, "--rollout_ranks=2"), dict(ranks=3, broken=slow_engines, run=resume_with_kills)
+    flags, options = (
+        (*SEGMENTS, *warmed, "--rollout_ranks=2"),
+        dict(ranks=3, broken=slow_engines, run=resume_with_kills),
+    )
     return once("segments_apart", lambda folder: survive(folder, some_kills, *flags, **options))
 
 
 @pytest.fixture(scope="session")
-def split(once):
+def split(once, warmed):
     """Sums of four parts and samples a step ahead, in one process."""
-    return once("split", lambda folder: finish(folder, *SPLIT, launch=launch_warm))
+    return once("split", lambda folder: finish(folder, *SPLIT, *warmed, launch=launch_warm))
 
 
 @pytest.fixture(scope="session")
-def split_apart(once):
+def split_apart(once, warmed):
     """
     The same on two engines of two ranks each, until one of their four schedulers is killed; resumed with one engine.
     Its first output is in the file `lost` beside its folder.
     """
-    flags, ranks = (*SPLIT, "--rollout_tp=2"), "--rollout_ranks={}".format
+    flags, ranks = (*SPLIT, *warmed, "--rollout_tp=2"), "--rollout_ranks={}".format
 
     def kill_one(folder):
         wait_for((folder / "ckpt" / "step_000008").exists, 300)

@@ -32,25 +32,23 @@ def replay(recorded, flags, folder, ranks=0):
     return lines(run(folder, *flags, *replay_of(recorded), ranks=ranks)[0], "ledger.jsonl")
 
 
-def test_several_updates_of_a_sequence_ratio_with_kl_and_entropy(two_ranks, tmp_path):
+def test_several_updates_of_a_sequence_ratio_with_kl_and_entropy(two_ranks, warmed, tmp_path):
     flags = "--advantage=rloo --loss=gspo --loss_aggregation=sequence --clip_low=0.01 --clip_high=0.01 --dual_clip=3"
-    reference = f"--reference={two_ranks[0] / 'ckpt' / 'step_000016'}"
-    flags = [*flags.split(), "--updates_per_batch=2", "--entropy_coef=0.01", "--kl_coef=0.1", reference]
+    reference = f"--reference={two_ranks[0] / 'ckpt' / 'step_000024'}"
+    flags = [*flags.split(), *warmed, "--updates_per_batch=2", "--entropy_coef=0.01", "--kl_coef=0.1", reference]
     flags += ["--max_steps=4", "--eval_size=0"]
     folder, _ = run(tmp_path / "run", *flags)
     steps = lines(folder, "metrics.jsonl", "rl")
     assert all(s["logprob_mismatch_tokens"] == 0 for s in steps) and any(s["clip_fraction"] > 0 for s in steps)
     assert all(s["kl_reference"] > 0 for s in steps)
-    ours, default = (lines(x, "ledger.jsonl", "rl") for x in (folder, two_ranks[0]))
-    assert ours == replay(folder, flags, tmp_path / "again", ranks=2)[60:] and len(ours) == 4
-    assert ours[0]["tokens"] != default[0]["tokens"] or ours[0]["weights"] != default[0]["weights"]
+    ours = lines(folder, "ledger.jsonl", "rl")
+    assert ours == replay(folder, flags, tmp_path / "again", ranks=2) and len(ours) == 4
 
 
-def test_a_critic_is_resumed_and_replayed_on_two_trainers(two_ranks, tmp_path):
+def test_a_critic_is_resumed_and_replayed_on_two_trainers(warmed, tmp_path):
     """With the KL in the rewards, and importance weights that are exactly 1."""
-    start = two_ranks[0] / "ckpt" / "step_000016"
-    flags = f"--advantage=gae --kl_coef=0.05 --kl_in_reward --importance=truncate --init_from={start}".split()
-    flags += ["--warmup_sft_steps=0", "--learning_rate=1e-3", "--max_steps=10", "--eval_size=0"]
+    flags = [*"--advantage=gae --kl_coef=0.05 --kl_in_reward --importance=truncate".split(), *warmed]
+    flags += ["--learning_rate=1e-3", "--max_steps=10", "--eval_size=0"]
     folder, _ = run(tmp_path / "run", *flags, "--checkpoint_every=5")
     steps = lines(folder, "metrics.jsonl", "rl")
     assert all(s["logprob_mismatch_tokens"] == s["importance_not_one"] == 0 for s in steps)
@@ -82,11 +80,11 @@ def test_distillation_moves_the_student_towards_its_teacher(two_ranks, tmp_path)
     assert 0 < sum(distances[-3:]) < 0.7 * sum(distances[:3])
 
 
-def test_a_loss_and_an_advantage_of_a_file_are_the_same_on_two_trainers(two_ranks, tmp_path):
+def test_a_loss_and_an_advantage_of_a_file_are_the_same_on_two_trainers(warmed, tmp_path):
     """With a lag, and a loss that looks at the whole batch, and asks the model, before the first of two updates."""
     own = "experiments/losses.py"
-    flags = [f"--loss={own}:sdpo", f"--advantage={own}:opo", "--lag=1", "--updates_per_batch=2", "--warmup_sft_steps=0"]
-    flags += [f"--init_from={two_ranks[0] / 'ckpt' / 'step_000016'}", "--max_steps=4", "--eval_size=0"]
+    flags = [f"--loss={own}:sdpo", f"--advantage={own}:opo", "--lag=1", "--updates_per_batch=2"]
+    flags += [*warmed, "--max_steps=4", "--eval_size=0"]
     folder, _ = run(tmp_path / "run", *flags)
     steps = lines(folder, "metrics.jsonl", "rl")
     assert all(s["logprob_mismatch_tokens"] == 0 and s["grad_norm"] > 0 for s in steps)

@@ -516,13 +516,13 @@ def gate(served, alive=2**62):
         yield url, asked
 
 
-def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served, prompt_file, tmp_path):
+def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served, prompt_file, warmed, tmp_path):
     """
     The judge of the second run is gone in the middle of a step, and back, at another address, for its resume by two
     trainers and an engine with other batches.
     """
     flags = "--reward=judge --judge_tries=2 --judge_model=policy --eval_size=0 --max_steps=4".split()
-    flags += ["--prompts_per_step=4", "--checkpoint_every=1", f"--judge_prompt={prompt_file}"]
+    flags += ["--prompts_per_step=4", "--checkpoint_every=1", f"--judge_prompt={prompt_file}", *warmed]
     with gate(served) as (url, asked):
         finish(tmp_path / "a", *flags, f"--judge={url}", launch=launch_warm)
     metrics = lines(tmp_path / "a", "metrics.jsonl", "rl")
@@ -543,15 +543,14 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
     nobody = "--judge=http://127.0.0.1:9/v1"  # a replay does not ask whether there is one
     finish(tmp_path / "c", *flags, nobody, *replay_of(tmp_path / "a"), launch=launch_warm)
     ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]
-    assert ledgers[0] == ledgers[1] == ledgers[2] and len(ledgers[0]) == 60 + 4
+    assert ledgers[0] == ledgers[1] == ledgers[2] and len(ledgers[0]) == 4
     for _, meta in read_groups(tmp_path / "b"):
         assert all(score_of(noted["judge"]["judge"], "") == noted["judge"]["reward"] for noted in meta["noted"])
 
 
-def test_runs_judged_by_math_verify_have_one_ledger(two_ranks, tmp_path):
+def test_runs_judged_by_math_verify_have_one_ledger(warmed, tmp_path):
     """In one process, and on two trainers and two engines."""
-    flags = "--reward=math --eval_size=0 --max_steps=4 --checkpoint_every=0 --warmup_sft_steps=0".split()
-    flags.append(f"--init_from={two_ranks[0]}/ckpt/step_000016")
+    flags = *"--reward=math --eval_size=0 --max_steps=4 --checkpoint_every=0".split(), *warmed
     finish(tmp_path / "a", *flags, launch=launch_warm)
     others = "--rollout_ranks=2", "--engine_args=max_running_requests=5"
     finish(tmp_path / "b", *flags, *others, ranks=4, launch=launch_warm)

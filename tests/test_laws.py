@@ -176,8 +176,8 @@ def test_L2_no_logprob_differs_under_a_sampling_rule(one_engine, segments, asser
 
 
 @pytest.mark.control("a rule on one side only")
-def test_L2_control_a_sampling_rule_on_one_side_only_stops_the_run(tmp_path):
-    status, output = launch_warm(tmp_path / "run", *DAPO, broken=rule_on_one_side)
+def test_L2_control_a_sampling_rule_on_one_side_only_stops_the_run(warmed, tmp_path):
+    status, output = launch_warm(tmp_path / "run", *DAPO, *warmed, broken=rule_on_one_side)
     assert status == 2 and "log-probs differ" in error_line(output)
     assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
 
@@ -352,8 +352,8 @@ def test_L8_broadcast_by_one_or_two_trainers_and_ipc_one_ledger(two_ranks, one_p
 
 
 @pytest.mark.control("a bit flipped on the way")
-def test_L8_control_a_bit_flipped_on_the_way_is_caught_and_the_parameter_named(tmp_path):
-    status, output = launch_warm(tmp_path / "run", "--max_steps=1", broken=a_flipped_bit)
+def test_L8_control_a_bit_flipped_on_the_way_is_caught_and_the_parameter_named(warmed, tmp_path):
+    status, output = launch_warm(tmp_path / "run", *warmed, "--max_steps=1", broken=a_flipped_bit)
     assert status == 1 and re.search("did not arrive as sent: .*up_proj.weight", error_line(output))
     assert not lines(tmp_path / "run", "ledger.jsonl", "rl") and not os.path.exists(tmp_path / "run" / "queue")
 
@@ -389,16 +389,16 @@ def test_L9_training_and_sampling_overlap(lagged, lagged_apart):
 
 
 @pytest.mark.control("weights as they come")
-def test_L9_control_weights_as_they_come_are_caught(tmp_path):
-    flags = (*LAG, "--max_steps=6", "--eval_size=0")
+def test_L9_control_weights_as_they_come_are_caught(warmed, tmp_path):
+    flags = (*LAG, *warmed, "--max_steps=6", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, broken=weights_as_they_come)
     assert status == 2 and re.search("step 4, prompt 0, sample 0, token 0: engine .* differ", error_line(output))
     assert len(lines(tmp_path / "run", "ledger.jsonl", "rl")) == 4  # before it moved a weight
 
 
 @pytest.mark.law("a replay")
-def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, tmp_path, assert_it_learned):
-    flags = (*LAG, *replay_of(lagged[0]), "--checkpoint_every=0")
+def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, warmed, tmp_path, assert_it_learned):
+    flags = (*LAG, *warmed, *replay_of(lagged[0]), "--checkpoint_every=0")
     finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
     assert_it_learned(tmp_path / "run", steps=24)
     assert ledger(tmp_path / "run") == ledger(lagged[0])
@@ -520,16 +520,16 @@ def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, tmp_pa
 
 
 @pytest.mark.law("a replay on 2 trainers, under a sampling rule")
-def test_L11_a_replay_on_other_ranks_holds_what_the_rule_kept(segments, tmp_path, assert_it_learned):
-    flags = (*SEGMENTS, *replay_of(segments[0]), "--checkpoint_every=0")
+def test_L11_a_replay_on_other_ranks_holds_what_the_rule_kept(segments, warmed, tmp_path, assert_it_learned):
+    flags = (*SEGMENTS, *warmed, *replay_of(segments[0]), "--checkpoint_every=0")
     finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
     assert_it_learned(tmp_path / "run", steps=24)
     assert ledger(tmp_path / "run") == ledger(segments[0])
 
 
 @pytest.mark.control("what a rule keeps, by other weights than those that sampled")
-def test_L11_control_what_is_kept_by_other_weights_is_another_update(segments, tmp_path):
-    flags = (*SEGMENTS, *replay_of(segments[0]), "--strict=False", "--max_steps=6", "--checkpoint_every=0")
+def test_L11_control_what_is_kept_by_other_weights_is_another_update(segments, warmed, tmp_path):
+    flags = (*SEGMENTS, *warmed, *replay_of(segments[0]), "--strict=False", "--max_steps=6", "--checkpoint_every=0")
     status, output = launch_warm(tmp_path / "run", *flags, broken=kept_by_other_weights)
     assert status == 0, output[-4000:]
     ours, other = (lines(folder, "ledger.jsonl", "rl") for folder in (segments[0], tmp_path / "run"))
@@ -538,8 +538,8 @@ def test_L11_control_what_is_kept_by_other_weights_is_another_update(segments, t
 
 
 @pytest.mark.control("segments cut by time")
-def test_L11_control_segments_cut_by_time_are_other_samples(segments, tmp_path):
-    flags = (*SEGMENTS, "--max_steps=4", "--eval_size=0")
+def test_L11_control_segments_cut_by_time_are_other_samples(segments, warmed, tmp_path):
+    flags = (*SEGMENTS, *warmed, "--max_steps=4", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, broken=segments_by_time)
     assert status == 0, output[-4000:]
     ours, other = (lines(folder, "ledger.jsonl", "rl") for folder in (segments[0], tmp_path / "run"))
@@ -638,8 +638,8 @@ def test_L13_one_rank_of_an_engine_that_is_lost_ends_the_run_in_one_line(split_a
 
 
 @pytest.mark.control("a plain all-reduce")
-def test_L13_control_a_plain_all_reduce_is_caught(tmp_path):
-    flags = ("--tp_split=4", "--rollout_tp=2", "--rollout_ranks=2", "--max_steps=1", "--eval_size=0")
+def test_L13_control_a_plain_all_reduce_is_caught(warmed, tmp_path):
+    flags = (*warmed, "--tp_split=4", "--rollout_tp=2", "--rollout_ranks=2", "--max_steps=1", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, ranks=3, broken=plain_all_reduce)
     assert status and "log-probs differ" in error_line(output), output[-4000:]
 
@@ -656,7 +656,8 @@ def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
     assert "resuming at step 16" in mixture_resumed[1] and ledger(mixture_resumed[0]) == ledger(mixture[0])
     finish(tmp_path / "replayed", *MIXTURE, *replay_of(mixture[0]), ranks=4, launch=launch_warm)
     assert ledger(tmp_path / "replayed") == ledger(mixture[0])
-    flags = *MIXTURE, "--tp_split=2", "--checkpoint_every=0", "--max_steps=3"
+    flags = *MIXTURE, "--tp_split=2", "--warmup_sft_steps=0", "--checkpoint_every=0", "--max_steps=3"
+    flags += (f"--init_from={mixture[0] / 'ckpt' / 'step_000016'}",)
     other = "--threads=2 --gradient_checkpointing --weight_sync=ipc".split()
     finish(tmp_path / "run", *flags, *ENGINE_FLAGS, *other, launch=launch_warm)
     finish(tmp_path / "shared", *flags, "--rollout_ranks=2", "--rollout_tp=2", ranks=3, launch=launch_warm)
@@ -692,7 +693,7 @@ def test_L16_a_curriculum_draws_the_same_on_any_ranks_after_any_kill(lagged, lag
 
 
 @pytest.mark.control("a resume that forgot what was seen")
-def test_L16_control_a_resume_that_forgot_what_was_seen_draws_other_prompts(lagged, tmp_path):
+def test_L16_control_a_resume_that_forgot_what_was_seen_draws_other_prompts(lagged, warmed, tmp_path):
     forget_seen(interrupt(lagged[0], tmp_path / "run"))
-    status, output = launch_warm(tmp_path / "run", "--init_from=resume", "--weight_sync=ipc")
+    status, output = launch_warm(tmp_path / "run", *warmed, "--init_from=resume", "--weight_sync=ipc")
     assert status == 1 and "rl step 16 came out otherwise than before the interruption" in error_line(output)

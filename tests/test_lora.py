@@ -42,8 +42,8 @@ def base(two_ranks):
 
 
 @pytest.fixture(scope="module")
-def flags(base):
-    return f"--init_from={base}", *LORA
+def flags(warmed):
+    return *warmed, *LORA
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def steps(folder):
 
 
 def test_two_nodes_whose_names_lead_nowhere_and_a_rank_that_dies_have_the_ledger_of_one_process(
-    nodes, lagged, tmp_path
+    nodes, lagged, warmed, tmp_path
 ):
     """
     Two trainers, one on each, and an engine, side by side; weights by broadcast. The engine's rank dies: node-a's ranks
@@ -49,7 +49,7 @@ def test_two_nodes_whose_names_lead_nowhere_and_a_rank_that_dies_have_the_ledger
     resolve = "python3", "-c", "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))"
     names = [subprocess.run([*enter(node), *resolve], capture_output=True, text=True) for node in nodes]
     assert names[0].stdout == "node-a 127.0.1.1\n" and names[1].returncode and "gaierror" in names[1].stderr
-    flags = *LAG, "--max_steps=6", "--checkpoint_every=2", "--weight_sync=broadcast"
+    flags = *LAG, *warmed, "--max_steps=6", "--checkpoint_every=2", "--weight_sync=broadcast"
     with shared_memory():
         before = orphans()
         agents = start(nodes, folder, *flags, restarts=1)

@@ -82,11 +82,11 @@ def longer(prompt, response, answer):
 
 
 @pytest.fixture
-def gamed(tmp_path):
+def gamed(warmed, tmp_path):
     """Flags of a run whose reward is of length, beside the truth."""
     (tmp_path / "mine.py").write_text(HACKED)
     flags = "--eval_size=0 --checkpoint_every=8 --keep_checkpoints=9".split()
-    return (f"--reward={tmp_path}/mine.py:longer + 0*numeric", *flags)
+    return (f"--reward={tmp_path}/mine.py:longer + 0*numeric", *warmed, *flags)
 
 
 def test_a_run_ends_where_its_reward_is_gamed_and_a_replay_does_too(tmp_path, gamed):
