@@ -57,8 +57,8 @@ def test_the_run_folder_has_what_a_reader_needs(two_ranks):
 
 def test_a_run_leaves_no_process(two_ranks, one_process):
     """Nor anything in shared memory, as the fixtures assert."""
-    for folder, _ in (two_ranks, one_process):  # other tests replay its rollouts
-        assert [x for x in processes_of(folder).values() if f"--queue_dir={folder}" not in x] == []
+    for folder, _ in (two_ranks, one_process):  # other tests' runs begin with its checkpoints, or replay its rollouts
+        assert [x for x in processes_of(folder).values() if f"{folder}/" not in x] == []
 
 
 # ---- what is refused before anything starts; test_configurator.py has more
