@@ -68,6 +68,7 @@ H / HK, D head dim, C width, F width of the MLP, V vocabulary; E experts, k of t
 import ctypes
 import functools
 import math
+import mmap
 import os
 import sys
 import warnings
@@ -2887,13 +2888,17 @@ M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_THRESHOLD = -3
 
 
-def enable_batch_invariant(cpu_threads=1):
+def enable_batch_invariant(cpu_threads=1, cores=""):
     """
     Replaces torch's kernels of the operators named below by ours, in this process, for CPU and CUDA tensors.
     cpu_threads: of a loop. torch itself keeps one: several would wait for each other, and for our loops, by spinning.
+    cores: the path of sync.share_cores; then a loop has an equal share of the cores with the other ranks that work.
     """
-    global _library, threads
+    global _library, threads, working
     threads = cpu_threads
+    if cores:
+        with open(cores, "r+b") as file:
+            working = mmap.mmap(file.fileno(), 0)
     torch.set_num_threads(1)
     keep_memory = ctypes.CDLL(None).mallopt  # a step's memory stays with the process
     keep_memory(M_TRIM_THRESHOLD, 2**30)
@@ -3098,6 +3103,7 @@ def _for_loop(x):
 
 
 threads = 1  # of a loop; torch itself gets one only (enable_batch_invariant)
+working = None  # of each rank of this machine a byte, 1 while it works, in memory that they share
 _pool = functools.cache(lambda process: ThreadPoolExecutor(os.cpu_count()))  # a fork has none of its parent's threads
 
 
@@ -3107,7 +3113,8 @@ def _share(loop, units, work, *args):
     of a matmul that take as long.
     """
     args = [*map(_for_loop, args)]
-    shares = min(threads, units)  # so that no share is empty: a loop may read its first unit
+    most = threads if working is None else os.cpu_count() // max(1, sum(working[:]))
+    shares = min(most, units)  # so that no share is empty: a loop may read its first unit
     if shares <= 1 or work < WORTH_THREADS:
         return loop(0, units, *args) if units else None
     ends = [units * i // shares for i in range(shares + 1)]

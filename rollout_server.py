@@ -210,10 +210,10 @@ def adapt_to_cpu(threads):
     GroupCoordinator.__init__ = group_on_cpu  # it would ask for a CUDA device
 
 
-def run_scheduler(config, threads, inv_freq, lends, server_args, *args):
+def run_scheduler(config, threads, cores, inv_freq, lends, server_args, *args):
     """
-    SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. lends: as
-    in RolloutEngine.
+    SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. cores,
+    lends: as in RolloutEngine.
     """
     from sglang.srt import batch_invariant_ops, models
     from sglang.srt.layers import sampler
@@ -224,7 +224,7 @@ def run_scheduler(config, threads, inv_freq, lends, server_args, *args):
     from sglang.srt.utils import torch_memory_saver_adapter
 
     device = server_args.device
-    enable = functools.partial(kernels.enable_batch_invariant, threads)
+    enable = functools.partial(kernels.enable_batch_invariant, threads, cores)
     # what deterministic mode switches on; SGLang's own would put its Triton kernels in
     batch_invariant_ops.enable_batch_invariant_mode = enable if inv_freq else lambda: None
     sampler.Sampler.forward = sample_tokens
@@ -404,10 +404,11 @@ class RolloutEngine:
     something, or says nothing for `engine_timeout` seconds; a death at another moment ends the process with one line.
 
     hf: the model's Hugging Face config. config: the keys of train_grpo.py's block. log: the file that takes SGLang's
-    output. lends: `sleep` gives the memory of weights and cache to this rank's trainer.
+    output. lends: `sleep` gives the memory of weights and cache to this rank's trainer. cores: as in
+    `kernels.enable_batch_invariant`.
     """
 
-    def __init__(self, index, model_path, hf, config, device, dtype, log, gpu=0, lends=False):
+    def __init__(self, index, model_path, hf, config, device, dtype, log, gpu=0, lends=False, cores=""):
         self.index = index
         self.config = config
         self.log = log
@@ -419,6 +420,7 @@ class RolloutEngine:
         self.inv_freq = rope_frequencies(hf, device).tolist() if config["batch_invariant"] else None
         self.device = device
         self.lends = lends
+        self.cores = cores
         self.asleep = False
         self.model_type = hf.model_type
         self.asked = 0  # open requests
@@ -450,7 +452,7 @@ class RolloutEngine:
         os.environ["SGLANG_PLUGINS"] = "none"  # what else is installed may not change what an engine computes
         threads = max(kernels.threads, torch.get_num_threads())
         tp = self.config["rollout_tp"]
-        run = functools.partial(run_scheduler, self.config, threads, self.inv_freq, self.lends)
+        run = functools.partial(run_scheduler, self.config, threads, self.cores, self.inv_freq, self.lends)
         if device == "cpu":
             if tp > 1:  # SGLang would want a NUMA node for each
                 os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(tp * [f"0-{os.cpu_count() - 1}"])

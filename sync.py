@@ -439,6 +439,24 @@ def grad_norm(grads, shards, group):
     return tree_sum(rows).sqrt()
 
 
+def share_cores():
+    """
+    The path of a byte for each rank of this machine, in which it says whether it works (`lend_cores`). Collective over
+    all ranks.
+    """
+    fd = os.memfd_create("working")  # there as long as this process
+    os.ftruncate(fd, int(os.environ["LOCAL_WORLD_SIZE"]))
+    node = os.environ.get("GROUP_RANK")
+    everyone = from_all_ranks((node, f"/proc/{os.getpid()}/fd/{fd}"))
+    return dict(reversed(everyone))[node]  # its first rank's
+
+
+def lend_cores(waits):
+    """Says that this rank waits, and the others of its machine have its cores; or that it works again."""
+    if kernels.working:
+        kernels.working[int(os.environ["LOCAL_RANK"])] = not waits
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # weights
 
@@ -581,7 +599,11 @@ class WeightSync:
         return Shard(*shard[:3], rounded_to(shard.data.to(self.device), self.bits).to(self.dtype))
 
     def _deliver(self, version, shards, expected):
+        if self.engine:  # else this may be the thread that sends
+            lend_cores(True)
         meet()
+        if self.engine:
+            lend_cores(False)
         rest = iter(shards)
         for bucket in self.plan:
             sent = map(self._as_sent, islice(rest, len(bucket)))
@@ -780,6 +802,7 @@ class Queue(NamedTuple):
         """Returns when all engines have said that what they took is written."""
         since = time.monotonic()
         before = None
+        lend_cores(True)
         while keys and not self.store.check(keys):
             waited = time.monotonic() - since
             latest = max((path.stat().st_mtime_ns for path in self.heartbeats if path.exists()), default=0)
@@ -789,6 +812,7 @@ class Queue(NamedTuple):
             elif waited > self.timeout:
                 raise RunError(f"{folder}: no rollout came for {self.timeout:.0f} s; see the engine logs")
             time.sleep(0.002 + min(0.02, waited / 100))
+        lend_cores(False)
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ seed = 1  # of the data order, the samples and a scratch model
 seeds = ""
 max_steps = 100  # RL steps; with mode='sft', 'rm' or 'dpo' supervised steps
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
-threads = 0  # CPU threads of a trainer or an engine; 0: the cores shared evenly. Changes no bit
+threads = 0  # CPU threads of a trainer or an engine; 0: the cores, shared by those that work. Changes no bit
 # who does what
 rollout_ranks = 1  # number of ranks, taken from the end, that sample; the others train
 colocate = False  # every rank samples and trains, one after the other (a single process always does)
@@ -1181,6 +1181,7 @@ if __name__ == "__main__":
     concurrent = world if overlaps else ranks.trainers if ranks.mesh is not None else ranks.engines * rollout_tp
     # More threads than cores wait for each other by spinning; no bit depends on their number.
     torch.set_num_threads(threads or max(1, os.cpu_count() // concurrent))
+    cores = sync.share_cores() if overlaps and place == "cpu" and rollout_tp == 1 and not threads else ""
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     model = folder / "model" if init_from == "scratch" else init_from
     if ranks.rank == 0:
@@ -1210,7 +1211,7 @@ if __name__ == "__main__":
         train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)
     eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
     if batch_invariant:
-        kernels.enable_batch_invariant(torch.get_num_threads())
+        kernels.enable_batch_invariant(torch.get_num_threads(), cores)
 
     # ---- the state of the loop, and where an interrupted run goes on. All else that a step needs is a function of the
     # config and the step's number: that is why so little has to be saved.
@@ -1292,6 +1293,7 @@ if __name__ == "__main__":
             gpu,
             # its memory, while this rank trains
             lends=bool(trainer) and large,
+            cores=cores,
         )
         sampler = (episodes.sampler if episodes else Sampler)(
             engine,

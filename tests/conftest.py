@@ -319,9 +319,11 @@ def lagged(once, warmed):
 @pytest.fixture(scope="session")
 def lagged_apart(once, warmed, some_kills):
     """
-    The same side by side, on two engines that are slow at random, with SIGKILLs at random moments.
+    The same side by side, on two engines that are slow at random, with SIGKILLs at random moments; ranks that wait lend
+    their cores.
     """
-    flags, options = (*LAG, *warmed, "--rollout_ranks=2"), dict(ranks=3, broken=slow_engines, run=resume_with_kills)
+    flags = (*LAG, *warmed, "--rollout_ranks=2", "--threads=0")
+    options = dict(ranks=3, broken=slow_engines, run=resume_with_kills)
     return once("lagged_apart", lambda folder: survive(folder, some_kills, *flags, **options))
 
 

@@ -7,6 +7,7 @@ Sums that do not depend on who adds, files that are whole or refused, and a ledg
 import errno
 import gc
 import json
+import mmap
 import os
 import random
 import re
@@ -25,6 +26,7 @@ from conftest import wait_for
 from psutil import net_if_addrs
 from safetensors.torch import save
 
+import kernels
 import sync
 from kernels import CAPABILITIES, Sampling
 from models import folders
@@ -464,6 +466,32 @@ def test_nobody_asks_for_a_file_before_its_engine_has_said_that_it_is_there(tmp_
         assert {path.name for path in asked} == {"engine_0.alive"} and not reading.done()
         sync.Queue(tmp_path, Writer(0), "abc", 5, reader.heartbeats, store).sample(JOB)
         assert len(reading.result()) == 40
+
+
+def test_a_rank_that_waits_lends_its_cores_until_it_has_what_it_waits_for(alone, tmp_path, monkeypatch):
+    """Two ranks of a machine with four cores. This is the second; it waits for samples."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for key, value in dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="2").items():
+        monkeypatch.setenv(key, value)
+    with open(sync.share_cores(), "r+b") as file:
+        monkeypatch.setattr(kernels, "working", mmap.mmap(file.fileno(), 0))
+    kernels.working[0] = 1  # as the first rank says of itself
+    sync.lend_cores(False)
+
+    def shares_of_a_loop():
+        shares = []
+        kernels._share(lambda first, last: shares.append(last - first), 8, kernels.WORTH_THREADS)
+        return shares
+
+    queue = sync.Queue(tmp_path, None, "abc", 5, [tmp_path / "engine_0.alive"], dist.HashStore())
+    assert shares_of_a_loop() == [4, 4]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(queue._wait, tmp_path, ["samples"])
+        wait_for(lambda: not kernels.working[1], 5)
+        assert shares_of_a_loop() == [2, 2, 2, 2]
+        queue.store.set("samples", "done")
+        waiting.result()
+    assert shares_of_a_loop() == [4, 4]
 
 
 def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere_is_named(tmp_path):
