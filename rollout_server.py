@@ -60,6 +60,7 @@ from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators
 from models.start import allow_deterministic_backend, early, import_engine, output_to, start_schedulers
 from rewards import MODELS, RewardError, draw_rows, score_all
 from sync import (
+    FOREVER,
     RunError,
     content_hash,
     from_all_ranks,
@@ -133,22 +134,15 @@ def load_all(own, model, weights, device):
 
 def leave_nothing_open():
     """
-    No port for other machines: torch's store listens at all addresses, and gives what it has to whoever asks. No names
-    in /dev/shm, which a kill would leave there: of tqdm's lock, and of statistics for a router.
+    No port for other machines: torch's store would listen at all addresses, and give what it has to whoever asks; here
+    all ranks ask the one that `RolloutEngine` made. No names in /dev/shm, which a kill would leave there: of tqdm's
+    lock, and of statistics for a router.
     """
     from sglang.srt.managers import scheduler
     from tqdm import tqdm
 
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so called
-    connect = rendezvous._create_c10d_store
-
-    def store(host, port, rank, world, *others):
-        if rank:
-            return connect(host, port, rank, world, *others)
-        # SGLang chose the port a while ago, and another process may have it now; of one rank nobody asks for it
-        return listening_store(host, port if world > 1 else 0)
-
-    rendezvous._create_c10d_store = store
+    rendezvous._create_c10d_store = lambda host, port, *_: dist.TCPStore(host, port, timeout=FOREVER)
     tqdm.set_lock(threading.RLock())
     scheduler.create_load_snapshot_writer = lambda *_, **__: None
 
@@ -477,7 +471,10 @@ class RolloutEngine:
                 _launch_detokenizer_subprocesses = staticmethod(lambda *_, **__: ([], []))
 
             arguments = engine_arguments(self.config, model_path, device, dtype, gpu, self.lends, self._died)
-            sglang = EngineInRank(**arguments)
+            # SGLang would choose a port now and listen later, when another process may have it
+            store = listening_store("127.0.0.1")
+            sglang = EngineInRank(**arguments | dict(nccl_port=store.port))
+            sglang.store = store  # lives as long
         unlink_shared_memory(sglang.get_all_child_pids())
         if device == "cpu":  # the first tokens wait for the loops to compile: before anybody counts seconds of silence
             params = dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True)
