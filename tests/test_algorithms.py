@@ -41,8 +41,9 @@ def test_several_updates_of_a_sequence_ratio_with_kl_and_entropy(two_ranks, warm
     steps = lines(folder, "metrics.jsonl", "rl")
     assert all(s["logprob_mismatch_tokens"] == 0 for s in steps) and any(s["clip_fraction"] > 0 for s in steps)
     assert all(s["kl_reference"] > 0 for s in steps)
-    ours = lines(folder, "ledger.jsonl", "rl")
+    ours, default = (lines(x, "ledger.jsonl", "rl") for x in (folder, two_ranks[0]))
     assert ours == replay(folder, flags, tmp_path / "again", ranks=2) and len(ours) == 4
+    assert ours[0]["tokens"] != default[0]["tokens"] or ours[0]["weights"] != default[0]["weights"]
 
 
 def test_a_critic_is_resumed_and_replayed_on_two_trainers(warmed, tmp_path):
