@@ -298,6 +298,7 @@ HAVE_EFFECT = {
     "lora_rank": "lora lora_alpha lora_targets",
     "agent": "credit",
     "agent or --chat_template": "chat_template_args",
+    "chat_template": "system_prompt",
     "advantage=grpo, dr_grpo, rloo or gae": "credit",
 }
 EXCLUDES = {  # {a condition: the keys that must then be left alone}

@@ -475,9 +475,12 @@ def pair_rates(figures, n):
 
 
 def arithmetic(low=0, high=100):
-    """Rows {"prompt": "17+25=", "answer": "42"} of all sums of two numbers in [low, high), in their order."""
+    """
+    Rows {"prompt": "17+25=", "answer": "42", "a": 17, "b": 25} of all sums of two numbers in [low, high), in their
+    order.
+    """
     numbers = range(low, high)
-    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
+    return [dict(prompt=f"{a}+{b}=", answer=str(a + b), a=a, b=b) for a in numbers for b in numbers]
 
 
 def sides(mode):
@@ -562,9 +565,15 @@ FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datase
 
 def load_split(name, configuration, split):
     """
-    The rows of a file, which is the data set `name` or else `split`, or of a split of a hub data set. Ends the run with
-    one line if it cannot be read.
+    The rows of a file or of a function in one, which is the data set `name` or else `split`, or of a split of a hub
+    data set. Ends the run with one line if it cannot be read.
     """
+    for made_by in (split, name):
+        if ".py:" in made_by:
+            try:
+                return find_function(made_by, {}, "data set")(**named_arguments(configuration))
+            except Exception as e:
+                require(False, f"dataset={made_by!r}: {e if isinstance(e, ValueError) else describe(e)}")
     import datasets
 
     datasets.disable_progress_bars()
@@ -607,7 +616,8 @@ def load_rows(config):
     for rows, what in ((data, "data set"), (size and held_out or data, "held-out set")):
         columns = sorted(rows[0])
         for key in used:
-            require(config[key] in columns, f"{key}={config[key]!r}: the {what} has the columns {', '.join(columns)}")
+            there = config[key] in columns or cell(rows[0], config[key]) is not None
+            require(there, f"{key}={config[key]!r}: the {what} has the columns {', '.join(columns)}")
     trained_on = config.get("weight", 1) > 0
     if held_out is None:
         enough = size < len(data) or not trained_on
@@ -638,24 +648,44 @@ def read_data(config):
 
 
 def row_of(example, config):
-    """The row of one in a data set."""
-    try:
-        prompt = (config["prompt_template"] or "{" + config["prompt_column"] + "}").format(**example)
-    except (KeyError, IndexError, ValueError) as e:
-        problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(sorted(example))}"
-        require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
+    """The row of one in a data set. Its prompt is a text, or with chat_template a list of messages."""
+    column = config["prompt_column"]
+    prompt = example[column]
+    if template := config["prompt_template"]:
+        try:
+            prompt = template.format(**example)
+        except (KeyError, IndexError, ValueError) as e:
+            problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(sorted(example))}"
+            require(False, f"prompt_template={template!r}: {problem}")
+    messages = isinstance(prompt, list) and prompt and all(is_message(x) for x in prompt)
+    cure = "--chat_template, for a list of messages" if messages else "a column of texts, or of lists of messages"
+    fits = isinstance(prompt, (str, int, float)) or messages and config["chat_template"]
+    require(fits, f"prompt_column={column!r}: no text: {prompt!r:.60}; use {cure}")
     row = dict(example) if config["agent"] else {}  # an agent gets all columns
-    row["prompt"] = prompt
+    row["prompt"] = prompt if messages else str(prompt)
     texts = sides(config["mode"])
     for side in texts:
         column = config[f"{side}_column"]
-        text = example[column]
+        text = cell(example, column)
         why = f"for prompt {prompt!r:.60} it is no text but {text!r:.60}; use a column of responses"
-        require(len(texts) == 1 or isinstance(text, str), f"{side}_column={column!r}: {why}")
+        fits = isinstance(text, str) or len(texts) == 1 and isinstance(text, (int, float, list))
+        require(fits, f"{side}_column={column!r}: {why}")
         row[side] = str(text)
     if config["sft_column"]:
-        row["shown_answer"] = str(example[config["sft_column"]])
+        row["shown_answer"] = str(cell(example, config["sft_column"]))
     return row
+
+
+def cell(example, column):
+    """A row's value in a column, or in a field of one, such as 'reward_model.ground_truth'; None if it has none."""
+    if column in example:
+        return example[column]
+    first, _, rest = column.partition(".")
+    return cell(example[first], rest) if isinstance(example.get(first), dict) else None
+
+
+def is_message(x):
+    return isinstance(x, dict) and isinstance(x.get("role"), str) and isinstance(x.get("content"), str)
 
 
 def prompt_ids(prompts, tokenizer, config):
@@ -674,8 +704,14 @@ def encode_prompts(rows, what, tokenizer, config):
     if config["chat_template"]:
         require(tokenizer.chat_template, "chat_template=True: the model's tokenizer has none; use prompt_template")
         options = named_arguments(config["chat_template_args"]) | dict(tokenize=False, add_generation_prompt=True)
+        system = [dict(role="system", content=config["system_prompt"])] if config["system_prompt"] else []
         for row in rows:
-            row["prompt"] = tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}], **options)
+            messages = row["prompt"]
+            if isinstance(messages, str):
+                messages = [dict(role="user", content=messages)]
+            if messages[0]["role"] != "system":
+                messages = system + messages
+            row["prompt"] = tokenizer.apply_chat_template(messages, **options)
     ids = prompt_ids([row["prompt"] for row in rows], tokenizer, config)
     return _with_ids(rows, "prompt_tokens", ids, "max_prompt_tokens", f"{what} prompts", config)
 

@@ -42,7 +42,8 @@ out_dir = "out/run"  # everything the run writes
 # data's answers, rm a reward model on the data's pairs, dpo the model itself on such pairs (kl_coef is DPO's beta).
 # Modes without a trainer: rollout generates and scores, eval samples and scores the held-out prompts only
 mode = "grpo"
-init_from = "scratch"  # a model folder or hub name; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
+# a model folder, hub name or GGUF file; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
+init_from = "scratch"
 seed = 1  # of the data order, the samples and a scratch model
 # other seeds for some of them, such as 'data=2, noise=7, init=1, eval=3': the order of the data, the noise of samples,
 # the first weights of a scratch model or of adapters, the noise of held-out samples
@@ -55,10 +56,10 @@ rollout_ranks = 1  # number of ranks, taken from the end, that sample; the other
 colocate = False  # every rank samples and trains, one after the other (a single process always does)
 rollout_tp = 1  # number of sampling ranks that share an engine, for models larger than a GPU (tensor parallel)
 # the data
-# a hub name, a .jsonl or .parquet file, 'reasoning_gym:countdown'; made here: 'programs', and 'arithmetic', sums of two
-# numbers from 0 up to 99, or 'arithmetic:10:50', from 10 up to 49
+# a hub name, a .jsonl or .parquet file, 'my_file.py:my_function' that returns rows, 'reasoning_gym:countdown'; made
+# here: 'programs', and 'arithmetic', sums of two numbers from 0 up to 99, or 'arithmetic:10:50', from 10 up to 49
 dataset = "arithmetic"
-dataset_config = ""  # configuration of a hub data set, such as 'main'; arguments of a gym's task: 'size=500, seed=7'
+dataset_config = ""  # configuration of a hub data set, such as 'main'; arguments of a function or of a gym's task
 split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
@@ -66,7 +67,9 @@ sft_column = ""  # column of the responses that supervised steps train on; '': a
 chosen_column = "chosen"  # with mode='rm' or 'dpo': column of the preferred responses
 rejected_column = "rejected"  # with mode='rm' or 'dpo': column of the other responses
 prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
-chat_template = False  # put the prompt through the tokenizer's chat template as a user's message
+# put the prompt through the tokenizer's chat template, as a user's message or as the list of messages that it is
+chat_template = False
+system_prompt = ""  # a first message with chat_template; '': the template's own, if it has one
 max_prompt_tokens = 256  # longer prompts are dropped
 eval_split = ""  # held-out split of a hub data set, or a file; '': eval_size rows of `split`, first of a fixed shuffle
 # several data sets, each with its own values of these keys and a weight, its share of each step; 0: held out only. Such
@@ -1199,6 +1202,8 @@ if __name__ == "__main__":
     tokenizer, stop_tokens = folders.load_tokenizer(model_path)
     rewards.check_vocabulary(tokenizer)
     template_skipped = tokenizer.chat_template and not (chat_template or prompt_template or agent)
+    if ranks.rank == 0:
+        folders.say_ends(tokenizer, stop_tokens, chat_template or agent, system_prompt)
     episodes = None  # what an agent's runs have in place of samples of one turn
     if agent:
         from episodes.sampler import Agent

