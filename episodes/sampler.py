@@ -97,9 +97,10 @@ class Agent:
             fork = f"fork {dialogue['path']} " * (len(dialogues) > 1)
             turns = {turn["message"]: turn for turn in dialogue["turns"]}
             for i, m in enumerate(dialogue["messages"]):
-                turn = turns.get(i, dict(tool_calls=[], rewards=[]))
+                turn = turns.get(i, dict(tool_calls=[], rewards=[], truncated=False))
                 said = "".join(f", calls {call['name']} {call['arguments']}" for call in turn["tool_calls"])
                 said += "".join(f", reward {x:g}" for x in turn["rewards"])
+                said += ", cut off" * turn["truncated"]
                 yield f"    - {fork}{m['role']}: `{m['content']!r}`{said}\n"
 
 
