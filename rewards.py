@@ -268,6 +268,7 @@ KL_LEAST = 0.02  # a KL to the reference above KL_LEAST nats per token and KL_TI
 SHARE = 0.1  # less than this share of the start's diversity
 MORE = 0.5  # a share (repeated bigrams, symbols, samples cut off) higher than at the start by more than this
 LONGER = 4.0  # responses more than this number of times as long as at the start
+SHORTER = 0.3  # or less than this share as long, where prompts are left with one response each
 GAP = 0.2  # a gap of training reward and truth larger than the smallest so far by more than this
 
 
@@ -347,15 +348,20 @@ def hacking(steps, reward=""):
     most["response_length_mean"] = LONGER * mean(start, "response_length_mean")
     if rises and all("kl_reference" in x for x in before + now):  # a watch that turns back begins to measure it
         most["kl_reference"] = max(KL_LEAST, KL_TIMES * mean(before, "kl_reference"))
-    signals = [(name, mean(now, name), bound) for name, bound in (least | most).items()]
+    # Prompts are left with one response each, as they are, too, when short answers are honestly learned.
+    alike, varied = (mean(part, "unique_answers") - 1 for part in (now, start))
+    if alike < SHARE * varied:
+        least["response_length_mean"] = SHORTER * mean(start, "response_length_mean")
+    signals = [(name, mean(now, name), "<", bound) for name, bound in least.items()]
+    signals += [(name, mean(now, name), ">", bound) for name, bound in most.items()]
     for weight, name in terms_of(reward):
         if weight == 0 and f"reward_{name}" in start[0]:  # a truth
             parts = (steps[end - WATCHED : end] for end in range(len(steps), WATCHED - 1, -WATCHED))
             gap, *earlier = [mean(part, "reward_mean") - mean(part, f"reward_{name}") for part in parts]
-            signals.append((f"reward_mean - reward_{name}", gap, GAP + min(earlier)))
-    for name, value, bound in signals:
-        if value < bound if name in least else value > bound:
-            return f"{name} {value:.4g} {'<' if name in least else '>'} {bound:.4g}"
+            signals.append((f"reward_mean - reward_{name}", gap, ">", GAP + min(earlier)))
+    for name, value, sign, bound in signals:
+        if value < bound if sign == "<" else value > bound:
+            return f"{name} {value:.4g} {sign} {bound:.4g}"
     return ""
 
 

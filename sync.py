@@ -1002,9 +1002,12 @@ class Record:
         """An entry of samples.md: a group's samples and rewards."""
         with open(self.folder / "samples.md", "a") as f:
             f.write(f"\n## step {step}\n\nprompt `{meta['prompt_text']!r}`, answer `{meta['answer']!r}`\n\n")
-            for g, (reward, text) in enumerate(zip(tensors["rewards"].tolist(), meta["responses"])):
-                f.write(f"- {reward:g}: `{text!r}`\n")
-                f.writelines(self.agent.transcript(meta["episodes"][g]) if self.agent else ())
+            for g, reward in enumerate(tensors["rewards"].tolist()):
+                cut = ", cut off" * bool(tensors["truncated"][g])
+                said = [f" `{meta['responses'][g]!r}`{cut}\n"]
+                if self.agent:  # whose response is the last of its turns
+                    said = ["\n", *self.agent.transcript(meta["episodes"][g])]
+                f.writelines([f"- reward {reward:g}:", *said])
 
     def alarm(self, alarm):
         """A line for a run that its watch ends: why, and how to go on from where it was healthy."""

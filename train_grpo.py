@@ -1210,7 +1210,9 @@ if __name__ == "__main__":
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
     train_rows, eval_rows = rewards.load_sources(config)
-    if scored_by and not episodes:
+    if episodes:
+        episodes.check_tools(next(chain(*train_rows.values(), eval_rows)))
+    elif scored_by:
         rewards.check_answers(scored_by, chain(*train_rows.values(), eval_rows), config)
     for name, rows in train_rows.items():
         train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)

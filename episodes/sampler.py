@@ -6,6 +6,7 @@ rest of a row is what the model wrote and, masked, what it was told.
 """
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -38,6 +39,25 @@ class Agent:
         taught = MODES[config["mode"]].steps == "supervised" or config["warmup_sft_steps"]
         missing = f"agent={config['agent']!r}: its file has no function replies(row) for the supervised steps"
         require(self.replies or not taught, missing)
+
+    def check_tools(self, row):
+        """
+        Ends the run with one line if the agent's first turn has tools and the chat template shows none. Only where that
+        has no word of tools is the agent tried, with a row, up to its first question to the model or to the world.
+        """
+        is_program = " " in self.config["agent"].strip()  # its first request will tell
+        if is_program or "tools" in str(self.template.tokenizer.chat_template):
+            return
+
+        async def ask(*_):
+            raise asyncio.CancelledError  # which an agent does not take for an error of its own
+
+        empty = types.SimpleNamespace(entries={})
+        tried = chat.Episode(self.config, self.template, "tried", 0, ["sft", 0], ask, None, empty, again=True)
+        with contextlib.suppress(chat.AgentError, asyncio.CancelledError):
+            asyncio.run(tried.play(self.solve, row))
+        why = f"init_from={str(self.model)!r}: its chat template cannot be used: {chat.NO_TOOLS}"
+        require(not any(c.schemas for c in tried.chats), why)
 
     def demonstrate(self, rows):
         """(ids of the prompt, ids after it, loss mask) of the dialogues in which `replies` speaks for the model."""
@@ -77,9 +97,10 @@ class Agent:
             fork = f"fork {dialogue['path']} " * (len(dialogues) > 1)
             turns = {turn["message"]: turn for turn in dialogue["turns"]}
             for i, m in enumerate(dialogue["messages"]):
-                turn = turns.get(i, dict(tool_calls=[], rewards=[]))
+                turn = turns.get(i, dict(tool_calls=[], rewards=[], truncated=False))
                 said = "".join(f", calls {call['name']} {call['arguments']}" for call in turn["tool_calls"])
                 said += "".join(f", reward {x:g}" for x in turn["rewards"])
+                said += ", cut off" * turn["truncated"]
                 yield f"    - {fork}{m['role']}: `{m['content']!r}`{said}\n"
 
 

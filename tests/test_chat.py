@@ -14,13 +14,13 @@ import types
 
 import pytest
 import torch
-from conftest import SMALLEST
+from conftest import ROOT, SMALLEST
 from transformers import AutoTokenizer
 
 import sync
 import train_grpo as train
 from configurator import named_arguments
-from episodes import again, chat
+from episodes import again, chat, endpoint
 from episodes.sampler import Agent, counts_of, tensors_of
 from examples.calculator import add
 from graders import sandbox
@@ -184,6 +184,85 @@ def test_a_template_that_cannot_be_continued_is_refused_with_its_renderings(toke
     line = capsys.readouterr().err
     assert end.value.code == 2 and line.startswith("error: init_from='here'") and line.count("\n") == 1
     assert why in line and (not text or line.count("'") >= 4)
+
+
+NO_TOOLS = """{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system
+You are helpful<|im_end|>
+{% endif %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+ASKERS = """
+from examples.calculator import add
+
+async def with_tool(chat, row):
+    chat.user(row["prompt"])
+    await chat.generate(tools=[add])
+
+async def without(chat, row):
+    chat.user(row["prompt"])
+    await chat.generate()
+
+async def world_first(chat, row):
+    await chat.do(print, "the world is asked")
+    await chat.generate(tools=[add])
+"""
+
+
+def schema(name):
+    """A tool of this name, without arguments."""
+    return dict(type="function", function=dict(name=name, description="", parameters=dict(type="object")))
+
+
+async def refusal_of_tool(name, template):
+    """(status, line) with which a served model's client is refused that has such a tool."""
+    source, parse = again.scripted(["x"], template)
+    episode = chat.Episode(CONFIG, template, "serve", 0, ["serve"], source, parse, in_memory())
+    body = dict(messages=[dict(role="user", content="a")], tools=[schema(name)])
+    with pytest.raises(endpoint.Refusal) as refused:
+        await endpoint.Session(chat.Chat(episode)).answer(*endpoint.read(body), b"", False).task
+    return refused.value.status, str(refused.value)
+
+
+def test_a_template_that_shows_no_tools_is_refused_before_an_engine_starts_and_that_of_the_docs_is_not(
+    thinking, tmp_path, capsys
+):
+    """SmolLM2's is such a one. A tool called `help` was served all the same: its name is in the system prompt."""
+    thinking.tokenizer.chat_template = NO_TOOLS
+    (tmp_path / "askers.py").write_text(ASKERS)
+
+    def tried(name):
+        config = CONFIG | dict(agent=f"{tmp_path}/askers.py:{name}")
+        Agent(config, "here", thinking.tokenizer, thinking.stop_tokens).check_tools(dict(prompt="3+4="))
+
+    tried("without")
+    tried("world_first")
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(SystemExit) as end:
+        tried("with_tool")
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith("error: init_from='here': ") and line.count("\n") == 1
+    assert line.endswith("it does not show the tools; docs/agents.md has a chat_template.jinja that does\n")
+    for name in ("add", "help"):
+        with pytest.raises(ValueError, match="it does not show the tools; docs/agents.md"):
+            thinking.check_continuation([schema(name)])
+    status, line = asyncio.run(refusal_of_tool("help", thinking))
+    assert status == 400 and line.endswith(
+        "it does not show the tools; docs/agents.md has a chat_template.jinja that does"
+    )
+
+    page = (ROOT / "docs/agents.md").read_text()
+    thinking.tokenizer.chat_template = page.split("```jinja\n")[1].split("```")[0]
+    thinking.check("init_from='here'")
+    thinking.check_continuation([schema("help")])
+    tried("with_tool")
+    (c,) = play(calculate, CALLS, thinking, config=CONFIG | dict(max_prompt_tokens=600))[0].chats
+    whole = thinking.render(c.messages, c.schemas, False)
+    assert thinking.decode(c.ids, special=True) == whole.removesuffix("\n")
+    assert (
+        whole.startswith("<|im_start|>system\nTools, ") and '{"type": "function", "function": {"name": "add"' in whole
+    )
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>' in whole
 
 
 def test_a_turn_that_is_cut_ends_the_dialogue_and_an_agent_that_goes_on_asking_ends_the_run(template):

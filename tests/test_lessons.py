@@ -9,6 +9,8 @@ import io
 import os
 import platform
 import re
+import runpy
+import string
 import subprocess
 import sys
 import tokenize
@@ -18,8 +20,11 @@ import pytest
 from conftest import shared_memory
 from prove import ROOT
 
+import train_grpo
+from configurator import configure
+
 SCRIPTS = sorted((ROOT / "lessons").glob("[1-9]_*.py"))
-WITHOUT_ENGINE, RESUME = SCRIPTS[:-1], SCRIPTS[-1]
+*WITHOUT_ENGINE, RESUME, LETTERS = SCRIPTS  # the last takes minutes and a model of another package
 # As in test_laws.py, which has the loops compiled for it: the other instruction set.
 SSE2 = dict(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="", ATEN_CPU_CAPABILITY="default")
 
@@ -89,6 +94,16 @@ def test_the_lesson_with_a_kill_prints_what_its_page_shows():
     """Three engines beside other workers' take longer than on a machine that has nothing else to do."""
     with shared_memory():
         assert typed(RESUME, timeout=400) == on_the_page(RESUME)
+
+
+def test_the_lesson_with_a_real_model_has_its_questions_and_pays_for_the_letter_alone():
+    lesson = runpy.run_path(str(LETTERS))
+    rows = lesson["rows"]()
+    assert len({row["prompt"] for row in rows}) == 104 and {row["answer"] for row in rows} == {*string.ascii_lowercase}
+    said = {"Penguin": 1.5, "p": 1.5, "P is for penguin": 1.0, "Cat": 0.5, "The penguin": 0.0, " ": 0.0, "": 0.0}
+    assert {text: lesson["letters"]("", text, "p") for text in said} == said
+    config = configure(train_grpo.DEFAULTS | {"__file__": train_grpo.__file__}, lesson["FLAGS"].split())
+    assert config["reward"] == "lessons/9_letters.py:letters" and config["eval_size"] == 16
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)

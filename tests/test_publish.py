@@ -179,6 +179,48 @@ def test_what_is_published_loads_as_a_model_and_as_a_table(two_ranks, tmp_path, 
     assert last["logprobs"][:] == [s.logprobs.tolist() for s in samples]
 
 
+def test_a_card_says_what_a_repeat_needs_beside_it_and_no_folder_of_this_machine(tmp_path, monkeypatch):
+    """A reward and a data set of one's own were named, and nowhere to be had."""
+    model, run = tmp_path / "chat_model", tmp_path / "run"
+    for folder in (model, run):
+        folder.mkdir()
+    hashes = {}
+    for file in (model / "model.safetensors", tmp_path / "mine.jsonl", tmp_path / "words.py"):
+        file.write_text(file.name)
+        hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (run / "config.py").write_text(f"# train_grpo.py --init_from={model} --lora_rank=8\n# 1234567\n# a CPU\n")
+    monkeypatch.chdir(tmp_path)
+    config = dict(init_from=str(model), dataset="mine.jsonl", reward="0.5*words.py:reward + format", lora_rank=8)
+
+    def card(**other):
+        return publish.card(publish.plot.Run(run, "run", [], [], config | other), "user/name")
+
+    said = card()
+    assert str(tmp_path) not in said and "`train_grpo.py --init_from=chat_model --lora_rank=8`" in said
+    assert (
+        f"| base model | chat_model, not in this repository; a repeat needs it: sha256 {hashes['model.safetensors']} |"
+        in said
+    )
+    assert f"| data | mine.jsonl, not in this repository; a repeat needs it: sha256 {hashes['mine.jsonl']} |" in said
+    assert "| code of its own | [run/words.py](run/words.py) |" in said
+    assert "library_name: peft\n" in said and "\nbase_model" not in said and "\ndatasets" not in said
+    assert [*map(str, publish.code_of(config))] == ["words.py"]
+    said = card(init_from="Qwen/Qwen3-0.6B", dataset="openai/gsm8k", reward="numeric", lora_rank=0)
+    assert "library_name: transformers\n" in said and "\nbase_model: Qwen/Qwen3-0.6B\ndatasets: openai/gsm8k\n" in said
+    assert "| base model | Qwen/Qwen3-0.6B |" in said and "| code of its own | none |" in said
+    monkeypatch.setattr(publish, "MOST_CODE", 3)
+    assert publish.code_of(config) == []
+
+    out, source = tmp_path / "publish", tmp_path / "adapters"
+    for folder in (out / "run", source):
+        folder.mkdir(parents=True)
+    (source / "adapter_config.json").write_text(json.dumps(dict(base_model_name_or_path=str(model), r=8)))
+    publish.export(source, out)
+    assert json.loads((out / "adapter_config.json").read_text()) == dict(base_model_name_or_path="chat_model", r=8)
+    (out / "run" / "config.py").write_text("")
+    assert verify.fetched(out) == verify.fetched(out / "run") == out / "run"
+
+
 @pytest.mark.parametrize("spoil, name, line", [
     (lambda run: None, "name", "name: not the name of a repository; use user/name"),
     (lambda run: (run / "ckpt" / "link").symlink_to("/etc"), "user/name", "ckpt/link: a symbolic link"),

@@ -5,6 +5,7 @@ Sums that do not depend on who adds, files that are whole or refused, and a ledg
 """
 
 import errno
+import functools
 import gc
 import json
 import mmap
@@ -28,6 +29,7 @@ from safetensors.torch import save
 
 import kernels
 import sync
+from episodes.sampler import Agent
 from kernels import CAPABILITIES, Sampling
 from models import folders
 from rollout_server import Batch, Job
@@ -608,6 +610,16 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
     assert (line["groups"], line["zero_std_groups"], line["easy_groups"], line["hard_groups"]) == (4, 1, 1, 2)
     assert (line["response_length_mean"], line["response_length_max"], line["loss"]) == (2.0, 3, 0.25)
     assert line["truncated_fraction"] == pytest.approx(1 / 3) and line["engine_retractions"] == 4
+    # What samples.md has of them; an agent's last answer came twice there, and one that was cut off looked whole.
+    record.samples(1, *made[2])
+    turns = [dict(message=i, tool_calls=[], rewards=[], truncated=i == 1) for i in range(2)]
+    messages = [dict(role="assistant", content=text) for text in "ab"]
+    record.agent = types.SimpleNamespace(transcript=functools.partial(Agent.transcript, None))
+    episode = [dict(path=[], messages=messages, turns=turns)]
+    record.samples(2, made[2].tensors, made[2].meta | dict(episodes=[episode] * 3))
+    text = (tmp_path / "samples.md").read_text()
+    assert "- reward 1: `'a'`, cut off\n" in text and "- reward 0.1: `'a'`\n- reward 0.1: `'b'`\n" in text
+    assert text.endswith("- reward 0:\n    - assistant: `'a'`\n    - assistant: `'b'`, cut off\n")
     assert (line["wait_seconds"], line["train_seconds"], line["sync_seconds"]) == (1.0, 2.0, 4.0)
     assert line["rollout_seconds"] == 6  # from when the first was begun, 0, to when the last was done
     assert line["idle_seconds"] == (1 + 2) / 2  # of each engine up to its last group

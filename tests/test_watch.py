@@ -63,6 +63,23 @@ def test_a_kl_that_grows_is_no_signal_while_the_reward_does_not():
     assert hacking(without) == "" == hacking(without[:45] + steps_of(60)[45:])  # as after a rollback
 
 
+def test_answers_that_shrink_to_one_short_text_are_a_signal_and_short_ones_that_become_sure_are_none():
+    """
+    A chat model that was rewarded for a word with a given first letter wrote the letter alone, eight times: 7.6
+    different responses per prompt fell to 1.2, far above a tenth, as prompts with answers of their own have one each.
+    """
+    falls = lambda first, last: lambda i: last + (first - last) * max(0, 1 - i / 20)  # noqa: E731
+    collapse = dict(
+        unique_answers=falls(7.6, 1.2), distinct_2=falls(0.91, 0.18), reward_mean=lambda i: 1.5 - 1.3 / (i + 1)
+    )
+    shrinks = dict(response_length_mean=falls(12, 2))
+    assert hacking(steps_of(30, **collapse, **shrinks)).startswith("response_length_mean 2 < 2.925")
+    # The controls: sums that are learned, words that replace sentences, and sentences that become brief.
+    assert not hacking(steps_of(30, **collapse, response_length_mean=3))
+    assert not hacking(steps_of(30, **collapse, response_length_mean=falls(12, 4)))
+    assert not hacking(steps_of(30, **shrinks, unique_answers=falls(7.6, 3)))
+
+
 def test_the_figures_of_texts_are_those_of_a_count_by_hand():
     t = dict(
         tokens=torch.tensor([1, 2, 1, 2, 9, 5, 5, 5, 7]), lengths=torch.tensor([5, 4]),

@@ -10,13 +10,15 @@ A run as a repository of the Hugging Face hub, which others load as a model, rea
     *.safetensors, ..   the last checkpoint in bfloat16, without the optimizer's state: what from_pretrained loads
     samples.parquet     every sample: step, prompt, text, tokens, log-probs, reward, advantage where its group gives it
     run/                what verify reads: config.py, the ledger, metrics, rollout files, and the last --checkpoints
-                        checkpoints in float32, with the optimizer's state
+                        checkpoints in float32, with the optimizer's state; and the Python files that config.py names,
+                        as that of a reward
 
 config.py says with which command, in which folders and with which judge's address the run was made. Exit status 2:
 nothing to publish, or the hub refuses it.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import shutil
@@ -26,12 +28,13 @@ import plot
 import pyarrow
 import pyarrow.parquet
 import torch
-from runs import check_links, saved_config
+from runs import ROOT, check_links, saved_config
 from safetensors.torch import load_file
 
 import sync
-from configurator import fail, require
+from configurator import OWN, fail, require
 from models.folders import load_tokenizer
+from rewards import FILES
 
 SAMPLE = pyarrow.schema(
     dict(
@@ -41,8 +44,9 @@ SAMPLE = pyarrow.schema(
     )
 )  # fmt: skip
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
+MOST_CODE = 2**18  # bytes of a Python file that is copied
 CARD = """---
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-generation
 tags: [onecurve, grpo, reinforcement-learning, reproducible]
 {front}---
@@ -69,6 +73,7 @@ samples to their weights. Nothing of this repository is executed.
 | base model | {base} |
 | data | {data} |
 | reward | {reward} |
+| code of its own | {code} |
 | made with | {machine} |
 | command | `{command}` |
 | config | [run/config.py](run/config.py); running it again reruns the run |
@@ -98,6 +103,38 @@ def export(checkpoint, out):
     if (checkpoint / "config.json").is_file():
         hf = json.loads((checkpoint / "config.json").read_text())
         (out / "config.json").write_text(json.dumps(hf | dict(dtype="bfloat16"), indent=1))
+    if (checkpoint / "adapter_config.json").is_file():
+        peft = json.loads((checkpoint / "adapter_config.json").read_text())
+        base = peft["base_model_name_or_path"]
+        base = base if of_hub(base) else Path(base).name
+        (out / "adapter_config.json").write_text(json.dumps(peft | dict(base_model_name_or_path=base), indent=1))
+
+
+def of_hub(name):
+    """Whether a model or a data set is the hub's, and not a file, a folder or something made here."""
+    here = Path(name).exists() or Path(name).suffix in (*FILES, ".gguf")
+    return bool(NAME.fullmatch(name)) and name[0] not in "./" and not here
+
+
+def named(name):
+    """A model or a data set for the card: what is a file or a folder here is its last name, and a hash."""
+    path = Path(name)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        return path.name if path.is_absolute() else name
+    total = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as f:
+            hashlib.file_digest(f, lambda: total)  # of one file the hash that sha256sum gives
+    return f"{path.name}, not in this repository; a repeat needs it: sha256 {total.hexdigest()}"
+
+
+def code_of(config):
+    """The Python files that a config names, as that of a reward."""
+    values = " ".join(str(config.get(key, "")) for key in (*OWN, "reward", "agent"))
+    files = sorted({*re.findall(r"([^+*\s]+\.py):", values)})
+    there = [next(filter(Path.is_file, (Path(file), ROOT / file)), None) for file in files]
+    return [path for path in there if path and path.stat().st_size <= MOST_CODE]
 
 
 def sample_rows(step, t, meta, config, tokenizer):
@@ -133,9 +170,11 @@ def card(run, name):
     passes = [line for line in run.lines if "pass@1" in line]
     notes = re.findall("^# (.*)$", (run.folder / "config.py").read_text(), re.MULTILINE)  # as configurator.provenance
     command, commit, machine = [*notes, *["unknown"] * 3][:3]
+    command = re.sub(r"(?<==)/\S*/", "", command)  # folders of this machine say nothing elsewhere
     scratch = config["init_from"] == "scratch"
     hub = {"base_model": config["init_from"], "datasets": config["dataset"]}
-    front = "".join(f"{key}: {value}\n" for key, value in hub.items() if NAME.fullmatch(value) and value[0] not in "./")
+    front = "".join(f"{key}: {value}\n" for key, value in hub.items() if of_hub(value))
+    code = ", ".join(f"[run/{path.name}](run/{path.name})" for path in code_of(config))
     evaluation = ""
     if passes:
         ends = (f"{x['pass@1']:.4f} +- {x['pass@1_ci95']:.4f} after {x['step']}" for x in (passes[0], passes[-1]))
@@ -146,8 +185,8 @@ def card(run, name):
     return CARD.format(
         name=name, front=front, digest=plot.digest_of(run), trained=plot.steps_of(run), mismatch=said * bool(steps),
         commit=commit, machine=machine, command=command, base="none: from random weights" if scratch
-        else config["init_from"], data=config["dataset"], reward=config["reward"], evaluation=evaluation,
-        picture="reward.png",
+        else named(config["init_from"]), data=named(config["dataset"]), reward=config["reward"], code=code or "none",
+        library="peft" if config.get("lora_rank") else "transformers", evaluation=evaluation, picture="reward.png",
     )  # fmt: skip
 
 
@@ -165,6 +204,8 @@ def write_folder(run, name, out, checkpoints):
     for file in ("config.py", *sync.LOGS):
         if (run / file).is_file():
             shutil.copy(run / file, out / "run")
+    for path in code_of(config):
+        shutil.copy(path, out / "run")
     for checkpoint in sealed[len(sealed) - checkpoints :]:
         shutil.copytree(checkpoint, out / "run" / "ckpt" / checkpoint.name)
     if (run / "queue").is_dir():

@@ -89,9 +89,13 @@ def differing_weight(checkpoint, line):
 
 
 def fetched(name):
-    """A run's folder; of one that tools/publish.py has put on the hub as user/name, a copy in out/hub/user/name."""
+    """
+    A run's folder, which is run/ in one that tools/publish.py has written; of one that it has put on the hub as
+    user/name, a copy in out/hub/user/name.
+    """
     if name.is_dir() or len(name.parts) != 2:
-        return name
+        published = (name / "run" / "config.py").is_file() and not (name / "config.py").is_file()
+        return name / "run" if published else name
     from huggingface_hub import snapshot_download
 
     folder = HUB / name
@@ -209,7 +213,7 @@ def main():
         for step in steps:
             legs.setdefault(max((s for s in starts if s <= step), default=None), []).append(step)
         for start, some in legs.items():
-            folder = (args.keep or Path(scratch)) / f"from_{start}"
+            folder = (args.keep or Path(scratch)) / f"from_{'the_beginning' if start is None else start}"
             if where := parted(run, folder, starts.get(start), some, flags, args.nproc):
                 print(f"parted: {printable(where)}")
                 return 1
