@@ -280,9 +280,14 @@ CHOICES = {  # beside the default, which may be ''
 OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens temperature eval_samples engine_timeout
-    keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
-    judge_tries sandbox_seconds lora_alpha""".split()
-NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p".split()
+    keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp rollout_ranks tp_split max_turns agent_timeout
+    judge_tries sandbox_seconds lora_alpha sft_batch engine_memory""".split()
+NOT_NEGATIVE = """
+    curriculum lag segment_tokens groups_in_flight lora_rank eval_temperature top_k min_p max_steps threads
+    eval_size eval_every checkpoint_every keep_rollouts sample_every dynamic_sampling warmup_sft_steps sft_learning_rate
+    learning_rate warmup_steps lr_decay_steps min_lr beta1 beta2 weight_decay grad_clip gamma gae_lambda value_coef
+    value_clip clip_low clip_high importance_floor importance_cap router_aux_loss_coef kl_coef""".split()
+AT_MOST_1 = "engine_memory gamma gae_lambda".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # {a condition (see `holds`): the keys that have an effect only then}
 HAVE_EFFECT = {
@@ -422,6 +427,10 @@ def key_rules(c, world, defaults):
         yield key, values[key] > 0, "must be more than 0"
     for key in NOT_NEGATIVE:
         yield key, values[key] >= 0, "use 0 or more"
+    for key in AT_MOST_1:
+        yield key, values[key] <= 1, "use 1 or less"
+    for key in ("beta1", "beta2"):
+        yield key, values[key] < 1, "the part of a mean that each step keeps; use less than 1"
     for key in ("lanes", "tp_split"):
         yield key, values[key].bit_count() == 1, "not a power of two; use 1, 2, 4, .."
     for conditions, what, may in ((HAVE_EFFECT, "is for", True), (EXCLUDES, "is not for", False)):

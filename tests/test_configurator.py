@@ -513,7 +513,7 @@ BAD = [
     (dict(rollout_tp=2, tp_split=2), 1, "rollout_tp=2: 1 ranks, of which 1 train"),
     (dict(rollout_tp=2, tp_split=2, colocate=True, rollout_ranks=2), 2, "rollout_tp=2: 2 ranks, of which 2 train"),
     (dict(rollout_tp=2, tp_split=2, mode="eval"), 3, "rollout_tp=2: 3 ranks, of which 0 train"),
-    (dict(rollout_ranks=0), 2, "rollout_ranks=0: of 2 ranks"),
+    (dict(rollout_ranks=0), 2, "rollout_ranks=0: must be more than 0"),
     (dict(), 4, "lanes=8: 3 trainer ranks cannot share"),
     (dict(leaf_tokens=0), 1, "leaf_tokens=0: must be more than 0"),
     (dict(temperature=0.0), 1, "temperature=0.0"),
@@ -586,6 +586,11 @@ BAD = [
     (dict(kl_coef=0.1), 1, "kl_coef=0.1: needs a reference, as a scratch model is random"),
     (dict(reference="x"), 1, "reference='x': is for --kl_coef or --advantage=distill; use ''"),
     (dict(keep_checkpoints=0), 1, "keep_checkpoints=0"),
+    (dict(grad_clip=-1.0), 1, "grad_clip=-1.0: use 0 or more"),  # it would turn every gradient round
+    (dict(sft_batch=0), 1, "sft_batch=0: must be more than 0"),
+    (dict(beta2=1.0), 1, "beta2=1.0: the part of a mean that each step keeps; use less than 1"),
+    (dict(engine_memory=5.0), 1, "engine_memory=5.0: use 1 or less"),
+    (dict(advantage="gae", gamma=1.5), 1, "gamma=1.5: use 1 or less"),
 ]
 
 
@@ -596,6 +601,19 @@ def test_values_that_make_no_sense_are_refused_in_one_line(change, world, messag
         check_config(DEFAULTS | change, world, DEFAULTS)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")
+
+
+def test_a_negative_number_is_refused_wherever_it_has_no_meaning(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    numbers = [key for key, default in DEFAULTS.items() if type(default) in (int, float)]
+    accepted = []
+    for key in numbers:
+        try:
+            check_config(DEFAULTS | {key: type(DEFAULTS[key])(-1)}, 1, DEFAULTS)
+            accepted.append(key)
+        except SystemExit:
+            assert capsys.readouterr().err.startswith(f"error: {key}=-1")
+    assert accepted == ["seed", "pass_reward", "entropy_coef"]
 
 
 def test_an_engine_on_another_kind_of_cpu_is_refused_and_a_mode_without_one_is_not(capsys, monkeypatch):
