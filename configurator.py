@@ -13,6 +13,7 @@ block that stands at the left margin.
 All of it serves any script; only the last section knows the keys of train_grpo.py.
 """
 
+import json
 import os
 import platform
 import re
@@ -52,10 +53,19 @@ def printable(text):
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.splitlines()))
 
 
+def error_line(message):
+    """The line in which an error ends this process. Under torchrun it is told, too, so that its last line is this."""
+    line = f"error: {printable(message)}"
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = dict(py_callstack=line, timestamp=str(int(time.time())))
+        Path(path).write_text(json.dumps(dict(message=dict(message=line, extraInfo=details))))
+    return line
+
+
 def fail(message):
     """Ends this process with one line on stderr and status 2, whatever its rank."""
     close_bars()
-    print("error:", printable(message), file=sys.stderr)
+    print(error_line(message), file=sys.stderr)
     sys.exit(2)
 
 

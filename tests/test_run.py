@@ -82,10 +82,13 @@ def test_bad_input_gets_one_line_and_status_2(tmp_path, flags, message):
     assert not processes_of(tmp_path / "run")
 
 
-def test_under_torchrun_one_rank_prints_the_line(tmp_path):
+def test_under_torchrun_one_rank_prints_the_line_and_torchrun_ends_with_it(tmp_path):
     status, output = launch(tmp_path / "run", "--lanes=3", ranks=2, timeout=90)
-    assert status != 0 and output.count("error: lanes=3: not a power of two") == 1
-    assert 'File "' not in output.split("error: lanes=3")[0] and "exitcode  : 2" in output
+    line = "error: lanes=3: not a power of two; use 1, 2, 4, .."
+    assert status != 0 and error_line(output.partition("Traceback")[0]) == line
+    assert 'File "' not in output.split(line)[0] and "exitcode  : 2" in output
+    *_, last, _ = output.splitlines()
+    assert last.split() == f"traceback : {line}".split()
     assert not processes_of(tmp_path / "run")
 
 
@@ -112,7 +115,7 @@ def test_a_mistake_found_late_leaves_the_folder_to_the_corrected_command(tmp_pat
     assert status == 2 and "holds a run already" in error_line(output)
     ledger = (folder / "ledger.jsonl").read_bytes()
     status, output = launch(folder, *sft, ranks=1, restarts=1)
-    assert status != 0 and output.count("holds a run already") == 2
+    assert status != 0 and len(re.findall("^error: .* holds a run already", output, re.M)) == 2
     assert ledger and (folder / "ledger.jsonl").read_bytes() == ledger
 
 
