@@ -122,7 +122,12 @@ def load_tokenizer(folder):
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not tokenizer("1")["input_ids"]:  # without files, transformers makes up an empty one for some kinds of model
+            raise ValueError("it has no tokens")
+    except Exception as e:
+        require(False, f"init_from={str(folder)!r}: no usable tokenizer: {reason(e)}; use a complete folder")
     try:
         stop = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:  # a folder without generation_config.json

@@ -613,3 +613,17 @@ def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, capsys, mo
         (dict(tp_split=2, rollout_tp=2), "rollout_tp=2: does not divide its number of key heads, 3, of init_from="),
     ):
         assert message in refusal(Qwen2Config(**heads), **change)
+
+
+def test_a_model_without_a_tokenizer_or_with_a_broken_one_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    from transformers import LlamaConfig, Qwen2Config
+
+    for hf, content in ((LlamaConfig(), ""), (Qwen2Config(), ""), (Qwen2Config(), "{"), (LlamaConfig(), "[]")):
+        hf.save_pretrained(tmp_path)
+        if content:
+            (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(SystemExit) as e:
+            train.folders.load_tokenizer(tmp_path)
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert e.value.code == 2 and line.startswith(f"error: init_from={str(tmp_path)!r}: no usable tokenizer: ")
