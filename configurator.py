@@ -310,7 +310,7 @@ HAVE_EFFECT = {
     "segment_tokens": "groups_in_flight",
     "mode=grpo or replay": "engine_bits",
     "kl_coef": "kl_in_reward",
-    "lora_rank": "lora lora_alpha lora_targets",
+    "lora_rank": "lora_alpha lora_targets",
     "agent": "credit",
     "agent or --chat_template": "chat_template_args",
     "advantage=grpo, dr_grpo, rloo or gae": "credit",
@@ -526,7 +526,9 @@ def feature_rules(c, world, defaults):
     fits = 0 < min(*sizes, active) and active <= (experts or active)
     yield "scratch_args", fits, f"sizes must be more than 0, and a token's experts no more than num_experts={experts}"
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
-    yield "lora_rank", not c.lora_rank or mode.trains, f"mode={c.mode!r}: {why}"
+    for key in ("lora_rank", "lora"):
+        yield key, not vars(c)[key] or mode.trains, f"mode={c.mode!r}: {why}"
+    yield "lora", not c.lora or c.lora_rank, "adapters to train on; use --lora_rank, with their rank, too"
     tokens = c.max_prompt_tokens + c.max_new_tokens + 1
     cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
     yield "engine_args", cache >= tokens, f"one sample may take max_total_tokens={tokens}; use more"

@@ -157,7 +157,8 @@ kl_coef = 0.0  # weight of the KL to the frozen reference
 kl_in_reward = False  # True: subtract the KL from a sample's reward (with gae each token's); False: add it to the loss
 kl_estimator = "k3"  # k1, k2 or k3
 reference = ""  # model folder or hub name, with advantage='distill' the teacher; '': that of init_from
-# LoRA (Hu et al. 2021, arXiv:2106.09685): the model's weights W are frozen, W + lora_alpha / lora_rank * B A is used
+# LoRA (Hu et al. 2021, arXiv:2106.09685): the model's weights W are frozen, W + lora_alpha / lora_rank * B A is used.
+# Adapters usually want a learning_rate some ten times that of full training (docs/scale.md)
 lora_rank = 0  # rows of A and columns of B; 0: no LoRA, all weights are trained
 lora_alpha = 32.0
 lora_targets = ""  # such as 'q_proj,v_proj'; '': all linear layers of attention and MLP

@@ -545,7 +545,12 @@ BAD = [
     (dict(scratch_args="num_experts=1"), 1, "scratch_args='num_experts=1': sizes must be more than 0, and a token's"),
     (dict(lora_rank=-1), 1, "lora_rank=-1: use 0 or more"),
     (dict(lora_alpha=16.0), 1, "lora_alpha=16.0: is for --lora_rank; use 32.0"),
-    (dict(lora="out/x"), 1, "lora='out/x': is for --lora_rank; use ''"),
+    (dict(lora="out/x"), 1, "lora='out/x': adapters to train on; use --lora_rank, with their rank, too"),
+    (
+        dict(lora="out/x", mode="eval"),
+        1,
+        "lora='out/x': mode='eval': adapters are trained here; to use them first make",
+    ),
     (dict(lora_rank=8, lora_alpha=0.0), 1, "lora_alpha=0.0: must be more than 0"),
     (dict(lora_rank=8, mode="eval"), 1, "lora_rank=8: mode='eval': adapters are trained here; to use them first make"),
     (dict(lora_rank=8, mode="rm"), 1, "lora_rank=8: is not for --mode=rm; use 0"),
