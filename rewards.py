@@ -4,7 +4,8 @@ Tasks: scores, and the rows of a data set with their prompts. A reward is a pure
     reward(prompt: str, response: str, answer: str) -> float, or (float, a dict of notes for the rollout file)
 
 of its arguments alone: a clock, a random number or the order of a set of strings (it changes with PYTHONHASHSEED) would
-end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
+end the promise that a run can be repeated bit for bit. One of yours that has a parameter `row` gets by that name the
+data set's row, a dict of all its columns. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
 gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
 What takes other processes or models is elsewhere: `code` in graders/sandbox.py, `judge`, `math` and 'model:folder' in
 graders/judges.py, `reasoning_gym` in graders/gym.py.
@@ -14,6 +15,7 @@ Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), 
 """
 
 import importlib.util
+import inspect
 import math
 import os
 import re
@@ -156,20 +158,32 @@ def load_reward(spec, config={}):
     except ValueError as error:
         require(False, f"reward={spec!r}: {error}")
 
-    def weighted_sum(prompt, response, answer):
+    readers = [name for _, name, f in terms if ".py:" in name and "row" in parameters_of(f)]
+
+    def weighted_sum(prompt, response, answer, row=None, terms=terms):
         noted = {}
         summands = []
         for weight, name, f in terms:
             # User code is not asked to be thread-safe; what is built in may wait for another process or machine.
             with ONE_AT_A_TIME if ".py:" in name else nullcontext():
-                value, notes = verdict(f(prompt, response, answer), name)
+                value, notes = verdict(f(prompt, response, answer, **{"row": row} if name in readers else {}), name)
             summands.append(weight * value)
             noted[name] = {"reward": value, **notes}
         return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
     weighted_sum.reads = [f.reads for _, _, f in terms if hasattr(f, "reads")]
     weighted_sum.waits = any(name in ELSEWHERE for _, name, _ in terms)
+    weighted_sum.reads_row = bool(readers)
+    weighted_sum.own = partial(weighted_sum, terms=[term for term in terms if ".py:" in term[1]])
     return weighted_sum
+
+
+def parameters_of(function):
+    """The names of a function's parameters; none where Python does not know them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of something written in C
+        return ()
 
 
 def find_reward(name):
@@ -197,6 +211,19 @@ def check_answers(rewards, rows, config):
             column = sources_of(config)[source]["answer_column"]
             where = f"for prompt {row['prompt']!r:.60}"
             require(False, f"answer_column={column!r}: {where}: {error}; use another column or reward")
+
+
+def try_own(rewards, rows):
+    """Ends the run with one line if a reward of the user's fails on the first row of its source, taken as answered."""
+    first = {}
+    for row in rows:
+        first.setdefault(row.get("source", ""), row)
+    for source, row in first.items():
+        try:
+            own = partial(rewards[source].own, row=row.get("columns"))
+            score(own, row["prompt"], row["answer"], row["answer"], "the first row, with its answer as the response")
+        except RewardError as error:
+            require(False, str(error))
 
 
 def check_vocabulary(tokenizer):
@@ -580,11 +607,15 @@ def load_split(name, configuration, split):
         require(False, f"dataset={name!r}: cannot load split {split!r}: {reason(e)}")
 
 
-def load_sources(config):
-    """({source: training rows}, held-out rows of all sources): `load_rows`, and with names a row says its source."""
+def load_sources(config, scored_by={}):
+    """
+    ({source: training rows}, held-out rows of all sources): `load_rows`, and with names a row says its source.
+    scored_by: {source: its reward}; where that reads rows, "columns" has a row as it is in the data set.
+    """
     training = {}
     held_out = []
     for name, source in sources_of(config).items():
+        source["reads_row"] = name in scored_by and scored_by[name].reads_row
         rows, others = load_rows(source)
         for row in chain(rows, others) if name else ():
             row["source"] = name
@@ -645,6 +676,8 @@ def row_of(example, config):
         problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(sorted(example))}"
         require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
     row = dict(example) if config["agent"] else {}  # an agent gets all columns
+    if config.get("reads_row"):
+        row["columns"] = dict(example)
     row["prompt"] = prompt
     texts = sides(config["mode"])
     for side in texts:

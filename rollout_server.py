@@ -795,7 +795,8 @@ class Sampler:
         if finished:
             where = f"{job.stream} step {job.step}, prompt {index}, sample "
             reward = self.rewards[row.get("source", "")]
-            calls = [(reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
+            call = functools.partial(reward, row=row["columns"]) if "columns" in row else reward
+            calls = [(call, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
             # Those that wait for a process or an answer do so side by side; others would only wake each other.
             parts = [[call] for call in calls] if reward.waits else [calls]
             run = functools.partial(asyncio.get_running_loop().run_in_executor, SCORERS, score_all)

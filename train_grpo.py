@@ -1205,12 +1205,14 @@ if __name__ == "__main__":
         from episodes.sampler import Agent
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
-    train_rows, eval_rows = rewards.load_sources(config)
+    train_rows, eval_rows = rewards.load_sources(config, scored_by)
     if scored_by and not episodes:
         rewards.check_answers(scored_by, chain(*train_rows.values(), eval_rows), config)
     for name, rows in train_rows.items():
         train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)
     eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
+    if scored_by and not episodes and ranks.rank == 0:
+        rewards.try_own(scored_by, chain(*train_rows.values(), eval_rows))
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads(), cores)
 

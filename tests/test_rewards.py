@@ -254,6 +254,45 @@ def test_a_function_of_the_users_file_gets_all_three_texts(write):
     assert load_reward(f"{file}:joined")("p", "r", "a")[0] == 1.0
 
 
+def test_a_function_with_a_parameter_row_gets_all_columns_and_no_other_row_keeps_them(write):
+    data = write("".join(json.dumps(dict(prompt=f"{i}", answer="2", level=[i])) + "\n" for i in range(3)), "x.jsonl")
+    own = write("def f(prompt, response, answer, row): return row['level'][0]\ndef g(p, r, a): return 1\n")
+    config = DEFAULTS | dict(dataset=data, eval_size=1, prompt_template="Q{prompt}")
+    for spec, keeps in ((f"{own}:f + 10*{own}:g + exact", True), (f"{own}:g", False)):
+        reward = load_reward(spec)
+        training, held_out = load_sources(config, {"": reward})
+        for row in training[""] + held_out:
+            assert ("columns" in row) == keeps
+            if keeps:
+                i = int(row["prompt"][1:])
+                assert row["columns"] == dict(prompt=str(i), answer="2", level=[i])
+                assert reward(row["prompt"], "", row["answer"], row=row["columns"])[0] == 10 + i
+
+
+@pytest.mark.parametrize(
+    "source, complaint",
+    [
+        ("def f(p, r): return 1", "TypeError: f() takes 2 positional arguments but 3 were given"),
+        ("def f(p, r, a): pass", "returned None, not a finite number"),
+        ("def f(p, r, a): return '1.0'", "returned '1.0', not a finite number"),
+        ("def f(p, r, a): return float('nan')", "returned nan, not a finite number"),
+        ("def f(p, r, a): return a['x']", "TypeError: string indices must be integers, not 'str' (my_file.py:1)"),
+        ("def f(p, r, a, row): return row['missing']", "KeyError: 'missing' (my_file.py:1)"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setitem(rewards.BUILT_IN, "exact", lambda *_: pytest.fail("what is built in may wait for a machine"))
+    rows = [dict(prompt="1+1=", answer="2", columns={"level": 1}), dict(prompt="", answer="")]
+    rewards.try_own({"": load_reward("exact")}, rows)
+    with pytest.raises(SystemExit) as e:
+        rewards.try_own({"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1
+    assert err.startswith("error: reward failed on the first row, with its answer as the response: ")
+    assert complaint in err and err.endswith("; response '2'\n")
+
+
 def test_what_a_function_says_beside_its_number_is_noted_and_counted(write):
     file = write("def f(p, r, g): return len(r), dict(verdict=r, near_limit=r != 'pass')\n")
     reward = load_reward(f"exact + 0*{file}:f")

@@ -133,7 +133,7 @@ def test_code_that_a_models_folder_names_is_not_run(two_ranks, tmp_path):
 
 
 def test_a_reward_that_raises_ends_the_run_and_names_the_sample(tmp_path):
-    (tmp_path / "mine.py").write_text("def late(prompt, response, answer):\n    return 1 / (len(answer) - 2)\n")
+    (tmp_path / "mine.py").write_text("def late(prompt, response, answer):\n    return 1 / (response == answer)\n")
     reward = f"--reward={tmp_path}/mine.py:late"
     status, output = launch_warm(tmp_path / "run", reward, "--warmup_sft_steps=0", "--eval_size=0")
     assert status == 2, output[-3000:]
