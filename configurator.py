@@ -25,7 +25,7 @@ import time
 import types
 from ast import literal_eval, parse
 from difflib import get_close_matches
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from runpy import run_path
 from traceback import extract_tb
@@ -197,7 +197,8 @@ def _run_file(name, folder, defaults):
     """{key: value} that a config file assigns; it is looked for in the working directory, then beside the script."""
     require(name.endswith(".py"), f"{name}: not a config file (.py); a flag is joined to its value: --key=value")
     path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
-    require(path, f"{name}: no such config file, in {Path.cwd()} or in {folder.resolve()}")
+    folders = " or in ".join(dict.fromkeys([str(Path.cwd()), str(folder.resolve())]))
+    require(path, f"{name}: no such config file, in {folders}")
     try:
         scope = run_path(str(path))
     except Exception as error:  # the file's code may raise anything
@@ -401,7 +402,11 @@ def resolve(namespace, defaults):
 def check_versions():
     """Refuses other versions than pyproject.toml's: the hooks into these libraries are written for them."""
     pins = Path(__file__).with_name("pyproject.toml").read_text()
-    for name, found in library_versions().items():
+    try:
+        versions = library_versions()
+    except PackageNotFoundError as e:
+        require(False, f"{e.name}: not installed for {sys.executable}; start with uv run, as in: uv run train_grpo.py")
+    for name, found in versions.items():
         wanted = re.search(f'"{name}==([^"]*)', pins)[1]
         cure = "install that one (uv sync), or adapt the hooks and the pin in pyproject.toml"
         require(found == wanted, f"{name} {found}: the hooks into it are written for {name} {wanted}; {cure}")

@@ -16,6 +16,7 @@ Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), 
 
 import importlib.util
 import inspect
+import json
 import math
 import os
 import re
@@ -408,7 +409,7 @@ def find_function(name, built_in, what):
     folders = Path.cwd(), Path(__file__).resolve().parent
     path = next(filter(Path.is_file, (folder / file for folder in folders)), None)
     if path is None:
-        raise ValueError(f"no file {file} in {folders[0]} or {folders[1]}")
+        raise ValueError(f"no file {file} in {' or '.join(dict.fromkeys(map(str, folders)))}")
 
     key = str(path.resolve())  # the module's name, not the stem, which two files may share; dataclasses need it, too
     if key not in sys.modules:
@@ -597,6 +598,7 @@ def load_split(name, configuration, split):
     datasets.disable_progress_bars()
     name = split if Path(split).suffix in FILES else name
     kind = FILES.get(Path(name).suffix)
+    require(kind or not Path(name).is_file(), f"dataset={name!r}: a file, but not one of {', '.join(FILES)}")
     there = not kind or Path(name).is_file() and Path(name).stat().st_size
     require(there, f"dataset={name!r}: no such file, or an empty one")
     try:
@@ -604,6 +606,11 @@ def load_split(name, configuration, split):
             return datasets.load_dataset(kind, data_files=name, split="train")
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as e:
+        for i, line in enumerate(Path(name).read_bytes().split(b"\n") if name.endswith(".jsonl") else (), 1):
+            try:
+                json.loads(line or b"{}")
+            except ValueError as broken:
+                require(False, f"dataset={name!r}: line {i}: {getattr(broken, 'msg', broken)}")
         require(False, f"dataset={name!r}: cannot load split {split!r}: {reason(e)}")
 
 
@@ -674,6 +681,7 @@ def row_of(example, config):
         prompt = (config["prompt_template"] or "{" + config["prompt_column"] + "}").format(**example)
     except (KeyError, IndexError, ValueError) as e:
         problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(sorted(example))}"
+        problem += "; a brace that is text is {{ or }}"
         require(False, f"prompt_template={config['prompt_template']!r}: {problem}")
     row = dict(example) if config["agent"] else {}  # an agent gets all columns
     if config.get("reads_row"):
@@ -736,5 +744,9 @@ def _with_ids(rows, field, ids, key, what, config):
     kept = [row for row in rows if 0 < len(row[field]) <= config[key]]
     require(kept or not rows, f"{key}={config[key]}: all {len(rows)} {what} are longer (or empty); use more")
     if len(kept) < len(rows) and os.environ.get("RANK", "0") == "0":
-        print(f"dropped {len(rows) - len(kept)} of {len(rows)} {what}: over {key}={config[key]}")
+        dropped = len(rows) - len(kept)
+        empty = sum(not row[field] for row in rows)
+        counts = {"empty": empty, f"over {key}={config[key]}": dropped - empty}
+        causes = ", ".join(f"{n} {cause}" for cause, n in counts.items() if n)
+        print(f"dropped {dropped} of {len(rows)} {what}: {causes}")
     return kept

@@ -82,9 +82,8 @@ def rank_is_lost(error):
     return lost
 
 
-def report_error(kind, error, trace):
+def report_error(kind, error, trace, kept="nothing written is lost", cure="go on with --init_from=resume"):
     """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
-    cure = "go on with --init_from=resume"
     close_bars()
     if kind is KeyboardInterrupt:
         line = "interrupted"
@@ -96,7 +95,7 @@ def report_error(kind, error, trace):
         cure = f"when that is mended, {cure}"
     else:
         return sys.__excepthook__(kind, error, trace)
-    print(error_line(f"{line}; nothing written is lost; {cure}"), file=sys.stderr, flush=True)
+    print(error_line(f"{line}; {kept}; {cure}"), file=sys.stderr, flush=True)
 
 
 def reason(error):

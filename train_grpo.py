@@ -1062,7 +1062,7 @@ class Trainer:
                 self.token_table = token_table(samples, self.in_order(self.token_figures))
             elif mismatches and self.c.strict:
                 count = f"{differ} of {loss_tokens(samples)}"
-                require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
+                require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ; --strict=False goes on")
         norm, hashes = self.apply(grads, lr, f"{objective.phase} step {step}", metrics["loss"])
         if objective is POLICY:
             hashes = {"advantages": sync.content_hash(*(s.advantages for s in samples))} | hashes
@@ -1149,7 +1149,7 @@ if __name__ == "__main__":
     # would remove them. So neither may make one.
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
-    sys.excepthook = sync.report_error
+    sys.excepthook = partial(sync.report_error, kept="nothing was written", cure="start again")
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
     does = MODES[mode]
     supervised = does.steps == "supervised"
@@ -1192,6 +1192,7 @@ if __name__ == "__main__":
             folders.make_scratch_model(model, config)
         folders.fetch_model(model)  # the others then find it on this disk
     sync.check_shared(folder, ranks.rank)
+    sys.excepthook = sync.report_error  # from now on there is something to resume
     model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
     large = place == "cuda" or folders.large(model_path)
@@ -1242,6 +1243,8 @@ if __name__ == "__main__":
         torn = 0 if queue_dir else sync.clean_queue(queue_path, start)
         if resumed:
             print(f"resuming at step {start}; {torn} torn rollout files deleted", flush=True)
+            if latest and start >= max_steps:
+                print(f"nothing to do: all of max_steps={max_steps} are done", flush=True)
     sync.meet()
 
     # ---- what this rank has: a trainer, an engine, or both. `save` is collective over the trainers and

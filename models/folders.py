@@ -72,6 +72,8 @@ def fetch_model(name, key="init_from"):
     """The local folder of a model folder or hub name. key: the config's key that has the name, for the error line."""
     if Path(name).is_dir():
         return Path(name)
+    is_path = str(name).startswith((".", "/", "~")) or Path(name).is_file()
+    require(not is_path, f"{key}={str(name)!r}: no such folder; use a model's folder or a hub name")
     from huggingface_hub import snapshot_download
 
     try:

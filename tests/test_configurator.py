@@ -4,6 +4,7 @@ The config block, files and flags: what wins, what is refused, and what the user
     pytest tests/test_configurator.py
 """
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -644,6 +645,16 @@ def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys
     assert e.value.code == 2 and line.count("\n") == 1
     assert line.startswith(f"error: {name} 9.9.9: the hooks into it are written for {name} {right[name]}; ")
     assert "uv sync" in line and "pyproject.toml" in line
+
+
+def test_outside_of_the_environment_the_line_says_how_to_start(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(configurator, "version", lambda name: importlib.metadata.version(f"no_{name}"))
+    with pytest.raises(SystemExit) as e:
+        configurator.check_versions()
+    line = capsys.readouterr().err
+    assert e.value.code == 2 and line.count("\n") == 1 and line.startswith("error: no_torch: not installed for ")
+    assert line.endswith("; start with uv run, as in: uv run train_grpo.py\n")
 
 
 @pytest.mark.parametrize("argument,status", [("--help", 0), ("--learing_rate=1", 2), ("--group_size=1", 2)])

@@ -362,7 +362,7 @@ KNOWN = f"Use {', '.join(rewards.BUILT_IN | rewards.ELSEWHERE)} or"
         ("2*3*numeric", "weight '2*3' is not a number"),
         ("numeric-0.5*exact", "weight 'numeric-0.5' is not a number"),
         ("0.2*", "no such reward as ''"),
-        ("no/such/file.py:f", f"no file no/such/file.py in {Path.cwd()}"),
+        ("no/such/file.py:f", f"no file no/such/file.py in {Path(rewards.__file__).parent}"),  # from there only once
     ],
 )
 def test_a_wrong_spec_is_refused_in_one_line(spec, complaint):
@@ -587,10 +587,10 @@ def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
     def tokenizer(texts, add_special_tokens):
         return {"input_ids": [list(text.encode()) for text in texts]}
 
-    rows = [{"prompt": "x" * n, "answer": ""} for n in (3, 300, 5, 400)]
+    rows = [{"prompt": "x" * n, "answer": ""} for n in (3, 300, 0, 5, 400)]
     kept = encode_prompts(rows, "training", tokenizer, DEFAULTS)
     assert [len(r["prompt_tokens"]) for r in kept] == [3, 5]
-    assert capsys.readouterr().out == "dropped 2 of 4 training prompts: over max_prompt_tokens=256\n"
+    assert capsys.readouterr().out == "dropped 3 of 5 training prompts: 1 empty, 2 over max_prompt_tokens=256\n"
 
 
 def test_a_chat_template_that_the_model_does_not_have_is_refused(capsys):
@@ -606,6 +606,11 @@ def test_a_chat_template_that_the_model_does_not_have_is_refused(capsys):
         (dict(prompt_column="question"), "prompt_column='question': the data set has the columns answer, prompt"),
         (dict(answer_column="label"), "answer_column='label'"),
         (dict(prompt_template="{question}"), "prompt_template='{question}': KeyError"),
+        (
+            dict(prompt_template='{"x": "{prompt}"}'),
+            "KeyError: '\"x\"'; the data set has the columns answer, prompt; a brace",
+        ),
+        (dict(dataset="pyproject.toml"), "dataset='pyproject.toml': a file, but not one of .jsonl, .json, .parquet\n"),
         (dict(dataset="arithmetic:5:5"), "dataset='arithmetic:5:5': has no rows; use another, or another split"),
         (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
     ],
@@ -616,3 +621,11 @@ def test_data_that_is_not_there_is_refused_in_one_line(change, message, capsys, 
         load_rows(DEFAULTS | change)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and message in err
+
+
+def test_a_broken_line_of_a_file_is_named(write, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    name = write('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2}\n', "x.jsonl")
+    with pytest.raises(SystemExit):
+        load_rows(DEFAULTS | dict(dataset=name))
+    assert capsys.readouterr().err.endswith(f"error: dataset={name!r}: line 3: Unterminated string starting at\n")

@@ -66,6 +66,7 @@ def test_a_run_leaves_no_process(two_ranks, one_process):
 BAD = [
     (["--learing_rate=1"], "error: --learing_rate: no such key; did you mean learning_rate?"),
     (["--init_from=no/such/folder"], "error: init_from='no/such/folder': neither a model folder"),
+    (["--init_from=./no/such/folder"], "error: init_from='./no/such/folder': no such folder; use"),
     (["--max_prompt_tokens=2"], "error: max_prompt_tokens=2: all 80 training prompts are longer"),
     (["--reward=numerc"], "error: reward='numerc': no such reward"),
 ]
