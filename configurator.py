@@ -487,6 +487,7 @@ def data_rules(c, world, defaults):
         for key, x in own.items():
             kind = type(defaults.get(key, 0))
             yield "sources", type(x) is kind, f"{name}: {key}={x!r}: wants {WANTED[kind]}"
+            yield "sources", key not in NOT_NEGATIVE or x >= 0, f"{name}: {key}={x!r}: use 0 or more"
     weights = [own["weight"] for own in sources_of(vars(c)).values()]
     yield "sources", min(weights) >= 0, "a weight is 0, for held-out prompts only, or more"
     total = sum(weights)

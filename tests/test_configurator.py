@@ -502,6 +502,7 @@ BAD = [
         1,
         "sources=\"a={'eval_size': '3'}\": a: eval_size='3': wants a whole number",
     ),
+    (dict(sources="a={'eval_size': -5}"), 1, "sources=\"a={'eval_size': -5}\": a: eval_size=-5: use 0 or more"),
     (dict(sources="a={'weight': 0}"), 1, "sources=\"a={'weight': 0}\": all weights are 0"),
     (dict(sources="a={'weight': -1}"), 1, "sources=\"a={'weight': -1}\": a weight is 0, for held-out prompts only"),
     (dict(sources="a={'weight': 2}, b={}"), 1, "prompts_per_step=8: the weights of sources add up to 3; use a"),
