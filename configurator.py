@@ -13,6 +13,7 @@ block that stands at the left margin.
 All of it serves any script; only the last section knows the keys of train_grpo.py.
 """
 
+import json
 import os
 import platform
 import re
@@ -24,7 +25,7 @@ import time
 import types
 from ast import literal_eval, parse
 from difflib import get_close_matches
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from runpy import run_path
 from traceback import extract_tb
@@ -52,10 +53,19 @@ def printable(text):
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.splitlines()))
 
 
+def error_line(message):
+    """The line in which an error ends this process. Under torchrun it is told, too, so that its last line is this."""
+    line = f"error: {printable(message)}"
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = dict(py_callstack=line, timestamp=str(int(time.time())))
+        Path(path).write_text(json.dumps(dict(message=dict(message=line, extraInfo=details))))
+    return line
+
+
 def fail(message):
     """Ends this process with one line on stderr and status 2, whatever its rank."""
     close_bars()
-    print("error:", printable(message), file=sys.stderr)
+    print(error_line(message), file=sys.stderr)
     sys.exit(2)
 
 
@@ -187,7 +197,8 @@ def _run_file(name, folder, defaults):
     """{key: value} that a config file assigns; it is looked for in the working directory, then beside the script."""
     require(name.endswith(".py"), f"{name}: not a config file (.py); a flag is joined to its value: --key=value")
     path = next((path for path in (Path(name), folder / name) if path.is_file()), None)
-    require(path, f"{name}: no such config file, in {Path.cwd()} or in {folder.resolve()}")
+    folders = " or in ".join(dict.fromkeys([str(Path.cwd()), str(folder.resolve())]))
+    require(path, f"{name}: no such config file, in {folders}")
     try:
         scope = run_path(str(path))
     except Exception as error:  # the file's code may raise anything
@@ -280,9 +291,14 @@ CHOICES = {  # beside the default, which may be ''
 OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 POSITIVE = """
     prompts_per_step group_size max_new_tokens max_prompt_tokens temperature eval_samples engine_timeout
-    keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp tp_split max_turns agent_timeout
-    judge_tries sandbox_seconds lora_alpha""".split()
-NOT_NEGATIVE = "curriculum lag segment_tokens lora_rank eval_temperature top_k min_p".split()
+    keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp rollout_ranks tp_split max_turns agent_timeout
+    judge_tries sandbox_seconds lora_alpha sft_batch engine_memory""".split()
+NOT_NEGATIVE = """
+    curriculum lag segment_tokens groups_in_flight lora_rank eval_temperature top_k min_p max_steps threads
+    eval_size eval_every checkpoint_every keep_rollouts sample_every dynamic_sampling warmup_sft_steps sft_learning_rate
+    learning_rate warmup_steps lr_decay_steps min_lr beta1 beta2 weight_decay grad_clip gamma gae_lambda value_coef
+    value_clip clip_low clip_high importance_floor importance_cap router_aux_loss_coef kl_coef""".split()
+AT_MOST_1 = "engine_memory gamma gae_lambda".split()
 HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # {a condition (see `holds`): the keys that have an effect only then}
 HAVE_EFFECT = {
@@ -295,7 +311,7 @@ HAVE_EFFECT = {
     "segment_tokens": "groups_in_flight",
     "mode=grpo or replay": "engine_bits",
     "kl_coef": "kl_in_reward",
-    "lora_rank": "lora lora_alpha lora_targets",
+    "lora_rank": "lora_alpha lora_targets",
     "agent": "credit",
     "agent or --chat_template": "chat_template_args",
     "chat_template": "system_prompt",
@@ -387,7 +403,11 @@ def resolve(namespace, defaults):
 def check_versions():
     """Refuses other versions than pyproject.toml's: the hooks into these libraries are written for them."""
     pins = Path(__file__).with_name("pyproject.toml").read_text()
-    for name, found in library_versions().items():
+    try:
+        versions = library_versions()
+    except PackageNotFoundError as e:
+        require(False, f"{e.name}: not installed for {sys.executable}; start with uv run, as in: uv run train_grpo.py")
+    for name, found in versions.items():
         wanted = re.search(f'"{name}==([^"]*)', pins)[1]
         cure = "install that one (uv sync), or adapt the hooks and the pin in pyproject.toml"
         require(found == wanted, f"{name} {found}: the hooks into it are written for {name} {wanted}; {cure}")
@@ -423,6 +443,10 @@ def key_rules(c, world, defaults):
         yield key, values[key] > 0, "must be more than 0"
     for key in NOT_NEGATIVE:
         yield key, values[key] >= 0, "use 0 or more"
+    for key in AT_MOST_1:
+        yield key, values[key] <= 1, "use 1 or less"
+    for key in ("beta1", "beta2"):
+        yield key, values[key] < 1, "the part of a mean that each step keeps; use less than 1"
     for key in ("lanes", "tp_split"):
         yield key, values[key].bit_count() == 1, "not a power of two; use 1, 2, 4, .."
     for conditions, what, may in ((HAVE_EFFECT, "is for", True), (EXCLUDES, "is not for", False)):
@@ -464,6 +488,7 @@ def data_rules(c, world, defaults):
         for key, x in own.items():
             kind = type(defaults.get(key, 0))
             yield "sources", type(x) is kind, f"{name}: {key}={x!r}: wants {WANTED[kind]}"
+            yield "sources", key not in NOT_NEGATIVE or x >= 0, f"{name}: {key}={x!r}: use 0 or more"
     weights = [own["weight"] for own in sources_of(vars(c)).values()]
     yield "sources", min(weights) >= 0, "a weight is 0, for held-out prompts only, or more"
     total = sum(weights)
@@ -508,7 +533,9 @@ def feature_rules(c, world, defaults):
     fits = 0 < min(*sizes, active) and active <= (experts or active)
     yield "scratch_args", fits, f"sizes must be more than 0, and a token's experts no more than num_experts={experts}"
     why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
-    yield "lora_rank", not c.lora_rank or mode.trains, f"mode={c.mode!r}: {why}"
+    for key in ("lora_rank", "lora"):
+        yield key, not vars(c)[key] or mode.trains, f"mode={c.mode!r}: {why}"
+    yield "lora", not c.lora or c.lora_rank, "adapters to train on; use --lora_rank, with their rank, too"
     tokens = c.max_prompt_tokens + c.max_new_tokens + 1
     cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
     yield "engine_args", cache >= tokens, f"one sample may take max_total_tokens={tokens}; use more"

@@ -4,7 +4,8 @@ Tasks: scores, and the rows of a data set with their prompts. A reward is a pure
     reward(prompt: str, response: str, answer: str) -> float, or (float, a dict of notes for the rollout file)
 
 of its arguments alone: a clock, a random number or the order of a set of strings (it changes with PYTHONHASHSEED) would
-end the promise that a run can be repeated bit for bit. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
+end the promise that a run can be repeated bit for bit. One of yours that has a parameter `row` gets by that name the
+data set's row, a dict of all its columns. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
 gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
 What takes other processes or models is elsewhere: `code` in graders/sandbox.py, `judge`, `math` and 'model:folder' in
 graders/judges.py, `reasoning_gym` in graders/gym.py.
@@ -14,6 +15,8 @@ Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), 
 """
 
 import importlib.util
+import inspect
+import json
 import math
 import os
 import re
@@ -156,20 +159,32 @@ def load_reward(spec, config={}):
     except ValueError as error:
         require(False, f"reward={spec!r}: {error}")
 
-    def weighted_sum(prompt, response, answer):
+    readers = [name for _, name, f in terms if ".py:" in name and "row" in parameters_of(f)]
+
+    def weighted_sum(prompt, response, answer, row=None, terms=terms):
         noted = {}
         summands = []
         for weight, name, f in terms:
             # User code is not asked to be thread-safe; what is built in may wait for another process or machine.
             with ONE_AT_A_TIME if ".py:" in name else nullcontext():
-                value, notes = verdict(f(prompt, response, answer), name)
+                value, notes = verdict(f(prompt, response, answer, **{"row": row} if name in readers else {}), name)
             summands.append(weight * value)
             noted[name] = {"reward": value, **notes}
         return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
     weighted_sum.reads = [f.reads for _, _, f in terms if hasattr(f, "reads")]
     weighted_sum.waits = any(name in ELSEWHERE for _, name, _ in terms)
+    weighted_sum.reads_row = bool(readers)
+    weighted_sum.own = partial(weighted_sum, terms=[term for term in terms if ".py:" in term[1]])
     return weighted_sum
+
+
+def parameters_of(function):
+    """The names of a function's parameters; none where Python does not know them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of something written in C
+        return ()
 
 
 def find_reward(name):
@@ -197,6 +212,19 @@ def check_answers(rewards, rows, config):
             column = sources_of(config)[source]["answer_column"]
             where = f"for prompt {row['prompt']!r:.60}"
             require(False, f"answer_column={column!r}: {where}: {error}; use another column or reward")
+
+
+def try_own(rewards, rows):
+    """Ends the run with one line if a reward of the user's fails on the first row of its source, taken as answered."""
+    first = {}
+    for row in rows:
+        first.setdefault(row.get("source", ""), row)
+    for source, row in first.items():
+        try:
+            own = partial(rewards[source].own, row=row.get("columns"))
+            score(own, row["prompt"], row["answer"], row["answer"], "the first row, with its answer as the response")
+        except RewardError as error:
+            require(False, str(error))
 
 
 def check_vocabulary(tokenizer):
@@ -387,7 +415,7 @@ def find_function(name, built_in, what):
     folders = Path.cwd(), Path(__file__).resolve().parent
     path = next(filter(Path.is_file, (folder / file for folder in folders)), None)
     if path is None:
-        raise ValueError(f"no file {file} in {folders[0]} or {folders[1]}")
+        raise ValueError(f"no file {file} in {' or '.join(dict.fromkeys(map(str, folders)))}")
 
     key = str(path.resolve())  # the module's name, not the stem, which two files may share; dataclasses need it, too
     if key not in sys.modules:
@@ -585,6 +613,7 @@ def load_split(name, configuration, split):
     datasets.disable_progress_bars()
     name = split if Path(split).suffix in FILES else name
     kind = FILES.get(Path(name).suffix)
+    require(kind or not Path(name).is_file(), f"dataset={name!r}: a file, but not one of {', '.join(FILES)}")
     there = not kind or Path(name).is_file() and Path(name).stat().st_size
     require(there, f"dataset={name!r}: no such file, or an empty one")
     try:
@@ -592,14 +621,23 @@ def load_split(name, configuration, split):
             return datasets.load_dataset(kind, data_files=name, split="train")
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as e:
+        for i, line in enumerate(Path(name).read_bytes().split(b"\n") if name.endswith(".jsonl") else (), 1):
+            try:
+                json.loads(line or b"{}")
+            except ValueError as broken:
+                require(False, f"dataset={name!r}: line {i}: {getattr(broken, 'msg', broken)}")
         require(False, f"dataset={name!r}: cannot load split {split!r}: {reason(e)}")
 
 
-def load_sources(config):
-    """({source: training rows}, held-out rows of all sources): `load_rows`, and with names a row says its source."""
+def load_sources(config, scored_by={}):
+    """
+    ({source: training rows}, held-out rows of all sources): `load_rows`, and with names a row says its source.
+    scored_by: {source: its reward}; where that reads rows, "columns" has a row as it is in the data set.
+    """
     training = {}
     held_out = []
     for name, source in sources_of(config).items():
+        source["reads_row"] = name in scored_by and scored_by[name].reads_row
         rows, others = load_rows(source)
         for row in chain(rows, others) if name else ():
             row["source"] = name
@@ -662,12 +700,15 @@ def row_of(example, config):
             prompt = template.format(**example)
         except (KeyError, IndexError, ValueError) as e:
             problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(sorted(example))}"
+            problem += "; a brace that is text is {{ or }}"
             require(False, f"prompt_template={template!r}: {problem}")
     messages = isinstance(prompt, list) and prompt and all(is_message(x) for x in prompt)
     cure = "--chat_template, for a list of messages" if messages else "a column of texts, or of lists of messages"
     fits = isinstance(prompt, (str, int, float)) or messages and config["chat_template"]
     require(fits, f"prompt_column={column!r}: no text: {prompt!r:.60}; use {cure}")
     row = dict(example) if config["agent"] else {}  # an agent gets all columns
+    if config.get("reads_row"):
+        row["columns"] = dict(example)
     row["prompt"] = prompt if messages else str(prompt)
     texts = sides(config["mode"])
     for side in texts:
@@ -745,5 +786,9 @@ def _with_ids(rows, field, ids, key, what, config):
     kept = [row for row in rows if 0 < len(row[field]) <= config[key]]
     require(kept or not rows, f"{key}={config[key]}: all {len(rows)} {what} are longer (or empty); use more")
     if len(kept) < len(rows) and os.environ.get("RANK", "0") == "0":
-        print(f"dropped {len(rows) - len(kept)} of {len(rows)} {what}: over {key}={config[key]}")
+        dropped = len(rows) - len(kept)
+        empty = sum(not row[field] for row in rows)
+        counts = {"empty": empty, f"over {key}={config[key]}": dropped - empty}
+        causes = ", ".join(f"{n} {cause}" for cause, n in counts.items() if n)
+        print(f"dropped {dropped} of {len(rows)} {what}: {causes}")
     return kept

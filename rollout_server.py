@@ -54,7 +54,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, named_arguments, noise_seed, printable
+from configurator import close_bars, error_line, named_arguments, noise_seed
 from models import moe
 from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from models.start import allow_deterministic_backend, early, import_engine, output_to, start_schedulers
@@ -508,7 +508,7 @@ class RolloutEngine:
 
     def end(self, line, status=1):
         """Ends the process, whatever its threads wait for."""
-        os.write(self.stderr, f"\nerror: {printable(line)}\n".encode())  # maybe behind the first rank's bar
+        os.write(self.stderr, f"\n{error_line(line)}\n".encode())  # maybe behind the first rank's bar
         for process in multiprocessing.active_children():
             process.kill()
         os._exit(status)
@@ -795,7 +795,8 @@ class Sampler:
         if finished:
             where = f"{job.stream} step {job.step}, prompt {index}, sample "
             reward = self.rewards[row.get("source", "")]
-            calls = [(reward, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
+            call = functools.partial(reward, row=row["columns"]) if "columns" in row else reward
+            calls = [(call, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
             # Those that wait for a process or an answer do so side by side; others would only wake each other.
             parts = [[call] for call in calls] if reward.waits else [calls]
             run = functools.partial(asyncio.get_running_loop().run_in_executor, SCORERS, score_all)

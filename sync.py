@@ -51,8 +51,8 @@ from configurator import (
     ORIGINS,
     close_bars,
     config_source,
+    error_line,
     fail,
-    printable,
     provenance,
     require,
     roles,
@@ -71,7 +71,7 @@ class RunError(SystemExit):
 
     def __init__(self, message):
         close_bars()
-        super().__init__(f"error: {printable(message)}")
+        super().__init__(error_line(message))
 
 
 def rank_is_lost(error):
@@ -82,9 +82,8 @@ def rank_is_lost(error):
     return lost
 
 
-def report_error(kind, error, trace):
+def report_error(kind, error, trace, kept="nothing written is lost", cure="go on with --init_from=resume"):
     """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
-    cure = "go on with --init_from=resume"
     close_bars()
     if kind is KeyboardInterrupt:
         line = "interrupted"
@@ -96,7 +95,7 @@ def report_error(kind, error, trace):
         cure = f"when that is mended, {cure}"
     else:
         return sys.__excepthook__(kind, error, trace)
-    print(f"error: {line}; nothing written is lost; {cure}", file=sys.stderr, flush=True)
+    print(error_line(f"{line}; {kept}; {cure}"), file=sys.stderr, flush=True)
 
 
 def reason(error):
@@ -621,7 +620,8 @@ class WeightSync:
                     del delivery  # or a version that nobody needs would stay until the next one comes
         except BaseException as e:
             rank_is_lost(e)
-            print(e if isinstance(e, RunError) else f"error: sending weights: {reason(e)}", file=sys.stderr, flush=True)
+            line = e if isinstance(e, RunError) else error_line(f"sending weights: {reason(e)}")
+            print(line, file=sys.stderr, flush=True)
             os._exit(1)
 
     def finish(self):

@@ -160,7 +160,8 @@ kl_coef = 0.0  # weight of the KL to the frozen reference
 kl_in_reward = False  # True: subtract the KL from a sample's reward (with gae each token's); False: add it to the loss
 kl_estimator = "k3"  # k1, k2 or k3
 reference = ""  # model folder or hub name, with advantage='distill' the teacher; '': that of init_from
-# LoRA (Hu et al. 2021, arXiv:2106.09685): the model's weights W are frozen, W + lora_alpha / lora_rank * B A is used
+# LoRA (Hu et al. 2021, arXiv:2106.09685): the model's weights W are frozen, W + lora_alpha / lora_rank * B A is used.
+# Adapters usually want a learning_rate some ten times that of full training (docs/scale.md)
 lora_rank = 0  # rows of A and columns of B; 0: no LoRA, all weights are trained
 lora_alpha = 32.0
 lora_targets = ""  # such as 'q_proj,v_proj'; '': all linear layers of attention and MLP
@@ -1064,7 +1065,7 @@ class Trainer:
                 self.token_table = token_table(samples, self.in_order(self.token_figures))
             elif mismatches and self.c.strict:
                 count = f"{differ} of {loss_tokens(samples)}"
-                require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ (strict=True)")
+                require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ; --strict=False goes on")
         norm, hashes = self.apply(grads, lr, f"{objective.phase} step {step}", metrics["loss"])
         if objective is POLICY:
             hashes = {"advantages": sync.content_hash(*(s.advantages for s in samples))} | hashes
@@ -1151,7 +1152,7 @@ if __name__ == "__main__":
     # would remove them. So neither may make one.
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
-    sys.excepthook = sync.report_error
+    sys.excepthook = partial(sync.report_error, kept="nothing was written", cure="start again")
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
     does = MODES[mode]
     supervised = does.steps == "supervised"
@@ -1194,6 +1195,7 @@ if __name__ == "__main__":
             folders.make_scratch_model(model, config)
         folders.fetch_model(model)  # the others then find it on this disk
     sync.check_shared(folder, ranks.rank)
+    sys.excepthook = sync.report_error  # from now on there is something to resume
     model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
     large = place == "cuda" or folders.large(model_path)
@@ -1209,7 +1211,7 @@ if __name__ == "__main__":
         from episodes.sampler import Agent
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
-    train_rows, eval_rows = rewards.load_sources(config)
+    train_rows, eval_rows = rewards.load_sources(config, scored_by)
     if episodes:
         episodes.check_tools(next(chain(*train_rows.values(), eval_rows)))
     elif scored_by:
@@ -1217,6 +1219,8 @@ if __name__ == "__main__":
     for name, rows in train_rows.items():
         train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)
     eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
+    if scored_by and not episodes and ranks.rank == 0:
+        rewards.try_own(scored_by, chain(*train_rows.values(), eval_rows))
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads(), cores)
 
@@ -1246,6 +1250,8 @@ if __name__ == "__main__":
         torn = 0 if queue_dir else sync.clean_queue(queue_path, start)
         if resumed:
             print(f"resuming at step {start}; {torn} torn rollout files deleted", flush=True)
+            if latest and start >= max_steps:
+                print(f"nothing to do: all of max_steps={max_steps} are done", flush=True)
     sync.meet()
 
     # ---- what this rank has: a trainer, an engine, or both. `save` is collective over the trainers and

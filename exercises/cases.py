@@ -40,6 +40,7 @@ class Exercise(NamedTuple):
     flags: tuple = PLAIN
     adapt: Callable = lambda answer: answer  # from the student's function to one with the arguments of the run's
     result: Callable = lambda answer, *args: answer(*args)  # what is compared
+    used: str = ""  # the only kind that the 24 steps use, where a case has several
     exact: bool = False  # whether other bits are a wrong answer, and not only another order of operations
     flaw: Callable = lambda answer, cases: ""  # a sentence about what no single value shows; '' if all is well
 
@@ -551,13 +552,15 @@ def rows_know_the_batch(answer, cases):
 
 
 EXERCISES = {
-    "advantages_of": Exercise(train_grpo.advantages_of, advantage_cases, ADVANTAGES, ("", "advantages_of")),
+    "advantages_of": Exercise(
+        train_grpo.advantages_of, advantage_cases, ADVANTAGES, ("", "advantages_of"), used="grpo"
+    ),
     "gae": Exercise(train_grpo.gae, gae_cases, GAE, ("", "gae"), CRITIC),
     "clipped_loss": Exercise(
         own_clip, clip_cases, CLIP, ("", "policy_loss"), CRITIC, adapt=ppo_only, result=with_gradient
     ),
-    "kl": Exercise(train_grpo.kl, kl_cases, KL, ("", "kl"), CRITIC),
-    "aggregate": Exercise(train_grpo.aggregate, aggregate_cases, AGGREGATE, ("", "aggregate"), CRITIC),
+    "kl": Exercise(train_grpo.kl, kl_cases, KL, ("", "kl"), CRITIC, used="k3"),
+    "aggregate": Exercise(train_grpo.aggregate, aggregate_cases, AGGREGATE, ("", "aggregate"), CRITIC, used="sequence"),
     "tree_sum": Exercise(
         kernels.tree_sum, tree_cases, TREE, ("kernels", "tree_sum"), result=sum_of_copy, exact=True
     ),

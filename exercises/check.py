@@ -1,9 +1,9 @@
 """
 Grades an exercise: first the values of the functions in a file, then 24 steps of training with them in place.
 
-    cp exercises/1_advantages.py mine.py         # and fill in what is missing
-    python exercises/check.py mine.py            # a minute on two cores
-    python exercises/check.py mine.py --values   # only the values: some seconds
+    cp -n exercises/1_advantages.py mine_1.py      # and fill in what is missing
+    python exercises/check.py mine_1.py            # a minute on two cores
+    python exercises/check.py mine_1.py --values   # only the values: some seconds
 
 A value that is wrong is shown for the smallest input at which it is, with a sentence if the mistake is a known one.
 Then the run's digest decides: it is the project's own, or tools/diff.py says where your run parts from it. It is the
@@ -15,6 +15,8 @@ Exit status 0: right; 1: wrong; 2: nothing to grade.
 import argparse
 import importlib.util
 import shutil
+import signal
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -31,6 +33,8 @@ DIGESTS = {
     PLAIN: "a0dc934371551f7ec6352c90f264ac92f992978dbc9c378e2d9fb450bf6fcae9",
     CRITIC: "b03ea46ede27f6d2430fe839bdc04fa514a44a8ced666bfa0e37cf46d8535c62",
 }
+PATIENCE = 60  # seconds for a function's value
+LONGEST = 1800  # seconds for a run
 
 
 class Wrong(Exception):
@@ -91,6 +95,8 @@ def shown(x):
 
 def result_of(exercise, answer, case, path):
     """What an answer gives for a case. Raises Wrong if it gives nothing."""
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(PATIENCE)
     try:
         result = exercise.result(answer, *case)
         if result is None:
@@ -101,6 +107,13 @@ def result_of(exercise, answer, case, path):
         raise Wrong("the hole is still there") from None
     except Exception as error:
         raise Wrong(f"{where(error, path)}{type(error).__name__}: {error}\n  for ({shown(case)})") from error
+    finally:
+        signal.alarm(0)
+
+
+def give_up(*_):
+    """A handler of SIGALRM; what numba has compiled is not interrupted by it."""
+    raise TimeoutError(f"no end after {PATIENCE} s")
 
 
 def known_mistake(exercise, cases, results, kind, first):
@@ -133,7 +146,10 @@ def check_values(name, answer, path):
         return f"right at {len(cases)} inputs"
     if kind == "bits" and not exercise.exact and not flaw:
         i = kinds.index(kind)
-        return f"right but for rounding, first for ({shown(cases[i])}): the digest decides"
+        rounded = {x for case, found in zip(cases, kinds) if found for x in case if isinstance(x, str)}
+        decided = not exercise.used or exercise.used in rounded
+        end = "the digest decides" if decided else f"the 24 steps use {exercise.used!r} alone"
+        return f"right but for rounding, first for ({shown(cases[i])}): {end}"
     i = kinds.index(kind) if kind else 0
     sentence = flaw or known_mistake(exercise, cases, results, kind, i)
     pairs = f"\n  for ({shown(cases[i])})\n  yours  {shown(results[i])}\n  right  {shown(right[i])}" if kind else ""
@@ -152,7 +168,10 @@ def train(folder, flags, file=None, run=launch):
             train(reference, REFERENCE, run=run)
         flags = (*flags, f"--reference={reference / 'ckpt' / 'step_000060'}")
     shutil.rmtree(folder, ignore_errors=True)
-    status, output = run(command(*flags, f"--out_dir={folder}", script=script))
+    try:
+        status, output = run(command(*flags, f"--out_dir={folder}", script=script), timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        raise Wrong(f"the run has no end after {LONGEST} s") from None
     if status:
         raise Wrong(f"the run ended: {problem(output)}")
     return output.split()[-1]

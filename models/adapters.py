@@ -6,6 +6,7 @@ files and meanings are PEFT's (github.com/huggingface/peft).
 import functools
 import json
 import math
+import sys
 from pathlib import Path
 
 import torch
@@ -121,6 +122,9 @@ class Adapters(FullWeights):
 
     def load(self, folder, checkpoint=None):
         super().load(folder)
+        if self.c.init_from == "scratch" and self.mesh.get_local_rank() == 0:
+            why = "adapters beside a frozen model of random weights learn little; --init_from=a trained model"
+            print(f"warning: lora_rank={self.c.lora_rank}: {why}", file=sys.stderr)
         hashes = tensor_hashes([s.data for s in self.frozen], self.frozen, self.mesh.get_group())
         self.base = f"{str(self.frozen[0].data.dtype)[6:]} {content_hash(hashes)}"
         load_adapters(self.policy, checkpoint or self.c.lora, self.c, self.base)

@@ -8,13 +8,14 @@ SGLang is imported late: that takes seconds, and most processes need none of it.
 import functools
 import importlib
 import os
+from pathlib import Path
 
 import torch
 
 import kernels
 from configurator import MODES, require
 from models import moe
-from models.adapters import add_adapters
+from models.adapters import add_adapters, read_adapter_config
 from models.start import lean_imports
 from sync import Shard, TreeReduceScatter, least_memory, machine_memory, reason
 
@@ -38,7 +39,15 @@ def check_model(folder, config, key="init_from"):
         try:
             hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except Exception as e:
-            require(False, f"{name}: no usable config.json: {reason(e)}")
+            why = f"no usable config.json: {reason(e)}"
+            if Path(folder, "adapter_config.json").exists():
+                found = read_adapter_config(folder)
+                base = found.get("base_model_name_or_path") or "BASE"
+                why = (
+                    f"adapters of {base}; make one model of both (tools/merge.py {base} {folder} out/merged), or train "
+                )
+                why += f"on with --init_from={base} --lora_rank={found['r']} --lora={folder}"
+            require(False, f"{name}: {why}")
     require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
     sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in str(getattr(hf, "layer_types", ""))
     require(not sliding, f"{name}: sliding-window attention is not supported; use a model without it")

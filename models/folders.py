@@ -80,6 +80,8 @@ def fetch_model(name, key="init_from"):
         from models import gguf
 
         return gguf.fetch(name, key)
+    is_path = str(name).startswith((".", "/", "~")) or Path(name).is_file()
+    require(not is_path, f"{key}={str(name)!r}: no such folder; use a model's folder or a hub name")
     from huggingface_hub import snapshot_download
 
     try:
@@ -130,7 +132,12 @@ def load_tokenizer(folder):
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not tokenizer("1")["input_ids"]:  # without files, transformers makes up an empty one for some kinds of model
+            raise ValueError("it has no tokens")
+    except Exception as e:
+        require(False, f"init_from={str(folder)!r}: no usable tokenizer: {reason(e)}; use a complete folder")
 
     def end_in(config):
         try:

@@ -103,12 +103,14 @@ def test_supervised_learning_from_a_file_on_one_rank_and_two_and_resumed(tmp_pat
     flags = f"--mode=sft --dataset={tmp_path}/sums.jsonl --prompt_column=q --answer_column=a --eval_size=0".split()
     flags += ["--learning_rate=2e-3", "--max_steps=24"]
     one, output = run(tmp_path / "one", *flags)
-    assert "dropped 1 of 101 answer texts: over max_new_tokens=6" in output and "SGLang" not in output
+    assert "dropped 1 of 101 answer texts: 1 over max_new_tokens=6" in output and "SGLang" not in output
     losses = [s["loss"] for s in lines(one, "metrics.jsonl", "sft")]
     assert len(losses) == 24 and losses[-1] < 0.7 * losses[0]
     run(tmp_path / "two", *flags, "--max_steps=16", ranks=2)
     _, output_of_two = run(tmp_path / "two", *flags, "--init_from=resume")
-    assert digest(output) == digest(output_of_two)
+    assert digest(output) == digest(output_of_two) and "nothing to do" not in output_of_two
+    _, done = run(tmp_path / "two", *flags, "--init_from=resume")
+    assert digest(done) == digest(output) and "nothing to do: all of max_steps=24 are done" in done
 
 
 def test_rollouts_alone_are_those_of_the_run_and_the_best_of_them_become_data(two_ranks, tmp_path):

@@ -4,6 +4,7 @@ The config block, files and flags: what wins, what is refused, and what the user
     pytest tests/test_configurator.py
 """
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -501,6 +502,7 @@ BAD = [
         1,
         "sources=\"a={'eval_size': '3'}\": a: eval_size='3': wants a whole number",
     ),
+    (dict(sources="a={'eval_size': -5}"), 1, "sources=\"a={'eval_size': -5}\": a: eval_size=-5: use 0 or more"),
     (dict(sources="a={'weight': 0}"), 1, "sources=\"a={'weight': 0}\": all weights are 0"),
     (dict(sources="a={'weight': -1}"), 1, "sources=\"a={'weight': -1}\": a weight is 0, for held-out prompts only"),
     (dict(sources="a={'weight': 2}, b={}"), 1, "prompts_per_step=8: the weights of sources add up to 3; use a"),
@@ -513,7 +515,7 @@ BAD = [
     (dict(rollout_tp=2, tp_split=2), 1, "rollout_tp=2: 1 ranks, of which 1 train"),
     (dict(rollout_tp=2, tp_split=2, colocate=True, rollout_ranks=2), 2, "rollout_tp=2: 2 ranks, of which 2 train"),
     (dict(rollout_tp=2, tp_split=2, mode="eval"), 3, "rollout_tp=2: 3 ranks, of which 0 train"),
-    (dict(rollout_ranks=0), 2, "rollout_ranks=0: of 2 ranks"),
+    (dict(rollout_ranks=0), 2, "rollout_ranks=0: must be more than 0"),
     (dict(), 4, "lanes=8: 3 trainer ranks cannot share"),
     (dict(leaf_tokens=0), 1, "leaf_tokens=0: must be more than 0"),
     (dict(temperature=0.0), 1, "temperature=0.0"),
@@ -545,7 +547,12 @@ BAD = [
     (dict(scratch_args="num_experts=1"), 1, "scratch_args='num_experts=1': sizes must be more than 0, and a token's"),
     (dict(lora_rank=-1), 1, "lora_rank=-1: use 0 or more"),
     (dict(lora_alpha=16.0), 1, "lora_alpha=16.0: is for --lora_rank; use 32.0"),
-    (dict(lora="out/x"), 1, "lora='out/x': is for --lora_rank; use ''"),
+    (dict(lora="out/x"), 1, "lora='out/x': adapters to train on; use --lora_rank, with their rank, too"),
+    (
+        dict(lora="out/x", mode="eval"),
+        1,
+        "lora='out/x': mode='eval': adapters are trained here; to use them first make",
+    ),
     (dict(lora_rank=8, lora_alpha=0.0), 1, "lora_alpha=0.0: must be more than 0"),
     (dict(lora_rank=8, mode="eval"), 1, "lora_rank=8: mode='eval': adapters are trained here; to use them first make"),
     (dict(lora_rank=8, mode="rm"), 1, "lora_rank=8: is not for --mode=rm; use 0"),
@@ -586,6 +593,11 @@ BAD = [
     (dict(kl_coef=0.1), 1, "kl_coef=0.1: needs a reference, as a scratch model is random"),
     (dict(reference="x"), 1, "reference='x': is for --kl_coef or --advantage=distill; use ''"),
     (dict(keep_checkpoints=0), 1, "keep_checkpoints=0"),
+    (dict(grad_clip=-1.0), 1, "grad_clip=-1.0: use 0 or more"),  # it would turn every gradient round
+    (dict(sft_batch=0), 1, "sft_batch=0: must be more than 0"),
+    (dict(beta2=1.0), 1, "beta2=1.0: the part of a mean that each step keeps; use less than 1"),
+    (dict(engine_memory=5.0), 1, "engine_memory=5.0: use 1 or less"),
+    (dict(advantage="gae", gamma=1.5), 1, "gamma=1.5: use 1 or less"),
 ]
 
 
@@ -596,6 +608,19 @@ def test_values_that_make_no_sense_are_refused_in_one_line(change, world, messag
         check_config(DEFAULTS | change, world, DEFAULTS)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")
+
+
+def test_a_negative_number_is_refused_wherever_it_has_no_meaning(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    numbers = [key for key, default in DEFAULTS.items() if type(default) in (int, float)]
+    accepted = []
+    for key in numbers:
+        try:
+            check_config(DEFAULTS | {key: type(DEFAULTS[key])(-1)}, 1, DEFAULTS)
+            accepted.append(key)
+        except SystemExit:
+            assert capsys.readouterr().err.startswith(f"error: {key}=-1")
+    assert accepted == ["seed", "pass_reward", "entropy_coef"]
 
 
 def test_an_engine_on_another_kind_of_cpu_is_refused_and_a_mode_without_one_is_not(capsys, monkeypatch):
@@ -621,6 +646,16 @@ def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys
     assert e.value.code == 2 and line.count("\n") == 1
     assert line.startswith(f"error: {name} 9.9.9: the hooks into it are written for {name} {right[name]}; ")
     assert "uv sync" in line and "pyproject.toml" in line
+
+
+def test_outside_of_the_environment_the_line_says_how_to_start(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(configurator, "version", lambda name: importlib.metadata.version(f"no_{name}"))
+    with pytest.raises(SystemExit) as e:
+        configurator.check_versions()
+    line = capsys.readouterr().err
+    assert e.value.code == 2 and line.count("\n") == 1 and line.startswith("error: no_torch: not installed for ")
+    assert line.endswith("; start with uv run, as in: uv run train_grpo.py\n")
 
 
 @pytest.mark.parametrize("argument,status", [("--help", 0), ("--learing_rate=1", 2), ("--group_size=1", 2)])

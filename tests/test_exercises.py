@@ -275,7 +275,8 @@ def test_an_exercise_is_a_page_and_a_file_with_a_hole_which_is_said(path):
     with pytest.raises(check.Wrong, match="the hole is still there"):
         check.check_values(name, answer, path)
     page = path.with_suffix(".md").read_text()
-    assert f"    cp exercises/{path.name} mine.py\n    uv run exercises/check.py mine.py\n" in page
+    mine = f"mine_{path.stem[0]}.py"  # of its own, so that no page overwrites the solution before it
+    assert f"    cp -n exercises/{path.name} {mine}\n    uv run exercises/check.py {mine}\n" in page
     assert f"({path.stem}.md) | `{name}` |" in (ROOT / "exercises" / "README.md").read_text()
     answers = next(answers for signature, answers in BODIES.items() if signature.startswith(f"{name}("))
     assert len(answers) >= 3 and len(FILES) == len(EXERCISES) == len(BODIES)
@@ -289,7 +290,19 @@ def test_another_order_of_operations_is_right_but_for_rounding_and_left_to_the_d
     """
     path = write(tmp_path / "mine.py", "advantages_of(rewards, kind, eps=1e-6)", body)
     line = check.check_values("advantages_of", check.answers_in(path)["advantages_of"], path)
-    assert line.startswith("right but for rounding") and "'rloo'" in line
+    assert line.startswith("right but for rounding") and line.endswith("'rloo'): the 24 steps use 'grpo' alone")
+    path = write(
+        tmp_path / "mine.py", "advantages_of(rewards, kind, eps=1e-6)", body.replace("centred /", "3 * centred / 3 /")
+    )
+    line = check.check_values("advantages_of", check.answers_in(path)["advantages_of"], path)
+    assert line.startswith("right but for rounding") and line.endswith("the digest decides")
+
+
+def test_a_function_without_an_end_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "PATIENCE", 1)
+    path = write(tmp_path / "mine.py", "tree_sum(parts)", "while True: pass")
+    with pytest.raises(check.Wrong, match="^line 8: TimeoutError: no end after 1 s\n"):
+        check.check_values("tree_sum", check.answers_in(path)["tree_sum"], path)
 
 
 @pytest.mark.parametrize("text, line", [
@@ -311,11 +324,11 @@ def graded(tmp_path_factory, two_ranks):
     """graded(name, text, flags): what check.py says of the 24 steps of a file, and the run's folder."""
     folder = tmp_path_factory.mktemp("exercises")
 
-    def launch(command):
+    def launch(command, timeout):
         if command[-1].endswith("/own"):  # the project's own run is there already
             shutil.copytree(two_ranks[0], folder / "own")
             return 0, two_ranks[1]
-        return run_warm(command[1:], folder / "output")
+        return run_warm(command[1:], folder / "output", timeout=timeout)
 
     def run(name, text, flags):
         path = folder / f"{name}.py"

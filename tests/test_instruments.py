@@ -219,6 +219,11 @@ def test_the_digest_chooses_the_steps():
     assert chosen("a", range(7), 9) == [*range(7)]
 
 
+def test_a_comparison_without_two_sides_is_refused(tool):
+    status, said = tool("compare")
+    assert status == 2 and said.startswith("error: wants the flags of two sides") and said.count("\n") == 1
+
+
 # ---- branch
 
 

@@ -6,6 +6,7 @@ The lessons: what each prints is what its page shows, on this CPU and on others.
 
 import ast
 import io
+import json
 import os
 import platform
 import re
@@ -117,3 +118,13 @@ def test_a_lesson_is_a_page_and_at_most_60_lines_of_code(script):
     assert 0 < len(lines) <= 60, len(lines)
     assert f"    uv run lessons/{script.name}\n" in page and page.count("<summary>Answer</summary>") == 3
     assert f"({script.stem}.md)" in (Path(script).parent / "README.md").read_text()
+
+
+def test_the_notebook_says_what_to_write_where_there_is_no_repository(tmp_path):
+    """tests/notebook.py executes all of it."""
+    cells = json.loads((ROOT / "notebook.ipynb").read_text())["cells"]
+    first = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    done = subprocess.run([sys.executable, "-c", first], cwd=tmp_path, capture_output=True, text=True)
+    assert "AssertionError: write the address of your copy of onecurve above" in done.stderr and not any(
+        tmp_path.iterdir()
+    )

@@ -287,6 +287,8 @@ def test_adapters_that_do_not_fit_are_refused_in_one_line(trainer, adapted, tmp_
             trainer(**change)
         said = capsys.readouterr().err.strip().splitlines()[-1]
         assert stopped.value.code == 2 and said.startswith("error: ") and line in said, said
+    trainer(lora_rank=4, init_from="scratch")
+    assert "warning: lora_rank=4: adapters beside a frozen model of random weights" in capsys.readouterr().err
 
 
 def test_a_resume_with_other_lora_keys_is_refused(lockstep, tmp_path):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -95,15 +96,18 @@ def test_a_full_disk_ends_in_one_line_and_the_checkpoint_before_stays_whole(two_
 def test_what_the_disk_refuses_a_lost_node_and_ctrl_c_are_one_line_and_all_else_a_traceback(capsys):
     """As Python's last word on an exception, which sync.report_error is in a run."""
 
-    def last_word(action):
+    def last_word(action, **said):
         try:
             action()
         except BaseException as error:
-            sync.report_error(type(error), error, error.__traceback__)
+            sync.report_error(type(error), error, error.__traceback__, **said)
         return capsys.readouterr().err
 
     assert "No space left on device" in error_line(last_word(lambda: print(1, file=open("/dev/full", "w"), flush=True)))
-    assert error_line(last_word(lambda: signal.default_int_handler(2, None))).startswith("error: interrupted; nothing")
+    ctrl_c = partial(signal.default_int_handler, 2, None)
+    assert error_line(last_word(ctrl_c)).endswith("; nothing written is lost; go on with --init_from=resume")
+    before = dict(kept="nothing was written", cure="start again")  # before a run has its folder
+    assert error_line(last_word(ctrl_c, **before)) == "error: interrupted; nothing was written; start again"
     with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         store = dist.TCPStore("127.0.0.1", int(other.stdout.readline()))
         other.kill()

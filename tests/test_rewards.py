@@ -254,6 +254,45 @@ def test_a_function_of_the_users_file_gets_all_three_texts(write):
     assert load_reward(f"{file}:joined")("p", "r", "a")[0] == 1.0
 
 
+def test_a_function_with_a_parameter_row_gets_all_columns_and_no_other_row_keeps_them(write):
+    data = write("".join(json.dumps(dict(prompt=f"{i}", answer="2", level=[i])) + "\n" for i in range(3)), "x.jsonl")
+    own = write("def f(prompt, response, answer, row): return row['level'][0]\ndef g(p, r, a): return 1\n")
+    config = DEFAULTS | dict(dataset=data, eval_size=1, prompt_template="Q{prompt}")
+    for spec, keeps in ((f"{own}:f + 10*{own}:g + exact", True), (f"{own}:g", False)):
+        reward = load_reward(spec)
+        training, held_out = load_sources(config, {"": reward})
+        for row in training[""] + held_out:
+            assert ("columns" in row) == keeps
+            if keeps:
+                i = int(row["prompt"][1:])
+                assert row["columns"] == dict(prompt=str(i), answer="2", level=[i])
+                assert reward(row["prompt"], "", row["answer"], row=row["columns"])[0] == 10 + i
+
+
+@pytest.mark.parametrize(
+    "source, complaint",
+    [
+        ("def f(p, r): return 1", "TypeError: f() takes 2 positional arguments but 3 were given"),
+        ("def f(p, r, a): pass", "returned None, not a finite number"),
+        ("def f(p, r, a): return '1.0'", "returned '1.0', not a finite number"),
+        ("def f(p, r, a): return float('nan')", "returned nan, not a finite number"),
+        ("def f(p, r, a): return a['x']", "TypeError: string indices must be integers, not 'str' (my_file.py:1)"),
+        ("def f(p, r, a, row): return row['missing']", "KeyError: 'missing' (my_file.py:1)"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setitem(rewards.BUILT_IN, "exact", lambda *_: pytest.fail("what is built in may wait for a machine"))
+    rows = [dict(prompt="1+1=", answer="2", columns={"level": 1}), dict(prompt="", answer="")]
+    rewards.try_own({"": load_reward("exact")}, rows)
+    with pytest.raises(SystemExit) as e:
+        rewards.try_own({"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1
+    assert err.startswith("error: reward failed on the first row, with its answer as the response: ")
+    assert complaint in err and err.endswith("; response '2'\n")
+
+
 def test_what_a_function_says_beside_its_number_is_noted_and_counted(write):
     file = write("def f(p, r, g): return len(r), dict(verdict=r, near_limit=r != 'pass')\n")
     reward = load_reward(f"exact + 0*{file}:f")
@@ -323,7 +362,7 @@ KNOWN = f"Use {', '.join(rewards.BUILT_IN | rewards.ELSEWHERE)} or"
         ("2*3*numeric", "weight '2*3' is not a number"),
         ("numeric-0.5*exact", "weight 'numeric-0.5' is not a number"),
         ("0.2*", "no such reward as ''"),
-        ("no/such/file.py:f", f"no file no/such/file.py in {Path.cwd()}"),
+        ("no/such/file.py:f", f"no file no/such/file.py in {Path(rewards.__file__).parent}"),  # from there only once
     ],
 )
 def test_a_wrong_spec_is_refused_in_one_line(spec, complaint):
@@ -548,10 +587,10 @@ def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
     def tokenizer(texts, add_special_tokens):
         return {"input_ids": [list(text.encode()) for text in texts]}
 
-    rows = [{"prompt": "x" * n, "answer": ""} for n in (3, 300, 5, 400)]
+    rows = [{"prompt": "x" * n, "answer": ""} for n in (3, 300, 0, 5, 400)]
     kept = encode_prompts(rows, "training", tokenizer, DEFAULTS)
     assert [len(r["prompt_tokens"]) for r in kept] == [3, 5]
-    assert capsys.readouterr().out == "dropped 2 of 4 training prompts: over max_prompt_tokens=256\n"
+    assert capsys.readouterr().out == "dropped 3 of 5 training prompts: 1 empty, 2 over max_prompt_tokens=256\n"
 
 
 def test_a_prompt_may_be_messages_which_the_chat_template_writes(tmp_path):
@@ -633,6 +672,11 @@ def test_a_chat_template_that_the_model_does_not_have_is_refused(capsys):
         (dict(prompt_column="question"), "prompt_column='question': the data set has the columns a, answer, b, prompt"),
         (dict(answer_column="label"), "answer_column='label'"),
         (dict(prompt_template="{question}"), "prompt_template='{question}': KeyError"),
+        (
+            dict(prompt_template='{"x": "{prompt}"}'),
+            "KeyError: '\"x\"'; the data set has the columns a, answer, b, prompt; a brace",
+        ),
+        (dict(dataset="pyproject.toml"), "dataset='pyproject.toml': a file, but not one of .jsonl, .json, .parquet\n"),
         (dict(dataset="arithmetic:5:5"), "dataset='arithmetic:5:5': has no rows; use another, or another split"),
         (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
     ],
@@ -643,3 +687,11 @@ def test_data_that_is_not_there_is_refused_in_one_line(change, message, capsys, 
         load_rows(DEFAULTS | change)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and message in err
+
+
+def test_a_broken_line_of_a_file_is_named(write, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    name = write('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2}\n', "x.jsonl")
+    with pytest.raises(SystemExit):
+        load_rows(DEFAULTS | dict(dataset=name))
+    assert capsys.readouterr().err.endswith(f"error: dataset={name!r}: line 3: Unterminated string starting at\n")

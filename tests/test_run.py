@@ -66,6 +66,7 @@ def test_a_run_leaves_no_process(two_ranks, one_process):
 BAD = [
     (["--learing_rate=1"], "error: --learing_rate: no such key; did you mean learning_rate?"),
     (["--init_from=no/such/folder"], "error: init_from='no/such/folder': neither a model folder"),
+    (["--init_from=./no/such/folder"], "error: init_from='./no/such/folder': no such folder; use"),
     (["--max_prompt_tokens=2"], "error: max_prompt_tokens=2: all 80 training prompts are longer"),
     (["--reward=numerc"], "error: reward='numerc': no such reward"),
 ]
@@ -82,10 +83,13 @@ def test_bad_input_gets_one_line_and_status_2(tmp_path, flags, message):
     assert not processes_of(tmp_path / "run")
 
 
-def test_under_torchrun_one_rank_prints_the_line(tmp_path):
+def test_under_torchrun_one_rank_prints_the_line_and_torchrun_ends_with_it(tmp_path):
     status, output = launch(tmp_path / "run", "--lanes=3", ranks=2, timeout=90)
-    assert status != 0 and output.count("error: lanes=3: not a power of two") == 1
-    assert 'File "' not in output.split("error: lanes=3")[0] and "exitcode  : 2" in output
+    line = "error: lanes=3: not a power of two; use 1, 2, 4, .."
+    assert status != 0 and error_line(output.partition("Traceback")[0]) == line
+    assert 'File "' not in output.split(line)[0] and "exitcode  : 2" in output
+    *_, last, _ = output.splitlines()
+    assert last.split() == f"traceback : {line}".split()
     assert not processes_of(tmp_path / "run")
 
 
@@ -112,7 +116,7 @@ def test_a_mistake_found_late_leaves_the_folder_to_the_corrected_command(tmp_pat
     assert status == 2 and "holds a run already" in error_line(output)
     ledger = (folder / "ledger.jsonl").read_bytes()
     status, output = launch(folder, *sft, ranks=1, restarts=1)
-    assert status != 0 and output.count("holds a run already") == 2
+    assert status != 0 and len(re.findall("^error: .* holds a run already", output, re.M)) == 2
     assert ledger and (folder / "ledger.jsonl").read_bytes() == ledger
 
 
@@ -130,7 +134,7 @@ def test_code_that_a_models_folder_names_is_not_run(two_ranks, tmp_path):
 
 
 def test_a_reward_that_raises_ends_the_run_and_names_the_sample(tmp_path):
-    (tmp_path / "mine.py").write_text("def late(prompt, response, answer):\n    return 1 / (len(answer) - 2)\n")
+    (tmp_path / "mine.py").write_text("def late(prompt, response, answer):\n    return 1 / (response == answer)\n")
     reward = f"--reward={tmp_path}/mine.py:late"
     status, output = launch_warm(tmp_path / "run", reward, "--warmup_sft_steps=0", "--eval_size=0")
     assert status == 2, output[-3000:]

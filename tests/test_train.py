@@ -596,12 +596,18 @@ def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, capsys, mo
     from transformers import GPT2Config, Qwen2Config
 
     def refusal(hf, **change):
-        hf.save_pretrained(tmp_path)
+        if hf:
+            hf.save_pretrained(tmp_path)
         with pytest.raises(SystemExit) as e:
             train.check_model(tmp_path, DEFAULTS | change)
         assert e.value.code == 2
         return capsys.readouterr().err
 
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}')
+    line = (
+        f"init_from={str(tmp_path)!r}: adapters of BASE; make one model of both (tools/merge.py BASE {tmp_path} out/mer"
+    )
+    assert line in (said := refusal(None)) and f" --init_from=BASE --lora_rank=8 --lora={tmp_path}\n" in said
     assert "a gpt2 model; known are qwen3, qwen2, llama" in refusal(GPT2Config())
     assert "sliding-window" in refusal(Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1))
     assert "the model has 64 positions" in refusal(Qwen2Config(max_position_embeddings=64))
@@ -613,3 +619,17 @@ def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, capsys, mo
         (dict(tp_split=2, rollout_tp=2), "rollout_tp=2: does not divide its number of key heads, 3, of init_from="),
     ):
         assert message in refusal(Qwen2Config(**heads), **change)
+
+
+def test_a_model_without_a_tokenizer_or_with_a_broken_one_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    from transformers import LlamaConfig, Qwen2Config
+
+    for hf, content in ((LlamaConfig(), ""), (Qwen2Config(), ""), (Qwen2Config(), "{"), (LlamaConfig(), "[]")):
+        hf.save_pretrained(tmp_path)
+        if content:
+            (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(SystemExit) as e:
+            train.folders.load_tokenizer(tmp_path)
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert e.value.code == 2 and line.startswith(f"error: init_from={str(tmp_path)!r}: no usable tokenizer: ")

@@ -19,14 +19,13 @@ import re
 import shlex
 import shutil
 import statistics
-import sys
 from pathlib import Path
 
 import runs
 from scipy import stats  # SGLang's own dependency
 from tqdm import tqdm
 
-from configurator import commit
+from configurator import commit, fail
 from sync import content_hash
 
 FEW = 4  # of fewer seeds the spread, and so an interval, is itself hardly known
@@ -48,7 +47,7 @@ def figure(lines, metric):
     steps = [x[metric] for x in lines if x["phase"] == "rl" and x.get(metric) is not None]
     if not held_out and not steps:
         known = sorted({name for x in lines if x["phase"] in ("eval", "rl") for name in x if name != "phase"})
-        sys.exit(f"error: --metric={metric}: the runs have {', '.join(known)}")
+        fail(f"--metric={metric}: the runs have {', '.join(known)}")
     return held_out[-1] if held_out else statistics.mean(steps[-max(1, len(steps) // 4) :])
 
 
@@ -75,10 +74,10 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("out/compare"))
     args, rest = parser.parse_known_args()
     if len(rest) < 2:
-        sys.exit("error: wants the flags of two sides, in quotes, as in '--advantage=grpo' '--advantage=rloo'")
+        fail("wants the flags of two sides, in quotes, as in '--advantage=grpo' '--advantage=rloo'")
     a, b, *both = rest
     if args.seeds < 2:
-        sys.exit("error: --seeds: an interval wants two seeds or more")
+        fail("--seeds: an interval wants two seeds or more")
     sides, firsts = [[], []], []
     for seed in tqdm(range(1, args.seeds + 1), unit="seed"):
         ledgers = []
