@@ -28,7 +28,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 TEACHING = [
     page for folder in ("lessons", "exercises", "experiments") for page in sorted((ROOT / folder).rglob("*.md"))
 ]
-PAGES = [README, *DOCS, ROOT / "RESULTS.md", ROOT / "CONTRIBUTING.md", *TEACHING]
+PAGES = [README, *DOCS, ROOT / "RESULTS.md", ROOT / ".github" / "CONTRIBUTING.md", *TEACHING]
 FLAGS = re.findall(r"--(\w+)", "".join(path.read_text() for path in (ROOT / "tools").glob("*.py")))  # the tools' own
 KEYS = {*train_grpo.DEFAULTS, *FLAGS, "tool_choice"}  # the last is a field of OpenAI's requests
 LINE = re.compile(r"\[`([\w.]+|[\w ]+)`\]\(([\w./]+\.py)#L(\d+)\)")  # [`Trainer.update`](train_grpo.py#L907)
