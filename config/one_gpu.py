@@ -5,8 +5,8 @@ and CUDA graphs, no download. Run it twice: the digests must be equal, and no lo
     python train_grpo.py config/one_gpu.py
     python train_grpo.py config/one_gpu.py --out_dir=out/one_gpu_again --engine_args=disable_cuda_graph=True
 
-On an H200, with 40 warm-up and 12 RL steps: no log-prob differed, 1.5 s a step beside other work. RESULTS.md has its
-flags and digest. The whole run has not been measured yet.
+On an H200, with 40 warm-up and 12 RL steps: no log-prob differed, 1.5 s a step beside other work. docs/results.md
+has its flags and digest. The whole run has not been measured yet.
 """
 
 out_dir = "out/one_gpu"

@@ -15,7 +15,7 @@ While weights are published: the trainer's 17.4 GB, a bucket of merged weights t
 Full training needs 8.2 G * 16 bytes = 131 GB for weights, moments and one gradient alone.
 
 A model of this shape with random weights took 13.9 s for a step of 256 samples of 256 tokens on an H100, before LoRA's
-gradients went to the tensor cores and FSDP2 was left out (RESULTS.md).
+gradients went to the tensor cores and FSDP2 was left out (docs/results.md).
 Wall time and result of this preset: not measured yet.
 """
 

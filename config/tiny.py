@@ -1,6 +1,6 @@
 """
 Sums of two-digit numbers below 50 with a Qwen3 of 0.8 M parameters, from scratch, on two CPU cores: a warm-up until
-about half of the held-out sums are right, then RL. RESULTS.md has the figures and the machine.
+about half of the held-out sums are right, then RL. docs/results.md has the figures and the machine.
 
     python train_grpo.py config/tiny.py
     torchrun --nproc_per_node=2 train_grpo.py config/tiny.py

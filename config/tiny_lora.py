@@ -1,6 +1,6 @@
 """
 The sums of config/tiny.py with adapters: the supervised start of config/stage_sft.py is frozen, and LoRA of rank 16
-learns beside it. RESULTS.md has the figures, beside full training and other ranks.
+learns beside it. docs/results.md has the figures, beside full training and other ranks.
 
     python train_grpo.py config/stage_sft.py
     python train_grpo.py config/tiny_lora.py

@@ -4,7 +4,7 @@ dense model of config/tiny.py has.
 
 Seed 1, four samples of each held-out sum: 0.647 +- 0.041 were right after the warm-up and 0.992 +- 0.005 at the end,
 digest d16267a0, and no log-prob differed in 230 steps. Of the dense model 0.562 +- 0.040 and 0.982 +- 0.008. Two more
-seeds ended at 0.943 and 0.946, dense at 0.987 and 0.991: RESULTS.md has them.
+seeds ended at 0.943 and 0.946, dense at 0.987 and 0.991: docs/results.md has them.
 
     python train_grpo.py config/tiny_moe.py
     torchrun --nproc_per_node=2 train_grpo.py config/tiny_moe.py

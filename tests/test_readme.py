@@ -1,6 +1,6 @@
 """
-What README.md, RESULTS.md and the pages of docs/, lessons/, exercises/ and experiments/ say of lines, commands, keys,
-files, sizes and metrics is true.
+What README.md, .github/CONTRIBUTING.md and the pages of docs/, lessons/, exercises/ and experiments/ say of lines,
+commands, keys, files, sizes and metrics is true.
 
     pytest tests/test_readme.py
     python tests/test_readme.py    # sets the numbers of lines and the sizes of files; prints the sizes
@@ -28,7 +28,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 TEACHING = [
     page for folder in ("lessons", "exercises", "experiments") for page in sorted((ROOT / folder).rglob("*.md"))
 ]
-PAGES = [README, *DOCS, ROOT / "RESULTS.md", ROOT / "CONTRIBUTING.md", *TEACHING]
+PAGES = [README, *DOCS, ROOT / ".github" / "CONTRIBUTING.md", *TEACHING]
 FLAGS = re.findall(r"--(\w+)", "".join(path.read_text() for path in (ROOT / "tools").glob("*.py")))  # the tools' own
 KEYS = {*train_grpo.DEFAULTS, *FLAGS, "tool_choice"}  # the last is a field of OpenAI's requests
 LINE = re.compile(r"\[`([\w.]+|[\w ]+)`\]\(([\w./]+\.py)#L(\d+)\)")  # [`Trainer.update`](train_grpo.py#L907)

@@ -305,7 +305,7 @@ def test_a_pack_without_tokens_launches_nothing(tmp_path):
         assert launches(lambda: work(changed), compiled=False)
 
 
-# Measured on an H200 (RESULTS.md): for weights of Qwen3-8B (N, K) and 16, 32, 64, 128, 256, 512 rows the tile of
+# Measured on an H200 (docs/results.md): for weights of Qwen3-8B (N, K) and 16, 32, 64, 128, 256, 512 rows the tile of
 # kernels.TILES, with its step of K and its stages, that takes at most 1.055 times as long as the fastest tried.
 FASTEST = {
     (6144, 4096): "16x64x256,4 32x64x128,8 64x64x128,6 64x128x64,8 128x128x64,5 128x256x64,3",

@@ -98,7 +98,7 @@ CARDS = {
     "RTX4090": Card(24e9, 1.008e12, 165e12, 32e9, 12.5e9, 32e9),
 }
 
-# Shares of the data sheet, as measured on an H200 (RESULTS.md), of Qwen3-8B's operators.
+# Shares of the data sheet, as measured on an H200 (docs/results.md), of Qwen3-8B's operators.
 PRODUCT = 0.68  # 8,192 rows; 0.99 of cuBLAS
 ATTENTION = 0.31  # forward, sequences of 1,024; 0.43 of 4,096
 ATTENTION_BACKWARD = 0.25  # .. backward; 0.33
