@@ -1111,7 +1111,7 @@ def evaluate(queue, step, rows, c, version, record):
         for source, own in {"": groups, **rewards.by_source(groups)}.items():
             rates = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
             scores |= {f"{source}/{metric}".lstrip("/"): x for metric, x in rates.items()}
-        record.evaluation(step, scores, len(rows))
+        record.evaluation(step, scores, len(rows), record.hashes(groups))
 
 
 @torch.no_grad()
@@ -1120,7 +1120,8 @@ def evaluate_pairs(trainer, step, pairs, record):
     _, figures = trainer.gradients(pairs, PAIRS)
     if record:
         n = len(pairs) // 2
-        record.evaluation(step, rewards.pair_rates(figures, n), n)
+        tokens = sync.content_hash(*(s.tokens for s in pairs))
+        record.evaluation(step, rewards.pair_rates(figures, n), n, dict(tokens=tokens))
 
 
 def supervised_samples(rows, c, demonstrate=None):
@@ -1420,7 +1421,7 @@ if __name__ == "__main__":
         print(record.alarm(alarm), file=sys.stderr)
     sync.meet()
     if record:  # before the libraries shut down, which may fail
-        print(f"digest {record.ledger.digest}", flush=True)
+        print(f"digest {(record.ledger if does.steps else record.evaluations).digest}", flush=True)
     sync.meet()
     if transport:
         transport.close()

@@ -44,11 +44,12 @@ from models.folders import load_tokenizer  # noqa: E402
 from train_grpo import advantages_of  # noqa: E402
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito: for all kinds of eyes
+SUPERVISED = ("sft", "rm", "dpo")  # phases
 # file, title with the unit, phases, {metric: its name in the panel}
 PANELS = (
     ("reward", "Training reward, mean of the step", ("rl",), dict(reward_mean="")),
     ("accuracy", "Held-out accuracy, with 95 % interval", ("eval",), {"pass@1": "pass@1", "eval_accuracy": "pairs"}),
-    ("loss", "Loss of supervised steps", ("sft", "rm", "dpo"), dict(loss="")),
+    ("loss", "Loss of supervised steps", SUPERVISED, dict(loss="")),
     ("entropy", "Entropy of the policy, nats per token", ("rl",), dict(entropy="")),
     ("length", "Response length, tokens", ("rl",), dict(response_length_mean="mean", response_length_max="longest")),
     ("grad_norm", "Gradient norm, before the clip", ("rl",), dict(grad_norm="")),
@@ -92,7 +93,7 @@ def read_run(folder, name):
 def steps_of(run):
     """A run's steps, in words."""
     phases = [line["phase"] for line in run.ledger]
-    kinds = {"supervised": len(phases) - phases.count("rl"), "RL": phases.count("rl")}
+    kinds = {"supervised": sum(map(phases.count, SUPERVISED)), "RL": phases.count("rl")}
     return " and ".join(f"{n} {kind}" for kind, n in kinds.items() if n or kind == "RL") + " steps"
 
 
@@ -108,8 +109,8 @@ def compare(first, run):
             return f"{run.name} and {first.name} are equal: {steps_of(run)}, digest {digest_of(run)}", None
         steps = f"{steps_of(run)}, and {steps_of(first)}"
         return f"{run.name} and {first.name} are equal as far as they go: {steps}", None
-    x, y = first.ledger[found[0]], run.ledger[found[0]]
-    fields = [stage for stage in STAGES if x.get(stage) != y.get(stage)] or [found[1]]
+    x, y, stage, _ = found
+    fields = [stage for stage in STAGES if x.get(stage) != y.get(stage)] or [stage]
     keys = [k for k in first.config.keys() & run.config.keys() - {*FREE_KEYS} if first.config[k] != run.config[k]]
     settings = ", ".join(f"{k} {run.config[k]!r} instead of {first.config[k]!r}" for k in sorted(keys))
     where = f"{run.name} differs from {first.name} first in {x['phase']} step {x['step']}: {', '.join(fields)}"
