@@ -847,6 +847,9 @@ class Trainer:
         Writes ckpt/step_000100, for step = 100, from which any number of ranks can go on with that step. flight: the
         groups in flight. record: the first rank's Record; None on others.
         """
+        found = {*chain(*(self.optimizer.state[w] for w in self.weights))} - {"step"}
+        cure = "name in MOMENTS what the optimizer keeps of a weight, or a resume begins without it"
+        require(found == {*MOMENTS}, f"MOMENTS={MOMENTS}: the optimizer has {', '.join(sorted(found))}; {cure}")
         # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
         finished = ckpt / f"step_{step:06d}"
         unfinished = ckpt / f".step_{step:06d}"
@@ -1039,8 +1042,8 @@ class Trainer:
         self.optimizer.zero_grad()  # or the parameters would hold this memory until the next step
         # The gradients are hashed as clipped: these are the numbers that moved the weights.
         stages = grads, self.weights, *([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS)
-        gradients, weights, first, second = (sync.tensor_hashes(x, self.shards, self.process_group) for x in stages)
-        optimizer = {name: first[name] + second[name] for name in first}
+        gradients, weights, *moments = (sync.tensor_hashes(x, self.shards, self.process_group) for x in stages)
+        optimizer = {name: "".join(moment[name] for moment in moments) for name in weights}
         return float(norm), dict(gradients=gradients, weights=weights, optimizer=optimizer)
 
     def update(self, samples, step, lr, objective=POLICY, check=False):
