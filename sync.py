@@ -10,6 +10,7 @@ How things travel, and the proof that they arrived the same.
     ledger       one line of hashes per step, each chained to the line before
 """
 
+import atexit
 import errno
 import fcntl
 import hashlib
@@ -18,6 +19,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +27,7 @@ import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from ipaddress import ip_address
@@ -97,6 +99,34 @@ def report_error(kind, error, trace):
     else:
         return sys.__excepthook__(kind, error, trace)
     print(f"error: {line}; nothing written is lost; {cure}", file=sys.stderr, flush=True)
+
+
+def end_with_a_line(rank):
+    """
+    Has a SIGTERM end this process as it does by itself, but with a line of the first rank's; and has torchrun's folder
+    in /tmp, if nothing is in it, gone when the process ends.
+    """
+    owner = os.getpid()
+    stderr = os.dup(2)  # which may lead to an engine's log when the signal comes
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "."))  # of an attempt of this run, for this rank
+
+    def clean():
+        folders = error_file.parents[:4]
+        if os.getpid() == owner and folders and folders[-1].name.startswith("torchelastic_"):
+            with suppress(OSError):  # other ranks are there still
+                for folder in folders:
+                    folder.rmdir()
+
+    def ended(number, _):
+        if os.getpid() == owner and rank == 0:
+            line = "ended by SIGTERM; nothing written is lost; go on with --init_from=resume"
+            os.write(stderr, f"\nerror: {line}\n".encode())  # maybe behind a bar
+        clean()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    atexit.register(clean)
+    signal.signal(signal.SIGTERM, ended)
 
 
 def reason(error):

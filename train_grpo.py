@@ -1156,6 +1156,7 @@ if __name__ == "__main__":
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
     sys.excepthook = sync.report_error
+    sync.end_with_a_line(int(os.environ.get("RANK", 0)))
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
     does = MODES[mode]
     supervised = does.steps == "supervised"
