@@ -420,6 +420,7 @@ class RolloutEngine:
         self.asked = 0  # open requests
         self.since = 0.0  # when there was one
         self.busy = 0.0  # seconds with any before that
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         if device == "cuda":
@@ -435,7 +436,7 @@ class RolloutEngine:
                 self.loop = self.sglang.loop
                 self.manager = self.sglang.tokenizer_manager
                 self.io_struct = io_struct
-                self.loop.run_until_complete(self._take_signals_back())
+                self.loop.run_until_complete(self._take_signals_back(on_sigterm))
                 self.flush()  # by each of its sockets a first message
                 self.check_weights({})
         except Exception as e:
@@ -481,7 +482,7 @@ class RolloutEngine:
             sglang.generate(input_ids=[0], sampling_params=params, return_logprob=True)
         return sglang
 
-    async def _take_signals_back(self):
+    async def _take_signals_back(self, on_sigterm):
         """
         Takes SIGTERM and SIGQUIT back from SGLang, which would drain its requests first. A SIGTERM, torchrun's too,
         ends this process (the kernel then ends the scheduler), and a dead scheduler is reported in one line.
@@ -489,6 +490,7 @@ class RolloutEngine:
         self.manager.auto_create_handle_loop()  # SGLang takes the signals here, if no request has made it do so yet
         for s in (signal.SIGTERM, signal.SIGQUIT):
             self.loop.remove_signal_handler(s)  # outside of the loop uvloop would not
+        signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGQUIT, self._died)
 
     def _died(self, *_):

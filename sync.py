@@ -10,6 +10,7 @@ How things travel, and the proof that they arrived the same.
     ledger       one line of hashes per step, each chained to the line before
 """
 
+import atexit
 import errno
 import fcntl
 import hashlib
@@ -18,6 +19,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +27,7 @@ import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from ipaddress import ip_address
@@ -96,6 +98,34 @@ def report_error(kind, error, trace, kept="nothing written is lost", cure="go on
     else:
         return sys.__excepthook__(kind, error, trace)
     print(error_line(f"{line}; {kept}; {cure}"), file=sys.stderr, flush=True)
+
+
+def end_with_a_line(rank):
+    """
+    Has a SIGTERM end this process as it does by itself, but with a line of the first rank's; and has torchrun's folder
+    in /tmp, if nothing is in it, gone when the process ends.
+    """
+    owner = os.getpid()
+    stderr = os.dup(2)  # which may lead to an engine's log when the signal comes
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "."))  # of an attempt of this run, for this rank
+
+    def clean():
+        folders = error_file.parents[:4]
+        if os.getpid() == owner and folders and folders[-1].name.startswith("torchelastic_"):
+            with suppress(OSError):  # other ranks are there still
+                for folder in folders:
+                    folder.rmdir()
+
+    def ended(number, _):
+        if os.getpid() == owner and rank == 0:
+            line = "ended by SIGTERM; nothing written is lost; go on with --init_from=resume"
+            os.write(stderr, f"\nerror: {line}\n".encode())  # maybe behind a bar
+        clean()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    atexit.register(clean)
+    signal.signal(signal.SIGTERM, ended)
 
 
 def reason(error):
@@ -818,7 +848,7 @@ class Queue(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------------
 # the run folder
 
-LOGS = ("ledger.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to
+LOGS = ("ledger.jsonl", "evaluations.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to
 
 
 def open_run(folder, config, resumed, restarted, gpu):
@@ -922,9 +952,9 @@ def step_figures(batch, pass_reward, times):
 
 class Record:
     """
-    What the first rank writes down of a run: the ledger, metrics.jsonl, and samples.md to read. The logs are cut back
-    to their sizes in the checkpoint's record `saved`; without one they begin empty. c: the config as a namespace;
-    origin: what a checkpoint must say to be this run's; agent: the Agent of the samples.
+    What the first rank writes down of a run: the ledger, a second one of its evaluations, metrics.jsonl, and samples.md
+    to read. The logs are cut back to their sizes in the checkpoint's record `saved`; without one they begin empty. c:
+    the config as a namespace; origin: what a checkpoint must say to be this run's; agent: the Agent of the samples.
     """
 
     def __init__(self, folder, saved, c, origin, agent=None):
@@ -932,10 +962,13 @@ class Record:
         self.c = c
         self.origin = origin
         self.agent = agent
-        sizes = saved.get("bytes", dict.fromkeys(LOGS, 0))
+        sizes = dict.fromkeys(LOGS, 0) | saved.get("bytes", {})
         self.ledger = Ledger(folder / "ledger.jsonl", sizes["ledger.jsonl"], c.strict)
         if saved and self.ledger.digest != saved["digest"]:
             raise RunError(f"{self.ledger.path}: does not lead to step {saved['step']}'s checkpoint; was it edited?")
+        # Not compared with what comes out after a resume: eval_samples may be another then.
+        path = folder / "evaluations.jsonl"
+        self.evaluations = Ledger(path, sizes[path.name], strict=False, first=FIRST_EVALUATION)
         for name in ("metrics.jsonl", "samples.md"):
             (folder / name).touch()
             os.truncate(folder / name, sizes[name])
@@ -959,10 +992,14 @@ class Record:
         if (step + 1) % 50 == 0:
             tqdm.write(f"supervised step {step + 1}: loss {metrics['loss']:.4f}")
 
-    def evaluation(self, step, scores, prompts):
-        """Records scores {metric: value} of an evaluation. prompts: number of held-out prompts or pairs."""
+    def evaluation(self, step, scores, prompts, hashes):
+        """
+        Records scores {metric: value} of an evaluation, and hashes {stage: hash} of what they are of. prompts: number
+        of held-out prompts or pairs.
+        """
         c = self.c
         self.metrics(phase="eval", step=step, **scores)
+        self.evaluations.append(phase="eval", step=step, **hashes, scores=scores)
         rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)
         scored = f"agent {c.agent!r}" if c.agent else f"reward {c.reward!r}"
         what = f"{prompts} prompts, {c.eval_samples} samples each, {scored}, temperature {c.eval_temperature}"
@@ -970,15 +1007,11 @@ class Record:
             what = f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
         tqdm.write(f"held out after {step} steps: {', '.join(rates)} ({what})")
 
-    def step(self, step, batch, metrics, hashes, times):
-        """
-        Records an RL step; returns its line of metrics.jsonl. metrics, hashes: the trainer's, {} where nobody trains.
-        times: when the step began, had its samples, had learned, had published.
-        """
-        c = self.c
-        tensors, meta = zip(*batch.groups)
+    def hashes(self, groups):
+        """{stage: hash} of what Groups have."""
+        tensors, meta = zip(*groups)
         named = ["tokens", "logprobs", "rewards"]
-        if c.lag or c.segment_tokens:
+        if self.c.lag or self.c.segment_tokens:
             named.append("weight_version")
         if self.agent:
             named += ["loss_mask", "turn_rewards"]
@@ -986,7 +1019,15 @@ class Record:
         if self.agent:
             stages["journal"] = content_hash([m["journal"] for m in meta])
         prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t in tensors))
-        self.ledger.append(phase="rl", step=step, prompts=prompts, **stages, **hashes)
+        return dict(prompts=prompts) | stages
+
+    def step(self, step, batch, metrics, hashes, times):
+        """
+        Records an RL step; returns its line of metrics.jsonl. metrics, hashes: the trainer's, {} where nobody trains.
+        times: when the step began, had its samples, had learned, had published.
+        """
+        c = self.c
+        self.ledger.append(phase="rl", step=step, **self.hashes(batch.groups), **hashes)
         line = dict(phase="rl", step=step) | step_figures(batch, c.pass_reward, times) | metrics
         if self.agent:
             line |= self.agent.metrics(batch.sampled)
@@ -1087,8 +1128,11 @@ def read_checkpoint(folder, rank, ranks, **expected):
         if record.pop("sha256") != _digest(record):
             raise ValueError
         check_fields(path, record, expected)
+        there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
         for name, digest in [*record["files"].items()][rank::ranks]:
             path = folder / name
+            if name not in there:  # or a path that leads elsewhere, to what has no end
+                raise ValueError
             if _file_hash(path) != digest:
                 raise ValueError
     except (OSError, ValueError, KeyError, AttributeError):
@@ -1175,6 +1219,10 @@ def run_id(config):
     return content_hash({key: value for key, value in config.items() if key not in FREE_KEYS})
 
 
+FIRST_STEP = "onecurve 1"  # what the first link of a chain is the hash of: a format's name and version
+FIRST_EVALUATION = "onecurve evaluations 1"
+
+
 class Ledger:
     """
     ledger.jsonl: per step a hash of each stage (prompts, tokens, logprobs, rewards, advantages, gradients, weights,
@@ -1182,13 +1230,14 @@ class Ledger:
     same; the first differing line and stage say where two runs parted. `digest` is the last link.
 
     size: bytes of an existing file to go on from. What a killed run wrote after them is cut off, and compared with
-    what comes out now. Raises RunError if the chain is broken, and, if `strict`, where the comparison fails.
+    what comes out now. first: one of the two above. Raises RunError if the chain is broken, and, if `strict`, where the
+    comparison fails.
     """
 
-    def __init__(self, path, size=0, strict=True):
+    def __init__(self, path, size=0, strict=True, first=FIRST_STEP):
         self.path = path
         self.strict = strict
-        self.digest = hashlib.sha256(b"onecurve 1").hexdigest()  # the format's name and version
+        self.digest = hashlib.sha256(first.encode()).hexdigest()
         path.touch()
         text = path.read_bytes().decode("latin-1")  # a character for each byte, even where the file is damaged
         for i, line in enumerate(text[:size].splitlines(True)):

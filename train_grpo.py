@@ -848,6 +848,9 @@ class Trainer:
         Writes ckpt/step_000100, for step = 100, from which any number of ranks can go on with that step. flight: the
         groups in flight. record: the first rank's Record; None on others.
         """
+        found = {*chain(*(self.optimizer.state[w] for w in self.weights))} - {"step"}
+        cure = "name in MOMENTS what the optimizer keeps of a weight, or a resume begins without it"
+        require(found == {*MOMENTS}, f"MOMENTS={MOMENTS}: the optimizer has {', '.join(sorted(found))}; {cure}")
         # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
         finished = ckpt / f"step_{step:06d}"
         unfinished = ckpt / f".step_{step:06d}"
@@ -1040,8 +1043,8 @@ class Trainer:
         self.optimizer.zero_grad()  # or the parameters would hold this memory until the next step
         # The gradients are hashed as clipped: these are the numbers that moved the weights.
         stages = grads, self.weights, *([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS)
-        gradients, weights, first, second = (sync.tensor_hashes(x, self.shards, self.process_group) for x in stages)
-        optimizer = {name: first[name] + second[name] for name in first}
+        gradients, weights, *moments = (sync.tensor_hashes(x, self.shards, self.process_group) for x in stages)
+        optimizer = {name: "".join(moment[name] for moment in moments) for name in weights}
         return float(norm), dict(gradients=gradients, weights=weights, optimizer=optimizer)
 
     def update(self, samples, step, lr, objective=POLICY, check=False):
@@ -1112,7 +1115,7 @@ def evaluate(queue, step, rows, c, version, record):
         for source, own in {"": groups, **rewards.by_source(groups)}.items():
             rates = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
             scores |= {f"{source}/{metric}".lstrip("/"): x for metric, x in rates.items()}
-        record.evaluation(step, scores, len(rows))
+        record.evaluation(step, scores, len(rows), record.hashes(groups))
 
 
 @torch.no_grad()
@@ -1121,7 +1124,8 @@ def evaluate_pairs(trainer, step, pairs, record):
     _, figures = trainer.gradients(pairs, PAIRS)
     if record:
         n = len(pairs) // 2
-        record.evaluation(step, rewards.pair_rates(figures, n), n)
+        tokens = sync.content_hash(*(s.tokens for s in pairs))
+        record.evaluation(step, rewards.pair_rates(figures, n), n, dict(tokens=tokens))
 
 
 def supervised_samples(rows, c, demonstrate=None):
@@ -1153,6 +1157,7 @@ if __name__ == "__main__":
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
     sys.excepthook = partial(sync.report_error, kept="nothing was written", cure="start again")
+    sync.end_with_a_line(int(os.environ.get("RANK", 0)))
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
     does = MODES[mode]
     supervised = does.steps == "supervised"
@@ -1426,7 +1431,7 @@ if __name__ == "__main__":
         print(record.alarm(alarm), file=sys.stderr)
     sync.meet()
     if record:  # before the libraries shut down, which may fail
-        print(f"digest {record.ledger.digest}", flush=True)
+        print(f"digest {(record.ledger if does.steps else record.evaluations).digest}", flush=True)
     sync.meet()
     if transport:
         transport.close()

@@ -5,7 +5,7 @@ OpenAI's protocol over HTTP: for agents that ask as its clients do, and to serve
     async with chat.openai() as client: ..                           # or a client inside the process
 
 A program finds in its environment OPENAI_BASE_URL (a session of its own), OPENAI_API_KEY and ROW, its row as JSON, and
-otherwise only the variables in INHERITED; give it more by agent="env KEY=value python x.py". Its last line of output
+otherwise only the variables in INHERITED; give it more by a script that reads them from a file. Its last line of output
 is the sample's reward, unless it has sent one to POST /reward, with the key in REWARD_KEY. A program that fails, or
 gives no number, ends the run. What a program asks the world by itself is in no journal. Keys are a session's own: no
 program can ask, or be rewarded, in another's name.

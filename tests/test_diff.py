@@ -139,6 +139,44 @@ def test_the_first_stage_in_the_order_of_a_step_is_named(diff, tmp_path):
     assert "config: seed = 1 | 2" in output
 
 
+def add_line(folder, file, **line):
+    """Makes this the first line of a log of hashes."""
+    path = folder / file
+    old = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    path.unlink(missing_ok=True)
+    ledger = sync.Ledger(path)
+    for entry in [line, *old]:
+        ledger.append(**{k: v for k, v in entry.items() if k != "chain"})
+
+
+@pytest.mark.parametrize("phase", ["base", "device"])
+def test_a_line_that_one_run_alone_has_is_no_difference(diff, tmp_path, phase):
+    """Lines were paired by number, and a run with LoRA differed first in the prompts of step 0."""
+    a, b, c = make_run(tmp_path / "a"), make_run(tmp_path / "b"), make_run(tmp_path / "c", weight="12")
+    for folder in (b, c):
+        add_line(folder, "ledger.jsonl", phase=phase, step=0, weights={"a": "99"})
+    assert "identical as far as they go: 3 and 4 lines" in diff(a, b)[1]
+    status, output = diff(a, c)
+    assert status == 1 and "first difference: rl step 1, weights of b\n    11\n    12\n" in output
+
+
+def test_evaluations_are_compared_and_of_nothing_nothing_is_said(diff, tmp_path):
+    """Two empty ledgers were identical, and so were runs with other held-out scores."""
+    a, b, c = (make_run(tmp_path / name) for name in "abc")
+    for folder, rewards in ((a, "1"), (b, "2")):
+        add_line(folder, "evaluations.jsonl", phase="eval", step=3, tokens="0", rewards=rewards, scores={"pass@1": 0})
+    status, output = diff(a, b)
+    assert status == 1 and output.startswith("first difference: eval step 3, rewards\n")
+    assert diff(a, c)[0] == 0 == diff(a, a)[0]
+    for folder in (a, b, c):
+        (folder / "ledger.jsonl").write_text("")
+    status, output = diff(a, a)
+    assert status == 0 and output.startswith("identical: 1 evaluations, digest ")
+    assert diff(a, b)[0] == 1
+    status, output = diff(c, c)
+    assert status == 2 and output.count("\n") == 1 and "nothing to compare" in output
+
+
 def test_a_shorter_run_is_different_but_no_step_is_named(diff, tmp_path):
     status, output = diff(make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=2))
     assert status == 1 and "identical as far as they go: 3 and 2 lines" in output

@@ -7,6 +7,7 @@ tools/verify.py, branch.py and compare.py, on a real run.
 import io
 import json
 import math
+import os
 import shutil
 import statistics
 import sys
@@ -15,7 +16,8 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import digest, run_warm
+from conftest import digest, error_line, finish, launch_warm, run_warm
+from prove import interrupt, reseal
 from safetensors.torch import load_file, save_file
 
 import configurator
@@ -26,12 +28,13 @@ TOOLS = Path(__file__).parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 import branch  # noqa: E402
 import compare  # noqa: E402
+import diff  # noqa: E402
 import runs  # noqa: E402
 import verify  # noqa: E402
 from compare import figure, intervals  # noqa: E402
 from diff import first_difference  # noqa: E402
 from runs import lines  # noqa: E402
-from verify import chosen, differing_weight  # noqa: E402
+from verify import chosen, differing_weight, unlike_metrics  # noqa: E402
 
 
 @pytest.fixture
@@ -77,22 +80,127 @@ def forged(run, folder, step, field):
 # ---- verify
 
 
-def test_a_run_made_elsewhere_on_two_ranks_is_verified_by_one_process(tool, two_ranks, tmp_path):
+@pytest.mark.law("steps of a published run, made again elsewhere")
+def test_L14_a_run_made_on_two_ranks_is_verified_by_one_process(tool, two_ranks, tmp_path, assert_it_learned):
     run, output = two_ranks
+    assert_it_learned(run, steps=24)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    status, said = tool("verify", run, "--steps=2", "--threads=1", f"--keep={tmp_path}/again")
-    steps = chosen(digest(output).split()[1], range(24), 2)
-    assert (status, said) == (0, f"verified: steps {steps[0]}, {steps[1]} of 24, {digest(output)}\n")
+    status, said = tool("verify", run, "--steps=2", "--seed=mine", "--threads=1", f"--keep={tmp_path}/again")
+    steps = ", ".join(map(str, chosen("mine", range(24), 2)))
+    lines = (
+        f"the samples of steps {steps} are made again (--seed=mine)",
+        "evaluations after 0, 24 steps as published",
+        f"verified: steps {steps} of 24, {digest(output)}",
+    )
+    assert (status, said.splitlines()) == (0, [*lines])
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    for folder in (tmp_path / "again").iterdir():  # the engine was asked for the chosen steps, and for them alone
-        own = {int(path.parent.name[3:]) for path in folder.glob("queue/rl_*/group_0000*") if path.stat().st_nlink == 1}
-        assert own and own <= set(steps)
+    groups = (tmp_path / "again").glob("queue/rl_*/group_0000*")
+    own = {int(path.parent.name[3:]) for path in groups if path.stat().st_nlink == 1}
+    assert sorted(own) == chosen("mine", range(24), 2)  # the engine was asked for these steps, and for them alone
 
 
-def test_an_edited_step_is_found_and_named(tool, two_ranks, tmp_path):
-    forged(two_ranks[0], tmp_path / "run", 3, "rewards")
-    status, said = tool("verify", tmp_path / "run", "--steps=all", "--threads=1")
-    assert (status, said) == (1, "parted: rl step 3, rewards\n")
+def with_other_weights(run, folder):
+    """
+    A run whose weights after 16 steps came from elsewhere. From there on it was made as any other, and all that it says
+    of itself fits.
+    """
+    checkpoint = interrupt(run, folder) / "ckpt" / "step_000016"
+    path = checkpoint / "model-00001-of-00001.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] += 0.25
+    save_file(tensors, path)
+    (folder / "ledger.jsonl").unlink()
+    ledger = sync.Ledger(folder / "ledger.jsonl")
+    for line in lines(run, "ledger.jsonl")[:76]:
+        del line["chain"]
+        if line["step"] == 15 and line["phase"] == "rl":
+            x = tensors["model.norm.weight"]
+            line["weights"] |= sync.tensor_hashes([x], [sync.Shard("model.norm.weight", tuple(x.shape), 0, x)], None)
+        ledger.append(**line)
+    for step in ("eval_000024", *(f"rl_{i:06d}" for i in range(16, 22))):
+        shutil.rmtree(folder / "queue" / step)
+    reseal(checkpoint, digest=ledger.digest)
+    return digest(finish(folder, "--init_from=resume", launch=launch_warm))
+
+
+@pytest.mark.control("weights from elsewhere in a checkpoint; an edited step; an edited score")
+def test_L14_control_a_forged_run_is_refused(tool, two_ranks, tmp_path):
+    run = two_ranks[0]
+    assert with_other_weights(run, tmp_path / "run") != digest(two_ranks[1])
+    status, said = tool("verify", tmp_path / "run", "--steps=1", "--seed=mine", "--threads=1")
+    assert status == 1 and said.splitlines()[1] == "parted: rl step 15, weights of model.norm.weight"
+    status, said = tool("verify", tmp_path / "run", "--steps=1", "--trust=16", "--threads=1")  # and that is said
+    assert status == 0 and said.splitlines()[2].startswith("verified, if the checkpoint of step 16 is right: steps ")
+
+    forged(run, tmp_path / "edited", 3, "rewards")
+    metrics = (run / "metrics.jsonl").read_text()
+    (tmp_path / "edited" / "metrics.jsonl").write_text(metrics.replace('"pass@1": 0.15,', '"pass@1": 0.95,'))
+    assert unlike_metrics(tmp_path / "edited", run) == "eval step 24, pass@1 of metrics.jsonl: 0.95 | 0.15"
+    status, said = tool("verify", tmp_path / "edited", "--steps=all", "--threads=1")
+    assert status == 1 and said.splitlines()[1] == "parted: rl step 3, rewards"
+    shutil.copy2(run / "ledger.jsonl", tmp_path / "edited")
+    status, said = tool("verify", tmp_path / "edited", "--steps=1", "--threads=1")
+    assert (status, said.splitlines()[1]) == (1, "parted: eval step 24, pass@1 of metrics.jsonl: 0.95 | 0.15")
+
+
+def test_evaluations_have_a_digest_of_their_own_and_are_verified(tool, two_ranks, tmp_path, capsys):
+    """They all had that of an empty ledger."""
+    flags = ("--mode=eval", f"--init_from={two_ranks[0] / 'ckpt' / 'step_000016'}", "--eval_samples=2")
+    runs = [tmp_path / name for name in "ab"]
+    ends = [
+        digest(finish(run, *flags, f"--eval_temperature={x}", launch=launch_warm)) for run, x in zip(runs, (1.0, 0.0))
+    ]
+    assert ends[0] != ends[1]
+    status, said = tool("verify", runs[0], "--threads=1", f"--init_from={two_ranks[0] / 'ckpt' / 'step_000016'}")
+    assert (status, said.splitlines()[-1]) == (0, f"verified: steps 0 of 1, {ends[0]}")
+    assert diff.main(runs[0], runs[0]) == 0 and diff.main(*runs) == 1
+    said = capsys.readouterr().out
+    assert f"identical: 1 evaluations, {ends[0]}\nfirst difference: eval step 0, tokens\n  drawn in step 0:\n" in said
+
+
+def test_a_strangers_folder_of_anything_ends_in_one_line(tool, two_ranks, tmp_path):
+    run = tmp_path / "run"
+
+    def refused(**record):
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(two_ranks[0], run)
+        path = run / "ckpt" / "step_000016" / "checkpoint.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | record))
+        for args in (("verify", run), ("branch", run, "--step=20", f"--out_dir={tmp_path}/b")):
+            status, said = tool(*args)
+            assert status == 2 and f"{path.parent}: not a checkpoint of this run, whose logs" in error_line(said)
+
+    sizes = json.loads((two_ranks[0] / "ckpt/step_000016/checkpoint.json").read_text())["bytes"]
+    for name in sync.LOGS:
+        refused(bytes=sizes | {name: 10**11})  # which took all memory
+    for step in (17, "16", [16], None, 10**400):
+        refused(step=step)
+    refused(bytes=None)
+    refused(bytes=sizes | {"ledger.jsonl": "5"})
+
+    shutil.copy2(two_ranks[0] / "ckpt/step_000016/checkpoint.json", run / "ckpt/step_000016")
+    reseal(run / "ckpt" / "step_000016")
+    record = json.loads((run / "ckpt/step_000016/checkpoint.json").read_text())
+    record["files"] = {"/dev/zero": "0"}
+    record.pop("sha256")
+    record["sha256"] = sync._digest(record)
+    (run / "ckpt/step_000016/checkpoint.json").write_text(json.dumps(record))
+    with pytest.raises(sync.RunError, match="/dev/zero: missing or damaged"):
+        sync.read_checkpoint(run / "ckpt" / "step_000016", 0, 1)
+
+    shutil.rmtree(run / "ckpt" / "step_000016")
+    (run / "ckpt" / "step_000024" / "model-00001-of-00001.safetensors").write_text("x")
+    status, said = tool("verify", run)
+    assert status == 2 and "step_000024: it and the ledger are not of one model: " in error_line(said)
+    (run / "ckpt" / "step_000016").mkdir()
+    os.mkfifo(run / "ckpt" / "step_000016" / "z.safetensors")
+    status, said = tool("verify", run)
+    assert status == 2 and "z.safetensors: a symbolic link, a pipe or a device" in error_line(said)
+    (run / "ckpt" / "step_000016" / "z.safetensors").unlink()
+    for line in ("[" * 10**5, '{"phase": "rl", "step": "0"}', '{"phase": ["rl"], "step": 0}', "1" * 5000):
+        (run / "ledger.jsonl").write_text(f"{line}\n")
+        status, said = tool("verify", run)
+        assert status == 2 and "ledger.jsonl: " in error_line(said), said
 
 
 @pytest.mark.parametrize("made", ["two_ranks", "mixture"])
@@ -198,7 +306,7 @@ def test_an_invented_ledger_and_a_mode_without_samples_are_not_verified(tool, tw
         (forge("device", [*made, dict(phase="device", step=0)]), "its steps are not those of a run"),
         (forge("twice", twice), "its steps are not those of a run"),
         (forge("gap", made[:70] + made[71:]), "its steps are not those of a run"),
-        (forge("eval", made, mode="eval"), "mode='eval': a run of this mode draws no samples"),
+        (forge("eval", made, mode="eval"), "its ledger is empty"),
         (forge("replay", made, mode="replay", queue_dir="queue"), "mode='replay': a run of this mode draws no samples"),
     ):
         status, said = tool("verify", folder, "--steps=all")
@@ -214,7 +322,7 @@ def test_a_run_with_links_in_it_is_refused(tool, name, tmp_path):
     assert status == 2 and f"{tmp_path}/queue: a symbolic link" in said and said.count("\n") == 1
 
 
-def test_the_digest_chooses_the_steps():
+def test_the_seed_chooses_the_steps():
     assert chosen("a", range(100), 5) != chosen("b", range(100), 5) == sorted(chosen("b", range(100), 5))
     assert chosen("a", range(7), 9) == [*range(7)]
 
@@ -245,9 +353,9 @@ def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_rank
         if not differs:
             assert f"digest {b[-1]['chain']}" == digest(output)
             continue
-        line, stage, _ = first_difference(a, b)
-        assert (a[line]["phase"], a[line]["step"], stage) == ("rl", 20, differs)
-        assert a[line]["tokens"] == b[line]["tokens"] and len(a) == len(b)
+        x, y, stage, _ = first_difference(a, b)
+        assert (x["phase"], x["step"], stage) == ("rl", 20, differs)
+        assert x["tokens"] == y["tokens"] and len(a) == len(b)
 
 
 def test_what_cannot_be_branched_is_one_line(tool, two_ranks, tmp_path):

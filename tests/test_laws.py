@@ -17,6 +17,7 @@ run with one thing wrong that the same comparison catches.
     L11 with samples drawn in segments, each with the weights of its step
     L12 on whatever CPU, with whatever vectors and threads
     L13 with engines over any number of ranks, each with some of a model's heads, columns and vocabulary
+    L14 made again from what was published, step by step (test_instruments.py)
     L15 with a mixture of experts, where a rounding would be another expert
     L16 with a curriculum, which draws prompts by what came of them before
 
@@ -83,6 +84,7 @@ def test_L1_two_runs_one_ledger_whether_in_one_process_or_two(two_ranks, one_pro
     (a, output_a), (b, output_b) = two_ranks, one_process
     assert_it_learned(a, steps=24)
     assert ledger(a) == ledger(b) and digest(output_a) == digest(output_b)
+    assert (a / "evaluations.jsonl").read_bytes() == (b / "evaluations.jsonl").read_bytes() != b""
     for x, y in zip(lines(a, "metrics.jsonl"), lines(b, "metrics.jsonl"), strict=True):
         timeless = [key for key in x if not key.endswith(("_seconds", "_per_second"))]
         assert [x[key] for key in timeless] == [y[key] for key in timeless]

@@ -10,9 +10,11 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
@@ -224,7 +226,8 @@ def test_a_run_that_is_still_going_may_have_written_half_a_line(draw, tmp_path):
     (lambda run: (run / "ledger.jsonl").unlink(), "no ledger.jsonl in it: not the folder of a run"),
     (lambda run: (run / "metrics.jsonl").write_text("a\n"), "not lines of JSON"),
     (lambda run: (run / "metrics.jsonl").write_text("[]\n"), "a line that has no phase and step"),
-    (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": "x"}\n'), "sync_seconds, step: no number"),
+    (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": "x"}\n'), "a line that has no phase"),
+    (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n'), "sync_seconds: no number"),
     (lambda run: (run / "config.py").write_text("seed = print(1)"), "not only lines 'key = literal'"),
     (lambda run: (run / "queue/rl_000000/group_0000.safetensors").write_text("a"), "torn or not a rollout file"),
 ])  # fmt: skip
@@ -353,6 +356,15 @@ def get(address, host=None, path=""):
         return error.code, ""
 
 
+def test_of_a_long_run_some_points_are_drawn_and_the_last_one():
+    lines = [*range(10_001)]
+    assert (
+        len(plot.thinned(lines)) <= 2000
+        and plot.thinned(lines)[-1] == 10_000
+        and plot.thinned(lines[:2000]) == lines[:2000]
+    )
+
+
 def test_a_page_of_a_run_that_goes_on_is_new_each_time_and_reads_only(live, tmp_path):
     folder, address = live
     assert "It has not begun" in get(address)[1] and not folder.exists()
@@ -363,6 +375,19 @@ def test_a_page_of_a_run_that_goes_on_is_new_each_time_and_reads_only(live, tmp_
     assert 'http-equiv="refresh" content="1"' in source and "script" not in source
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert get(address, host="evil.example")[0] == 403 and get(address, path="config.py")[0] == 404
+    port = int(address.split(":")[2].rstrip("/"))
+    with socket.create_connection(("127.0.0.1", port)):  # one that asks for nothing stops no other
+        began = time.monotonic()
+        assert get(address)[0] == 200 and time.monotonic() - began < 4
+    for line in (
+        '{"phase": "rl", "step": "0"}',
+        "[" * 10**5,
+        "1" * 5000,
+        '{"phase": "rl", "step": 3, "a": 1%s}' % ("0" * 400),
+    ):
+        with open(folder / "metrics.jsonl", "a") as file:  # a server that could not read it ended
+            file.write(f"{line}\n")
+        assert "Not now: its files cannot be read" in get(address)[1]
     shutil.rmtree(folder)
     make_run(folder, ["a"], steps=5)
     assert "5 RL steps" in get(address)[1]

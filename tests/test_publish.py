@@ -27,6 +27,7 @@ import publish  # noqa: E402
 import verify  # noqa: E402
 from runs import saved_config  # noqa: E402
 
+import sync  # noqa: E402
 from train_grpo import samples_of, with_advantages  # noqa: E402
 
 
@@ -159,13 +160,30 @@ def test_what_is_published_loads_as_a_model_and_as_a_table(two_ranks, tmp_path, 
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
     run = shutil.copytree(two_ranks[0], tmp_path / "run")
     out = run / "publish"
-    publish.main([str(run), "user/name", "--dry", "--checkpoints=0"])
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"pass@1": 0.15,', '"pass@1": 0.95,'))
+    strays = (
+        "queue/notes",
+        "queue/rl_000003/journal_0000.jsonl",
+        "ckpt/step_000024/.env",
+        "ckpt/step_000024/optimizer/x",
+    )
+    for name in strays:  # nothing but what a run writes for others goes out
+        (run / name).write_text("a key")
+    publish.main([str(run), "user/name", "--dry", "--checkpoints=1"])
+    assert not any("a key" in path.read_text("latin-1") for path in out.rglob("*") if path.is_file())
+    assert sorted(path.name for path in (out / "run" / "queue" / "rl_000003").iterdir()) == [
+        f"group_{i:04d}.safetensors" for i in range(8)
+    ]
+    card = (out / "README.md").read_text()
+    assert "Held out, pass@1: 0.0500 +- 0.0980 after 0, 0.1500 +- 0.1606 after 24 RL steps; the evaluations'" in card
+    assert sync.read_checkpoint(out / "run" / "ckpt" / "step_000024", 0, 1)["step"] == 24
     assert capsys.readouterr().out == f"{out}: {sum(p.stat().st_size for p in out.rglob('*.*')) / 1e6:.1f} MB\n"
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     whole = {
         name: x for file in (run / "ckpt/step_000024").glob("*.safetensors") for name, x in load_file(file).items()
     }
-    assert model.dtype == torch.bfloat16 and not any((out / "run" / "ckpt").iterdir())
+    assert model.dtype == torch.bfloat16
     assert all(torch.equal(x, whole[name].bfloat16()) for name, x in model.state_dict().items() if name in whole)
 
     rows = datasets.load_dataset("parquet", data_files=str(out / "samples.parquet"), cache_dir=str(tmp_path / "cache"))
@@ -215,13 +233,27 @@ def test_a_card_says_what_a_repeat_needs_beside_it_and_no_folder_of_this_machine
     for folder in (out / "run", source):
         folder.mkdir(parents=True)
     (source / "adapter_config.json").write_text(json.dumps(dict(base_model_name_or_path=str(model), r=8)))
-    publish.export(source, out)
+    sync.seal_checkpoint(source, tmp_path / "sealed")
+    publish.export(tmp_path / "sealed", out)
     assert json.loads((out / "adapter_config.json").read_text()) == dict(base_model_name_or_path="chat_model", r=8)
     (out / "run" / "config.py").write_text("")
     assert verify.fetched(out) == verify.fetched(out / "run") == out / "run"
 
 
+def say(text, file="config.py", instead=None):
+    """Adds a text to a file of a run, or puts it in place of another."""
+
+    def edit(run):
+        old = (run / file).read_text()
+        (run / file).write_text(old.replace(instead, text) if instead else old + text)
+
+    return edit
+
+
 @pytest.mark.parametrize("spoil, name, line", [
+    (say("agent = 'env SEARCH_KEY=abc python x.py'"), "user/name", "what follows SEARCH_KEY looks like a key"),
+    (say("# train_grpo.py --judge=http://me:pw@host/v1"), "user/name", "what follows ://me looks like a key"),
+    (say("0.95", "evaluations.jsonl", "0.15"), "user/name", "evaluations.jsonl: line 2 is altered"),
     (lambda run: None, "name", "name: not the name of a repository; use user/name"),
     (lambda run: (run / "ckpt" / "link").symlink_to("/etc"), "user/name", "ckpt/link: a symbolic link"),
     (lambda run: shutil.rmtree(run / "ckpt"), "user/name", "no checkpoint in it, and so no model to publish"),

@@ -9,13 +9,14 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import error_line, launch_warm, read_groups, wait_for
-from prove import launch, lines, processes_of, replay_of
+from prove import ROOT, command_of, launch, lines, processes_of, replay_of
 
 
 def test_every_token_names_its_weights_and_every_sample_has_a_seed_of_its_own(two_ranks):
@@ -164,6 +165,25 @@ def test_an_engine_that_dies_or_goes_silent_ends_the_run_in_time(tmp_path, how, 
     wait_for(lambda: not processes_of(folder), 10)
     assert read_groups(folder)  # all that is there is whole
     assert lines(folder, "metrics.jsonl") and lines(folder, "ledger.jsonl")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sigterm_ends_a_run_with_one_line_and_leaves_nothing_in_tmp(tmp_path, ranks):
+    folder = tmp_path / "run"
+    (tmp_path / "tmp").mkdir()
+    flags = "--max_steps=100000", "--warmup_sft_steps=0", "--eval_size=0", "--checkpoint_every=0"
+    command = command_of(folder, *flags, ranks=ranks)
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    run = subprocess.Popen(command, env=os.environ | dict(TMPDIR=str(tmp_path / "tmp")), **options)
+    metrics = folder / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size or run.poll(), 180)
+    assert bool([*(tmp_path / "tmp").glob("torchelastic_*")]) == (ranks > 1)
+    run.terminate()
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode, output[-3000:]
+    assert output.count("\nerror: ended by SIGTERM; nothing written is lost; go on with --init_from=resume\n") == 1
+    assert not [*(tmp_path / "tmp").glob("torchelastic_*")]
+    wait_for(lambda: not processes_of(folder), 10)
 
 
 def test_a_foreign_queue_file_ends_the_run(two_ranks, tmp_path):

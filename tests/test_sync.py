@@ -581,6 +581,23 @@ def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(t
 # ---- the record
 
 
+def test_evaluations_are_a_chain_of_their_own_that_a_resume_cuts_back(tmp_path):
+    c = types.SimpleNamespace(**DEFAULTS)
+    record = sync.Record(tmp_path, {}, c, {})
+    first = record.ledger.digest, record.evaluations.digest
+    record.evaluation(0, {"pass@1": 0.5}, 2, dict(tokens="a"))
+    saved = record.state() | dict(step=0)
+    assert record.ledger.digest == first[0] != first[1] != record.evaluations.digest and first[0] != first[1]
+    whole = record.evaluations.digest
+    record.evaluation(3, {"pass@1": 0.5}, 2, dict(tokens="b"))
+    again = sync.Record(tmp_path, saved, c, {})
+    assert again.evaluations.digest == whole and (tmp_path / "evaluations.jsonl").read_text().count("\n") == 1
+    again.evaluation(3, {"pass@1": 0.5}, 2, dict(tokens="c"))  # with other eval_samples, say
+    older = saved | dict(bytes={name: size for name, size in saved["bytes"].items() if name != "evaluations.jsonl"})
+    (tmp_path / "evaluations.jsonl").unlink()  # of a run that was begun before there was one
+    assert sync.Record(tmp_path, older, c, {}).evaluations.digest == first[1]
+
+
 def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
     c = types.SimpleNamespace(branch="", **DEFAULTS | dict(group_size=3, pass_reward=0.5))
     record, made = sync.Record(tmp_path, {}, c, {}), []

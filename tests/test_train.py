@@ -399,10 +399,13 @@ def test_sources_have_their_quota_of_every_step_each_in_its_own_order():
 def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
     c = config_of(eval_samples=2, eval_temperature=0.3, group_size=5, temperature=0.9, pass_reward=1.0)
     queue, seen = Rollouts({8}), []
-    record = types.SimpleNamespace(evaluation=lambda step, scores, n: seen.append((step, scores["pass@1"], n)))
+    record = types.SimpleNamespace(
+        hashes=lambda groups: len(groups),
+        evaluation=lambda step, scores, n, hashes: seen.append((step, scores["pass@1"], n, hashes)),
+    )
     train.evaluate(queue, 6, [7, 8], c, 5, record)
     assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, (0.3, 1.0, 0, 0.0), 0, {})]
-    assert seen == [(6, pytest.approx(1 / 6), 2)]
+    assert seen == [(6, pytest.approx(1 / 6), 2, 2)]
 
 
 def test_the_order_of_the_data_and_the_first_weights_have_seeds_of_their_own(tmp_path):

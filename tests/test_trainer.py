@@ -436,6 +436,20 @@ def test_an_update_is_adamws_with_the_clipped_gradient_and_what_was_used_is_hash
             assert hashes[stage] == {name: "".join(h[name] for h in each) for name in each[0]}
 
 
+def test_an_optimizer_whose_state_no_checkpoint_has_ends_in_one_line(ranks, scratch, tmp_path, monkeypatch, capsys):
+    """SGD's momentum was in no checkpoint, and a resume parted without a word."""
+    monkeypatch.setattr(train.kernels, "AdamW", lambda groups, betas: torch.optim.SGD(groups, momentum=betas[0]))
+    trainer = make_trainer(ranks, scratch)
+    for w in trainer.weights:
+        w.grad = torch.ones_like(w)
+    trainer.optimizer.step()
+    with pytest.raises(SystemExit) as end:
+        trainer.save(tmp_path, None, [], None, 1, train.Flight())
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and not [*tmp_path.iterdir()]
+    assert "the optimizer has exp_avg, exp_avg_sq, momentum_buffer; name in MOMENTS" in said
+
+
 def test_the_advantages_of_all_samples_are_hashed(ranks, scratch):
     trainer, samples = make_trainer(ranks, scratch), make_samples(3)
     seen = {trainer.update(samples, 0, 0.0)[1]["advantages"]}

@@ -68,7 +68,7 @@ def branch(run, checkpoint, folder, config, nudged=None):
     sizes = json.loads((checkpoint / "checkpoint.json").read_text())["bytes"]
     past = checkpoint.parent.parent  # `run`, or the copy in which the checkpoint was made
     (folder / "ckpt").mkdir(parents=True)
-    for name in sync.LOGS:
+    for name in filter(sizes.get, sync.LOGS):
         (folder / name).write_bytes((past / name).read_bytes()[: sizes[name]])
     reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, nudged, run=sync.run_id(config))
     step = int(checkpoint.name[5:])

@@ -3,9 +3,10 @@ Where two runs part: the first step, stage and item that differ.
 
     python tools/diff.py out/a out/b
 
-Reads the ledgers. If both runs keep the rollout files, it names prompt, sample and token; if both have a checkpoint of
+Reads the ledgers, of steps and of evaluations; what one run alone has, such as evaluations that a replay lacks, is not
+compared. If both runs keep the rollout files, it names prompt, sample and token; if both have a checkpoint of
 that step, the element of the parameter; with both values in decimal and hex. Exit status 0: identical, 1: different, 2:
-not two runs.
+not two runs, or nothing to compare.
 """
 
 import itertools
@@ -15,11 +16,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from runs import lines, saved_config
+from runs import evaluations, lines, saved_config
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from configurator import require
+
 STAGES = (
+    "device",
     "prompts",
     "weight_version",
     "tokens",
@@ -32,19 +36,27 @@ STAGES = (
     "gradients",
     "weights",
     "optimizer",
+    "scores",
 )
 
 
 def first_difference(a, b):
-    """(line number, stage, item or '') of the first difference; None if one ledger is the start of the other."""
-    for i, (x, y) in enumerate(zip(a, b)):
-        for stage in STAGES:
+    """
+    (line of a, line of b, stage, item or '') of the first difference of the lines that both ledgers have; None without
+    one.
+    """
+    theirs = {(y["phase"], y["step"]): y for y in b}
+    alike = True  # the ledgers so far, line by line: only then are the chains
+    for i, x in enumerate(a):
+        y = theirs.get((x["phase"], x["step"]))
+        alike &= b[i : i + 1] == [y]
+        for stage in STAGES if y else ():
             if x.get(stage) != y.get(stage):
                 if isinstance(x.get(stage), dict) and isinstance(y.get(stage), dict):
-                    return i, stage, next((n for n in x[stage] if x[stage][n] != y[stage].get(n)), "")
-                return i, stage, ""
-        if x["chain"] != y["chain"]:
-            return i, "chain", ""
+                    return x, y, stage, next((n for n in x[stage] if x[stage][n] != y[stage].get(n)), "")
+                return x, y, stage, ""
+        if alike and x.get("chain") != y.get("chain"):
+            return x, y, "chain", ""
 
 
 def hexadecimal(x):
@@ -91,14 +103,13 @@ def describe_journals(folder_a, folder_b):
 
 
 def describe_parameter(folder_a, folder_b, stage, name):
-    """Lines about the first element that differs between two checkpoints, of a weight or of AdamW's moments of it."""
+    """Lines about the first element that differs between two checkpoints, of a weight or of its optimizer state."""
     files = "model-*" if stage == "weights" else "optimizer/*"
-    names = [name] if stage == "weights" else [f"exp_avg.{name}", f"exp_avg_sq.{name}"]
     a, b = (
         {k: v for file in folder.glob(f"{files}.safetensors") for k, v in load_file(file).items()}
         for folder in (folder_a, folder_b)
     )
-    for key in (n for n in names if n in a and n in b):
+    for key in (k for k in a if k in b and name in (k, k.partition(".")[2])):
         differs = (a[key].view(torch.int32) != b[key].view(torch.int32)).nonzero()
         if len(differs):
             index = tuple(differs[0].tolist())
@@ -111,24 +122,31 @@ def describe_parameter(folder_a, folder_b, stage, name):
 def main(folder_a, folder_b):
     """Prints where the runs part; the exit status."""
     a, b = (lines(folder, "ledger.jsonl") for folder in (folder_a, folder_b))
-    difference = first_difference(a, b)
+    held_out = [evaluations(folder) for folder in (folder_a, folder_b)]
+    what = "steps"
+    if not (a or b):
+        what = "evaluations"
+        a, b = held_out
+    require(a or b, f"{folder_a}, {folder_b}: neither has a step or an evaluation, and so nothing to compare")
+    difference = first_difference(a, b) or first_difference(*held_out)
     if difference is None and len(a) == len(b):
-        print(f"identical: {sum(x['phase'] == 'rl' for x in a)} steps, digest {a[-1]['chain'] if a else 'none'}")
+        print(f"identical: {sum(x['phase'] in ('rl', 'eval') for x in a)} {what}, digest {a[-1]['chain']}")
         return 0
     if difference is None:
         print(f"identical as far as they go: {len(a)} and {len(b)} lines of ledger")
     else:
-        i, stage, item = difference
-        print(f"first difference: {a[i]['phase']} step {a[i]['step']}, {stage}{f' of {item}' if item else ''}")
+        x, y, stage, item = difference
+        phase = x["phase"]
+        print(f"first difference: {phase} step {x['step']}, {stage}{f' of {item}' if item else ''}")
         if item:
-            print(f"    {a[i][stage][item]}\n    {b[i][stage].get(item)}")
-            kept = (Path(f) / "ckpt" / f"step_{a[i]['step'] + 1:06d}" for f in (folder_a, folder_b))
-            if a[i]["phase"] == "rl" and stage in ("weights", "optimizer"):
+            print(f"    {x[stage][item]}\n    {y[stage].get(item)}")
+            kept = (Path(f) / "ckpt" / f"step_{x['step'] + 1:06d}" for f in (folder_a, folder_b))
+            if phase == "rl" and stage in ("weights", "optimizer"):
                 print(*describe_parameter(*kept, stage, item), sep="\n")
-        elif stage in ("weight_version", "tokens", "logprobs", "rewards", "journal") and a[i]["phase"] == "rl":
+        elif stage in ("weight_version", "tokens", "logprobs", "rewards", "journal") and phase in ("rl", "eval"):
             # With segments, a group may have been drawn in earlier steps than the one that trains on it.
-            for step in range(a[i]["step"] + 1) if "weight_version" in a[i] else [a[i]["step"]]:
-                queues = (Path(f) / "queue" / f"rl_{step:06d}" for f in (folder_a, folder_b))
+            for step in range(x["step"] + 1) if "weight_version" in x and phase == "rl" else [x["step"]]:
+                queues = (Path(f) / "queue" / f"{phase}_{step:06d}" for f in (folder_a, folder_b))
                 describe = describe_journals if stage == "journal" else partial(describe_rollouts, stage=stage)
                 if found := list(describe(*queues)):
                     print(f"  drawn in step {step}:", *found, sep="\n")

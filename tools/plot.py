@@ -19,7 +19,6 @@ import itertools
 import math
 import re
 import signal
-import sys
 import threading
 from io import StringIO
 from pathlib import Path
@@ -44,11 +43,12 @@ from models.folders import load_tokenizer  # noqa: E402
 from train_grpo import advantages_of  # noqa: E402
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito: for all kinds of eyes
+SUPERVISED = ("sft", "rm", "dpo")  # phases
 # file, title with the unit, phases, {metric: its name in the panel}
 PANELS = (
     ("reward", "Training reward, mean of the step", ("rl",), dict(reward_mean="")),
     ("accuracy", "Held-out accuracy, with 95 % interval", ("eval",), {"pass@1": "pass@1", "eval_accuracy": "pairs"}),
-    ("loss", "Loss of supervised steps", ("sft", "rm", "dpo"), dict(loss="")),
+    ("loss", "Loss of supervised steps", SUPERVISED, dict(loss="")),
     ("entropy", "Entropy of the policy, nats per token", ("rl",), dict(entropy="")),
     ("length", "Response length, tokens", ("rl",), dict(response_length_mean="mean", response_length_max="longest")),
     ("grad_norm", "Gradient norm, before the clip", ("rl",), dict(grad_norm="")),
@@ -62,6 +62,8 @@ DISTANCES = {
 }
 PHASES = {"wait": ("sample, or wait", "#77AADD"), "train": ("train", "#EEDD88"), "sync": ("send weights", "#EE8866")}
 BY_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that follow from a group's rewards alone
+POINTS = 2000  # of a curve, at most about
+MOST = 2**60  # of a whole number; a stranger's may have any number of digits
 SHADES = 8  # of a token's log-prob, from 0 to -SHADES / 2
 
 
@@ -84,7 +86,8 @@ def read_run(folder, name):
     seconds = ["step_seconds", *(f"{part}_seconds" for part in PHASES)]
     for line in run.lines:
         needed = dict.fromkeys(seconds if line["phase"] == "rl" else ()) | line | {"phase": 0}
-        wrong = [key for key, x in needed.items() if not isinstance(x, (int, float))]
+        right = {key for key, x in needed.items() if isinstance(x, float) or isinstance(x, int) and abs(x) < MOST}
+        wrong = [key for key in needed if key not in right]
         require(not wrong, f"{folder}: metrics.jsonl, step {line['step']}: {', '.join(wrong)}: no number")
     return run
 
@@ -92,7 +95,7 @@ def read_run(folder, name):
 def steps_of(run):
     """A run's steps, in words."""
     phases = [line["phase"] for line in run.ledger]
-    kinds = {"supervised": len(phases) - phases.count("rl"), "RL": phases.count("rl")}
+    kinds = {"supervised": sum(map(phases.count, SUPERVISED)), "RL": phases.count("rl")}
     return " and ".join(f"{n} {kind}" for kind, n in kinds.items() if n or kind == "RL") + " steps"
 
 
@@ -108,8 +111,8 @@ def compare(first, run):
             return f"{run.name} and {first.name} are equal: {steps_of(run)}, digest {digest_of(run)}", None
         steps = f"{steps_of(run)}, and {steps_of(first)}"
         return f"{run.name} and {first.name} are equal as far as they go: {steps}", None
-    x, y = first.ledger[found[0]], run.ledger[found[0]]
-    fields = [stage for stage in STAGES if x.get(stage) != y.get(stage)] or [found[1]]
+    x, y, stage, _ = found
+    fields = [stage for stage in STAGES if x.get(stage) != y.get(stage)] or [stage]
     keys = [k for k in first.config.keys() & run.config.keys() - {*FREE_KEYS} if first.config[k] != run.config[k]]
     settings = ", ".join(f"{k} {run.config[k]!r} instead of {first.config[k]!r}" for k in sorted(keys))
     where = f"{run.name} differs from {first.name} first in {x['phase']} step {x['step']}: {', '.join(fields)}"
@@ -147,12 +150,17 @@ def line_style(runs, i):
     return dict(color=COLORS[i % len(COLORS)], **shape)
 
 
+def thinned(lines):
+    """The last of the lines and every n-th before it, POINTS at most."""
+    return lines[:: -max(1, -(-len(lines) // POINTS))][::-1]
+
+
 def draw_panel(runs, marks, title, phases, metrics):
     """The figure of some metrics of all runs over their steps; None if no run has one of them."""
     figure, axis = new_panel(title, runs)
     ends, largest = {}, 0.0  # of the first curve of each name
     for (i, run), (key, label) in itertools.product(enumerate(runs), metrics.items()):
-        lines = [x for x in run.lines if x["phase"] in phases and key in x]
+        lines = thinned([x for x in run.lines if x["phase"] in phases and key in x])
         points = [(x["step"], x[key], x.get(f"{key}_ci95", 0.0)) for x in lines]
         if not points:
             continue
@@ -193,7 +201,7 @@ def draw_mark(axis, mark, phases, color):
 
 def draw_seconds(run, most):
     """Where the time of a run's steps went, stacked; `most`: the top of the axis."""
-    lines = [x for x in run.lines if x["phase"] == "rl"]
+    lines = thinned([x for x in run.lines if x["phase"] == "rl"])
     figure, axis = new_panel(f"Seconds per step: {run.name}", [run])
     parts = {label: [x[f"{key}_seconds"] for x in lines] for key, (label, _) in PHASES.items()}
     parts["record, all else"] = [x["step_seconds"] - sum(y) for x, *y in zip(lines, *parts.values())]
@@ -329,7 +337,7 @@ def samples_html(run, names, wanted, prompts):
     parts = [f"<h2>Samples of {html.escape(' and '.join(names))}</h2>"]
     for step in steps:
         paths = sorted((queue / f"rl_{step:06d}").glob("group_*"))[:prompts]
-        groups = (sync.read_group(path, sys.maxsize) for path in paths)
+        groups = (sync.read_group(path, 2**31) for path in paths)
         text = "".join(group_html(*group, run.config, decode) for group in groups)
         parts.append(f"<h3>Step {step}</h3>{text or '<p>Its rollout files are not kept.</p>'}")
     return "".join(parts) if steps else ""
@@ -400,11 +408,13 @@ def live_page(args):
     if missing := [f for f in args.runs for file in ("metrics.jsonl", "ledger.jsonl") if not (f / file).is_file()]:
         waits = Run(missing[0], str(missing[0]), [], [], {})
         return page([waits], ["It has not begun: no metrics in it yet."], [], "", again)
-    runs = read_all(args.runs)
+    runs = [Run(folder, folder.name, [], [], {}) for folder in args.runs]
     try:
+        runs = read_all(args.runs)
         words, figures, shown = compose(runs, args.steps, args.prompts)
-    except (sync.RunError, FileNotFoundError) as e:  # a run may delete a rollout file while it is read
-        return page(runs, [f"Not now: {sync.reason(e)}"], [], "", again)
+    except (SystemExit, FileNotFoundError) as e:  # a run may delete a rollout file while it is read
+        why = "its files cannot be read; the terminal says why" if e.args == (2,) else sync.reason(e)
+        return page(runs, [f"Not now: {why}"], [], "", again)
     return page(runs, words, panels_of(figures), shown, again)
 
 
@@ -435,18 +445,20 @@ class Live(http.server.BaseHTTPRequestHandler):
 def serve(args):
     """Serves the page until it is interrupted; drawn again only if a run has written something."""
     drawn = {}  # {what was there: the page}
+    one_draws = threading.Lock()  # the others wait for its page
 
     def render():
         files = [folder / file for folder in args.runs for file in ("metrics.jsonl", "ledger.jsonl")]
-        state = tuple(file.stat().st_size if file.is_file() else -1 for file in files)
-        if state not in drawn:
-            page_now = live_page(args)
-            drawn.clear()
-            drawn[state] = page_now
-        return drawn[state]
+        with one_draws:
+            state = tuple(file.stat().st_size if file.is_file() else -1 for file in files)
+            if state not in drawn:
+                page_now = live_page(args)
+                drawn.clear()
+                drawn[state] = page_now
+            return drawn[state]
 
     try:
-        server = http.server.HTTPServer(("127.0.0.1", args.port), Live)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", args.port), Live)
     except OSError as e:
         fail(f"--port={args.port}: {e.strerror}; another, or 0 for any")
     server.render = render

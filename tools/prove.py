@@ -1,7 +1,7 @@
 """
 All laws, proven with whole runs of the real engine: what was varied, whether all bits are equal, and whether the
-negative control, a run with one thing wrong, was caught. tests/test_laws.py makes the runs and compares them; this runs
-it with more kills and prints what it found as a table.
+negative control, a run with one thing wrong, was caught. tests/test_laws.py, and for L14 tests/test_instruments.py,
+make the runs and compare them; this runs their laws with more kills and prints what it found as a table.
 
     python tools/prove.py                  # all laws: some 10 minutes on two CPU cores
     python tools/prove.py L3 L6 --kills=20 -n 1
@@ -430,15 +430,16 @@ class Table:
 def main():
     import pytest
 
-    tests = ROOT / "tests" / "test_laws.py"
-    known = sorted(set(re.findall(r"def test_(L\d+)_", tests.read_text())), key=lambda law: int(law[1:]))
+    tests = [ROOT / "tests" / f"test_{file}.py" for file in ("laws", "instruments")]
+    named = re.findall(r"def test_(L\d+)_", "".join(file.read_text() for file in tests))
+    known = sorted({*named}, key=lambda law: int(law[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("laws", nargs="*", choices=[[], *known], default=[], metavar="L1 .. L16")
     parser.add_argument("--kills", type=int, default=6, help="SIGKILLs of L6; of L9 and L11 a third of them each")
     args, more = parser.parse_known_args()
     table, started = Table(), time.monotonic()
     chosen = " or ".join(f"test_{law}_" for law in args.laws or known)
-    status = pytest.main([str(tests), "-k", chosen, f"--kills={args.kills}", "-vv", *more], plugins=[table])
+    status = pytest.main([*map(str, tests), "-k", chosen, f"--kills={args.kills}", "-vv", *more], plugins=[table])
     table.print()
     machine = f"{os.cpu_count()} cores, torch {torch.__version__}, {time.monotonic() - started:.0f} s"
     print(f"{machine}, {time.strftime('%Y-%m-%d')}, commit {commit()}")

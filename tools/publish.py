@@ -9,12 +9,13 @@ A run as a repository of the Hugging Face hub, which others load as a model, rea
     README.md           the model card: the claim, the digest, how it was made, how to verify it
     *.safetensors, ..   the last checkpoint in bfloat16, without the optimizer's state: what from_pretrained loads
     samples.parquet     every sample: step, prompt, text, tokens, log-probs, reward, advantage where its group gives it
-    run/                what verify reads: config.py, the ledger, metrics, rollout files, and the last --checkpoints
+    run/                what verify reads: config.py, the ledgers, metrics, rollout files, and the last --checkpoints
                         checkpoints in float32, with the optimizer's state; and the Python files that config.py names,
-                        as that of a reward
+                        as that of a reward. Other files in the run's folder are left out
 
-config.py says with which command, in which folders and with which judge's address the run was made. Exit status 2:
-nothing to publish, or the hub refuses it.
+config.py says with which command, in which folders and with which judge's address the run was made. What looks like a
+key in there, such as a text after API_KEY= or a password in an address, is refused unless --public=API_KEY says that it
+may go out. Exit status 2: that, nothing to publish, or the hub refuses it.
 """
 
 import argparse
@@ -23,13 +24,15 @@ import json
 import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import plot
 import pyarrow
 import pyarrow.parquet
 import torch
-from runs import ROOT, check_links, saved_config
+from runs import ROOT, check_links, evaluations, saved_config
 from safetensors.torch import load_file
+from verify import checked_digest
 
 import sync
 from configurator import OWN, fail, require
@@ -45,6 +48,8 @@ SAMPLE = pyarrow.schema(
 )  # fmt: skip
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 MOST_CODE = 2**18  # bytes of a Python file that is copied
+# a name of what looks like a key; sizes such as max_new_tokens=64 do not
+SECRET = re.compile(r"(\w*(?:key|token|secret|password)\w*)=(?!\d+\b)\S|(://[^/\s:@]+):[^/\s@]+@", re.IGNORECASE)
 CARD = """---
 library_name: {library}
 pipeline_tag: text-generation
@@ -61,8 +66,8 @@ Whoever repeats the run on the same kind of device gets it, or has found where s
 
 ## Verify it
 
-In a checkout of onecurve ({commit}), this fetches the run and repeats steps that the digest chooses, from their
-samples to their weights. Nothing of this repository is executed.
+In a checkout of onecurve ({commit}), this fetches the run, makes all its updates again, and the samples of the
+evaluations and of steps that it draws. Nothing of this repository is executed.
 
     uv run tools/verify.py {name}
 
@@ -92,13 +97,31 @@ samples to their weights. Nothing of this repository is executed.
 """
 
 
+def check_secrets(run, public):
+    """Ends this process with one line if a run's config.py has what looks like a key, and `public` does not name it."""
+    path = run / "config.py"
+    names = [name or address for name, address in SECRET.findall(path.read_text())]
+    name = next((name for name in names if name not in public), None)
+    why = f"what follows {name} looks like a key, and everybody could read it"
+    require(not name, f"{path}: {why}; have a program read it from a file, or say --public={name}")
+
+
+def copy_sealed(checkpoint, out):
+    """Copies a checkpoint: its record, and the files that this names."""
+    for name in ("checkpoint.json", *sync.read_checkpoint(checkpoint, 0, 1)["files"]):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(checkpoint / name, out / name)
+
+
 def export(checkpoint, out):
-    """The weights of a checkpoint in bfloat16, and what else its folder has for other programs."""
-    for path in checkpoint.iterdir():
+    """The weights of a checkpoint in bfloat16, and what else it has for other programs."""
+    for path in (checkpoint / name for name in sync.read_checkpoint(checkpoint, 0, 1)["files"]):
+        if path.parent != checkpoint:
+            continue
         if path.suffix == ".safetensors":
             tensors = {name: x.to(torch.bfloat16) for name, x in load_file(path).items()}
             sync.write_file(out / path.name, tensors)
-        elif path.is_file() and path.name not in ("checkpoint.json", "config.json"):
+        elif path.name != "config.json":
             shutil.copy(path, out)
     if (checkpoint / "config.json").is_file():
         hf = json.loads((checkpoint / "config.json").read_text())
@@ -167,7 +190,7 @@ def card(run, name):
     config = run.config
     steps = [line for line in run.lines if line["phase"] == "rl"]
     different = sum(line.get("logprob_mismatch_tokens", 0) for line in steps)
-    passes = [line for line in run.lines if "pass@1" in line]
+    passes = [line["scores"] | line for line in evaluations(run.folder) if "pass@1" in line["scores"]]
     notes = re.findall("^# (.*)$", (run.folder / "config.py").read_text(), re.MULTILINE)  # as configurator.provenance
     command, commit, machine = [*notes, *["unknown"] * 3][:3]
     command = re.sub(r"(?<==)/\S*/", "", command)  # folders of this machine say nothing elsewhere
@@ -178,7 +201,7 @@ def card(run, name):
     evaluation = ""
     if passes:
         ends = (f"{x['pass@1']:.4f} +- {x['pass@1_ci95']:.4f} after {x['step']}" for x in (passes[0], passes[-1]))
-        evaluation = f"Held out, pass@1: {', '.join(ends)} RL steps."
+        evaluation = f"Held out, pass@1: {', '.join(ends)} RL steps; the evaluations' digest is {passes[-1]['chain']}."
     said = (
         f"Of all sampled tokens {different} had another log-prob in the trainer than in the engine, compared as bits."
     )
@@ -190,10 +213,14 @@ def card(run, name):
     )  # fmt: skip
 
 
-def write_folder(run, name, out, checkpoints):
-    """Makes `out` what the hub gets."""
+def write_folder(run, name, out, checkpoints, public=()):
+    """Makes `out` what the hub gets. public: names of what looks like a key and is none."""
     check_links(run)
     config = saved_config(run)
+    check_secrets(run, public)
+    with TemporaryDirectory() as scratch:  # what the card says of evaluations is under their digest
+        if evaluations(run):
+            checked_digest(run / "evaluations.jsonl", scratch, first=sync.FIRST_EVALUATION)
     sealed = sync.checkpoints(run / "ckpt")
     require(sealed, f"{run}: no checkpoint in it, and so no model to publish (--checkpoint_every)")
     read = plot.read_run(run, name)
@@ -207,11 +234,11 @@ def write_folder(run, name, out, checkpoints):
     for path in code_of(config):
         shutil.copy(path, out / "run")
     for checkpoint in sealed[len(sealed) - checkpoints :]:
-        shutil.copytree(checkpoint, out / "run" / "ckpt" / checkpoint.name)
-    if (run / "queue").is_dir():
-        shutil.copytree(
-            run / "queue", out / "run" / "queue", ignore=lambda folder, names: [n for n in names if n[0] == "."]
-        )
+        copy_sealed(checkpoint, out / "run" / "ckpt" / checkpoint.name)
+    for path in [*run.glob("queue/*_[0-9]*/group_*.safetensors"), *run.glob("queue/*_[0-9]*/trainer.safetensors")]:
+        copy = out / "run" / path.relative_to(run)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
     figures = plot.draw([read], {})
     (figures.get("reward") or next(iter(figures.values()))).savefig(out / "reward.png", dpi=150)
     (out / "README.md").write_text(card(read, name))
@@ -235,12 +262,13 @@ def main(argv=None):
     parser.add_argument("name", help="of the repository: user/name")
     parser.add_argument("--dry", action="store_true", help="upload nothing")
     parser.add_argument("--private", action="store_true", help="a new repository is not public")
+    parser.add_argument("--public", action="append", default=[], help="a name after which no key stands")
     parser.add_argument("--checkpoints", type=int, default=1, help="how many, the last ones, others can go on from")
     args = parser.parse_args(argv)
     require(NAME.fullmatch(args.name), f"{args.name}: not the name of a repository; use user/name")
     out = args.run / "publish"
     try:
-        write_folder(args.run, args.name, out, args.checkpoints)
+        write_folder(args.run, args.name, out, args.checkpoints, args.public)
     except sync.RunError as error:
         fail(str(error).removeprefix("error: "))
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

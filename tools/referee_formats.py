@@ -81,6 +81,13 @@ def sample_of(row):
         elif default is not None:
             row[name] = [default] * n
     row |= dict(prompt=[x for x, kept in zip(prompt, there) if kept], response=response[:n])
+    wrong = [x for x in row["prompt"] + row["response"] if type(x) is not int or x < 0]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is no token")
+    columns = [row[name] for name in PER_TOKEN if isinstance(row[name], list)]
+    wrong = [x for column in columns for x in column if not isinstance(x, (int, float))]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is no number")
     return SimpleNamespace(**row)
 
 

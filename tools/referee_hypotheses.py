@@ -4,6 +4,7 @@ under other ways to draw. The model is in float32 and by kernels.py, whose answe
 by itself.
 """
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -37,9 +38,12 @@ class Reference:
         self.tokenizer, self.stop = load_tokenizer(self.folder)
         self.model = build_model(self.hf, None, "cpu", True)
         self.model.tie_weights()
-        self.load({name: p.data for name, p in self.model.named_parameters()}, self.folder, key)
-        # by transformers in bfloat16: what that costs is the measure of distances
-        self.rounded = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16)
+        # by transformers in bfloat16: what that costs is the measure of distances. Not from_pretrained, which would
+        # fetch what the folder names: another's adapters, or an attention of the hub
+        options = dict(dtype=torch.bfloat16, attn_implementation="sdpa")
+        self.rounded = AutoModelForCausalLM.from_config(copy.deepcopy(self.hf), **options).eval()
+        for model in (self.model, self.rounded):
+            self.load({name: p.data for name, p in model.named_parameters()}, self.folder, key)
 
     def load(self, weights, folder, key):
         """Fills {parameter: tensor} from a model folder."""

@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT))  # whoever imports this can import the files there
 import configurator  # noqa: E402
 from configurator import require  # noqa: E402
 
+MOST_STEPS = 2**40  # more than any run has: a stranger's log may have any number
+
 
 def command(*args, ranks=1, restarts=0, script=(ROOT / "train_grpo.py",)):
     """The command line of a run; several ranks, and restarts, are torchrun's."""
@@ -105,11 +107,21 @@ def lines(folder, file="metrics.jsonl", phase=None):
     text = path.read_text()
     try:
         every = [*map(json.loads, filter(None, text[: text.rfind("\n") + 1].splitlines()))]
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         require(False, f"{path}: not lines of JSON: {e}")
-    whole = all(isinstance(line, dict) and {"phase", "step"} <= line.keys() for line in every)
+    whole = all(isinstance(line, dict) and named(**line) for line in every)
     require(whole, f"{path}: a line that has no phase and step")
     return [line for line in every if phase in (None, line["phase"])]
+
+
+def named(phase=None, step=None, **_):
+    """Whether a line of a log has a phase and a step."""
+    return isinstance(phase, str) and type(step) is int and 0 <= step < MOST_STEPS
+
+
+def evaluations(folder):
+    """The lines of a run's evaluations.jsonl, which older runs do not have."""
+    return lines(folder, "evaluations.jsonl") if (Path(folder) / "evaluations.jsonl").is_file() else []
 
 
 def run(folder, *flags, ranks=1):
@@ -130,9 +142,13 @@ MADE_HERE = {"init_from": "scratch", "dataset": f"programs|{configurator.SUMS}"}
 
 
 def check_links(run):
-    """Ends this process with one line if a run's folder has links: a stranger's could lead to your files."""
-    link = next((path for path in sorted(run.rglob("*")) if path.is_symlink()), None)
-    require(not link, f"{link}: a symbolic link; copy what it leads to into the run's folder")
+    """
+    Ends this process with one line if a run's folder has links, pipes or devices: a stranger's could lead to your
+    files, or have no end.
+    """
+    every = sorted(run.rglob("*"))
+    link = next((path for path in every if path.is_symlink() or not (path.is_file() or path.is_dir())), None)
+    require(not link, f"{link}: a symbolic link, a pipe or a device; put a file there, or nothing")
 
 
 def check_trusted(run, saved, said):

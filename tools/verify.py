@@ -1,23 +1,23 @@
 """
-Repeats steps of a published run and says whether they come out the same.
+Repeats a published run and says whether it comes out the same.
 
-    python tools/verify.py out/tiny                          # five steps, chosen by the run's digest
-    python tools/verify.py out/tiny --steps=all --threads=1  # every step; other flags are train_grpo.py's
+    python tools/verify.py out/tiny                          # draws the samples of five steps again
+    python tools/verify.py out/tiny --steps=all --threads=1  # of every step; other flags are train_grpo.py's
     python tools/verify.py user/name                         # of the hub, where tools/publish.py has put it
 
-In a folder of its own, a chosen step is reached from the last checkpoint before it, whose weights and moments must be
-those of the ledger. Updates up to the step are made from the published rollout files, the step's own samples, log-probs
-and rewards by the engine, and every line of the ledger on the way must come out as published. The digest chooses the
-steps: whoever changes a step to hide something changes the choice. With --steps=all all is made again from the run's
-beginning, the warm-up too, which chosen steps take from the first checkpoint.
+From the run's beginning every update is made again, from the published rollout files. The engine makes samples,
+log-probs and rewards of some steps again, and of evaluations. As published must come out: every line of the ledger,
+every evaluation, what metrics.jsonl says except times, the weights and moments of each checkpoint. The steps are drawn
+here and now, so that whoever publishes a run cannot know them; --seed, which is printed, draws the same ones again.
+
+With --trust=40 all begins at the checkpoint of step 40, and nothing says that its weights came from the steps before.
 
 The run may be a stranger's. Its files are read, none is executed; where its config names what would run here or call
 other machines (an agent, a reward, loss or advantage in a file, a judge, a model of the hub, sources, arguments of
 SGLang), nothing begins until your command line repeats it: so no program is run, and no key sent, that you have not
 named. A path into the run's folder is the stranger's, too; symbolic links are refused.
 
-config.py and ledger.jsonl are enough; queue/ and ckpt/ save time. Without the rollout files between a checkpoint and a
-step the engine makes them again, without a checkpoint the run begins anew.
+config.py and ledger.jsonl are enough; queue/ saves time: without rollout files the engine makes all samples again.
 
 Exit status 0: verified; 1: it parted, and where; 2: nothing to verify.
 """
@@ -27,6 +27,8 @@ import hashlib
 import itertools
 import json
 import os
+import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -34,7 +36,18 @@ from pathlib import Path
 
 import torch
 from diff import first_difference
-from runs import HUB, check_links, check_trusted, command, launch_with_bar, lines, problem, saved_config
+from runs import (
+    HUB,
+    check_links,
+    check_trusted,
+    command,
+    evaluations,
+    launch_with_bar,
+    lines,
+    problem,
+    saved_config,
+)
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import sync
@@ -43,11 +56,15 @@ from models.adapters import PEFT
 
 # Repeated steps are not to be stopped by a watch.
 QUIET = ("--eval_samples=1", "--watch=")
+# What metrics.jsonl says of times, of an engine's caches, and of texts where there is a watch
+UNLIKE = re.compile(
+    ".*_seconds|.*_per_second|engine_retractions|prefix_hit_rate|near_limit|unique_answers|distinct_2|repetition|symbols"
+)
 
 
-def chosen(digest, steps, count):
-    """`count` of the steps, in their order: those with the least hashes of (digest, step)."""
-    by_hash = sorted(steps, key=lambda step: hashlib.sha256(f"{digest} {step}".encode()).digest())
+def chosen(seed, steps, count):
+    """`count` of the steps, in their order: those with the least hashes of (seed, step)."""
+    by_hash = sorted(steps, key=lambda step: hashlib.sha256(f"{seed} {step}".encode()).digest())
     return sorted(by_hash[:count])
 
 
@@ -55,10 +72,17 @@ def starts_of(run):
     """{step: folder} of the run's checkpoints that these versions of the libraries can go on from."""
     found = {}
     for folder in sync.checkpoints(run / "ckpt"):
-        record = json.loads((folder / "checkpoint.json").read_text())
-        why = f"{folder} is of {record['versions']}, here are {library_versions()}: bits may differ"
-        require(record["versions"] == library_versions(), why)
-        found[record["step"]] = folder
+        try:
+            record = json.loads((folder / "checkpoint.json").read_text())
+            step, versions, sizes = record["step"], record["versions"], record["bytes"]
+            logs = {run / name: sizes[name] for name in sync.LOGS if sizes.get(name)}
+            fits = folder.name == f"step_{step:06d}" and all(0 < x <= log.stat().st_size for log, x in logs.items())
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            fits = False
+        require(fits, f"{folder}: not a checkpoint of this run, whose logs go on from there; delete it")
+        why = f"{folder} is of {versions}, here are {library_versions()}: bits may differ"
+        require(versions == library_versions(), why)
+        found[step] = folder
     return found
 
 
@@ -77,14 +101,14 @@ def whole_experts(tensors):
 
 
 def differing_weight(checkpoint, line):
-    """The first parameter of a checkpoint whose value or moments are not those of the ledger's line; or None."""
+    """The first parameter of a checkpoint whose value or moments are not those of the ledger's line; None without."""
     files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("optimizer/*.safetensors")]
     tensors = {name.removeprefix(PEFT): x for file in files for name, x in load_file(file).items()}
     shards = [sync.Shard(name, tuple(x.shape), 0, x) for name, x in whole_experts(tensors).items()]
     hashes = sync.tensor_hashes([s.data for s in shards], shards, None)
-    for name in line["weights"]:
-        moments = "".join(hashes.get(f"{kind}.{name}", "") for kind in ("exp_avg", "exp_avg_sq"))
-        if (hashes.get(name), moments) != (line["weights"][name], line["optimizer"][name]):
+    for name, weight in line["weights"].items():
+        moments = sorted(x for key, x in hashes.items() if key.partition(".")[2] == name and key[:8] != "version ")
+        if hashes.get(name) != weight or moments != sorted(re.findall(".{16}", line["optimizer"][name])):
             return name
 
 
@@ -122,13 +146,10 @@ def copy_run(run, folder, start, without=()):
     for name in ("config.py", *sync.LOGS):
         if (run / name).is_file():
             shutil.copy2(run / name, folder)
-        elif start:  # as long as the checkpoint says that it was
-            record = json.loads((start / "checkpoint.json").read_text())
-            (folder / name).write_text("\n" * record["bytes"][name])
     if start:
         shutil.copytree(start, folder / "ckpt" / start.name, copy_function=link)
     for step in sorted(run.glob("queue/rl_*")):
-        if int(step.name[3:]) not in without:
+        if step.name not in {f"rl_{i:06d}" for i in without}:
             journals = shutil.ignore_patterns("journal_*")  # which are written on
             shutil.copytree(step, folder / "queue" / step.name, copy_function=link, ignore=journals)
 
@@ -145,34 +166,66 @@ def go_on(folder, steps, flags, nproc=1):
     return problem(output) if status else ""
 
 
-def parted(run, folder, start, steps, flags, nproc):
-    """Repeats the steps of `run` from a checkpoint: where they part from its ledger, in words; '' if nowhere."""
-    ledger = lines(run, "ledger.jsonl")
-    phase = ledger[-1]["phase"]
-    first = int(start.name[5:]) if start else 0
-    if start:
-        before = [line for line in ledger if line["phase"] != phase or line["step"] < first]
-        if before and (name := differing_weight(start, before[-1])):
-            return f"{start}: {name} is not that of {before[-1]['phase']} step {before[-1]['step']} in the ledger"
-    copy_run(run, folder, start, steps)
-    quiet = ["--checkpoint_every=0", "--sample_every=0", "--strict=False", *QUIET]
-    failure = go_on(folder, steps[-1] + 1, [*quiet, *flags], nproc)
-    again = lines(folder, "ledger.jsonl")
-    if difference := first_difference(ledger, again):
-        line, stage, item = difference
-        return f"{ledger[line]['phase']} step {ledger[line]['step']}, {stage}{f' of {item}' * bool(item)}"
-    if failure or [(line["phase"], line["step"]) for line in again[-1:]] != [(phase, steps[-1])]:
-        return failure or f"{phase} step {steps[-1]}: the repeated run ends before it"
-    for line in lines(folder, phase="rl") if saved_config(run)["engine_bits"] == "fp32" else ():
-        if line["step"] >= first and line.get("logprob_mismatch_tokens"):
-            return f"rl step {line['step']}, {line['logprob_mismatch_tokens']} log-probs of engine and trainer differ"
+def unlike_metrics(run, folder):
+    """Where the metrics of two folders of a run say other things of a line that both have, in words; '' if nowhere."""
+    found = {(y["phase"], y["step"]): y for y in lines(folder)}
+    for x in lines(run) if (run / "metrics.jsonl").is_file() else ():
+        if y := found.get((x["phase"], x["step"])):
+            wrong = [k for k in x if not UNLIKE.fullmatch(k) and repr(x[k]) != repr(y.get(k))]  # NaN is not NaN
+            if wrong:
+                return f"{x['phase']} step {x['step']}, {wrong[0]} of metrics.jsonl: {x[wrong[0]]} | {y.get(wrong[0])}"
     return ""
+
+
+def parted(run, folder, start, ledger, steps, flags, nproc):
+    """
+    Repeats a run from its beginning, or from a checkpoint, with the samples of `steps` made anew: where it parts from
+    what was published, in words; '' if nowhere.
+    """
+    phase = ledger[-1]["phase"]
+    done = [line for line in ledger if line["phase"] == phase]
+    before = {line["step"]: last for last, line in itertools.pairwise(ledger) if line["phase"] == phase}
+    before[len(done)] = ledger[-1]
+    for step, checkpoint in starts_of(run).items():
+        line = before.get(step, {})
+        try:
+            name = "optimizer" in line and differing_weight(checkpoint, line)
+        except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+            fail(f"{checkpoint}: it and the ledger are not of one model: {sync.reason(e)}")
+        if name:
+            return f"{checkpoint}: {name} is not that of {line['phase']} step {line['step']} in the ledger"
+    copy_run(run, folder, start, steps)
+    total = ledger[-1]["step"] + (phase != "eval")
+    quiet = ["--checkpoint_every=0", "--sample_every=0", "--strict=False", "--watch="]
+    failure = go_on(folder, total, [*quiet, *flags], nproc)
+    again = evaluations(folder) if phase == "eval" else lines(folder, "ledger.jsonl")
+    if difference := first_difference(ledger, again) or first_difference(evaluations(run), evaluations(folder)):
+        x, _, stage, item = difference
+        return f"{x['phase']} step {x['step']}, {stage}{f' of {item}' * bool(item)}"
+    if failure or again != ledger:
+        return failure or f"{phase} step {ledger[-1]['step']}: the repeated run ends before it"
+    for line in lines(folder, phase="rl") if saved_config(run)["engine_bits"] == "fp32" else ():
+        if line["step"] >= (int(start.name[5:]) if start else 0) and line.get("logprob_mismatch_tokens"):
+            return f"rl step {line['step']}, {line['logprob_mismatch_tokens']} log-probs of engine and trainer differ"
+    return unlike_metrics(run, folder)
+
+
+def checked_digest(path, scratch, **first):
+    """The digest of a run's ledger. Raises RunError if its chain is broken."""
+    whole = Path(scratch) / path.name
+    shutil.copy2(path, whole)
+    try:
+        return sync.Ledger(whole, whole.stat().st_size, **first).digest
+    except sync.RunError as error:
+        raise sync.RunError(str(error).removeprefix("error: ").replace(str(whole), str(path)))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", default="5", help="how many, or 'all'")
+    parser.add_argument("--steps", default="5", help="how many have their samples made again, or 'all'")
+    parser.add_argument("--seed", default=secrets.token_hex(8), help="what draws the steps; default: by chance")
+    parser.add_argument("--trust", type=int, help="a checkpoint's step, from which to begin")
     parser.add_argument("--nproc", type=int, default=1, help="processes; more than one are torchrun's")
     parser.add_argument("--keep", type=Path, help="a folder for what is done again, for tools/diff.py")
     args, flags = parser.parse_known_args()
@@ -188,36 +241,41 @@ def main():
     check_trusted(run, saved | {"track": ""}, {key: config[key] for key in ORIGINS})
     flags = [flag for flag in flags if not flag.startswith("--init_from=")]  # which is 'resume' for what is repeated
     with tempfile.TemporaryDirectory() as scratch:
-        whole = Path(scratch) / "ledger.jsonl"
-        shutil.copy2(run / "ledger.jsonl", whole)
-        try:
-            digest = sync.Ledger(whole, whole.stat().st_size).digest
-        except sync.RunError as error:
-            where = str(error).removeprefix("error: ").replace(str(whole), str(run / "ledger.jsonl"))
-            print(f"parted: {where}")
-            return 1
-        ledger = lines(run, "ledger.jsonl")
-        require(ledger, f"{run}: its ledger is empty, and so nothing to verify")
-        everything = [line["step"] for line in ledger if line["phase"] == ledger[-1]["phase"]]
+        held_out = evaluations(run)
         mode = saved.get("mode")
-        why = f"mode={mode!r}: a run of this mode draws no samples of its own, or has no steps: nothing to verify"
-        require(mode in MODES and MODES[mode].steps and mode != "replay", why)
+        evaluates = mode == "eval"
+        ledger = held_out if evaluates else lines(run, "ledger.jsonl")
+        try:
+            digest = checked_digest(run / "ledger.jsonl", scratch)
+            if held_out:
+                of_evaluations = checked_digest(run / "evaluations.jsonl", scratch, first=sync.FIRST_EVALUATION)
+                digest = of_evaluations if evaluates else digest
+        except sync.RunError as error:
+            print(f"parted: {str(error).removeprefix('error: ')}")
+            return 1
+        require(ledger, f"{run}: its ledger is empty, and so nothing to verify")
+        why = f"mode={mode!r}: a run of this mode draws no samples of its own: nothing to verify"
+        require(mode in MODES and mode != "replay", why)
         phase = "rl" if MODES[mode].steps == "rl" else mode
+        everything = [line["step"] for line in ledger if line["phase"] == phase]
         fits = ledger[-1]["phase"] == phase and everything == [*range(len(everything))]
-        require(fits, f"{run}/ledger.jsonl: its steps are not those of a run with mode={mode!r}")
-        steps = chosen(digest, everything, len(everything) if args.steps == "all" else int(args.steps))
-        starts = starts_of(run)
-        if args.steps == "all":  # the warm-up, too
-            starts = {}
-        legs = {}
-        for step in steps:
-            legs.setdefault(max((s for s in starts if s <= step), default=None), []).append(step)
-        for start, some in legs.items():
-            folder = (args.keep or Path(scratch)) / f"from_{'the_beginning' if start is None else start}"
-            if where := parted(run, folder, starts.get(start), some, flags, args.nproc):
-                print(f"parted: {printable(where)}")
-                return 1
-    print(f"verified: steps {', '.join(map(str, steps))} of {len(everything)}, digest {digest}")
+        require(fits or evaluates, f"{run}/ledger.jsonl: its steps are not those of a run with mode={mode!r}")
+        start = starts_of(run).get(args.trust)
+        require(start or args.trust is None, f"--trust={args.trust}: the run has no checkpoint of that step")
+        rest = [step for step in everything if not start or step >= args.trust]
+        steps = chosen(args.seed, rest, len(rest) if args.steps == "all" else int(args.steps))
+        print(f"the samples of steps {', '.join(map(str, steps))} are made again (--seed={args.seed})", flush=True)
+        folder = args.keep or Path(scratch) / "again"
+        if where := parted(run, folder, start, ledger, steps, flags, args.nproc):
+            print(f"parted: {printable(where)}")
+            return 1
+        repeated = {line["step"] for line in evaluations(folder)}
+        after = [
+            line["step"] for line in held_out if line["step"] in repeated and (not start or line["step"] > args.trust)
+        ]
+    print(f"evaluations after {', '.join(map(str, after)) or 'no'} steps as published")
+    trusting = f", if the checkpoint of step {args.trust} is right" * bool(start)
+    print(f"verified{trusting}: steps {', '.join(map(str, steps))} of {len(everything)}, digest {digest}")
     return 0
 
 
