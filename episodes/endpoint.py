@@ -215,6 +215,8 @@ def messages_of(messages):
     out = []
     calls_by_id = {}
     turns = 0
+    if sum(len(m.tool_calls) for m in messages) > MOST_MESSAGES:
+        raise ValueError(f"more than {MOST_MESSAGES} calls")
     for m in messages:
         content = m.content if isinstance(m.content, str) else "".join(part.text for part in m.content)
         new = {"role": "system" if m.role == "developer" else m.role, "content": content}
@@ -228,8 +230,6 @@ def messages_of(messages):
             new = told_turn(content, calls)
             turns += 1
         out.append(new)
-    if len(calls_by_id) > MOST_MESSAGES:
-        raise ValueError(f"more than {MOST_MESSAGES} calls")
     if not out or out[-1]["role"] == "assistant":
         raise ValueError("must end with what the model is told")
     return out

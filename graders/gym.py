@@ -3,16 +3,19 @@ Tasks of Reasoning Gym (github.com/open-thought/reasoning-gym): procedural, with
 takes rows from it, by dataset_config='size=500, seed=7', the arguments of its create_dataset; --reward=reasoning_gym
 asks the task's own verifier.
 
-Some verifiers evaluate the text that they judge. So they run where that can write no file and reach no network: in
-processes that bubblewrap isolates, or with sandbox='none' in plain ones.
+An answer is data: of one that a verifier would evaluate as Python only literals and arithmetic are. And verifiers run
+where no text could write a file, start a process or reach anybody: in processes that bubblewrap isolates, or with
+sandbox='none' in plain ones.
 """
 
 import json
+import os
 import re
 import shutil
 import sys
 
 from configurator import named_arguments, require
+from graders.sandbox import BUBBLE, seccomp_filter
 from graders.workers import Workers, needs
 from rewards import SETTINGS
 from sync import reason
@@ -21,19 +24,56 @@ VERSION = "0.1.25"  # pyproject.toml's; the rows and the verdicts of another one
 
 
 def gym_worker():
-    """The grader of Workers: a task's verifier, by its name and the JSON of its arguments. Some raise on some texts."""
-    import reasoning_gym
+    """
+    The grader of Workers: a task's verifier, by its name and the JSON of its arguments. Some raise on some texts. Four
+    call eval on an answer, five SymPy's parse_expr, which calls it, too: here they get what can name nothing of Python.
+    """
+    import ast
+    from unittest.mock import MagicMock
 
+    # cellpylib brings matplotlib, which wants a folder to write to; nothing here draws
+    for name in ("", ".animation", ".collections", ".pyplot"):
+        sys.modules["matplotlib" + name] = MagicMock()
+    for name in ("", ".mplot3d"):
+        sys.modules["mpl_toolkits" + name] = MagicMock()
+
+    import reasoning_gym
+    import sympy
+
+    games = reasoning_gym.games
+    algorithmic = reasoning_gym.algorithmic
+    for module in (algorithmic.string_insertion, algorithmic.spiral_matrix, algorithmic.binary_matrix, games.n_queens):
+        module.eval = ast.literal_eval
+    parse = sympy.parse_expr
+    arithmetic = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Call, ast.Name, ast.Load)
+    named = dict(sqrt=sympy.sqrt, __builtins__={})
+    for name, x in vars(sympy).items():
+        if issubclass(x if isinstance(x, type) else type(x), sympy.Expr):  # such as sin and pi
+            named[name] = x
+
+    def parse_expr(text, local_dict=None, **options):
+        for node in ast.walk(ast.parse(text.strip(), mode="eval")):
+            number = isinstance(node, ast.Constant) and isinstance(node.value, (int, float, complex))
+            if not number and not isinstance(node, arithmetic):
+                raise ValueError(f"no arithmetic: {type(node)}")
+        return parse(text, local_dict, **options | dict(global_dict=dict(named)))
+
+    for module in (sympy, sympy.parsing.sympy_parser, games.countdown, games.puzzle24):
+        module.parse_expr = parse_expr
     return lambda task, arguments: reasoning_gym.create_dataset(task, **json.loads(arguments)).score_answer
 
 
 def isolated():
-    """A command that runs one which reads all, writes nothing and reaches nobody; [] with sandbox='none'."""
-    bubble = "bwrap --unshare-all --die-with-parent --new-session --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp"
-    command = bubble.split()
-    for path in (sys.base_prefix, sys.prefix):  # which may be in /tmp
+    """
+    (a command that runs one which sees Python alone, writes nothing and reaches nobody, seccomp's program for each
+    verdict); nothing with sandbox='none'.
+    """
+    if SETTINGS["sandbox"] != "bwrap":
+        return [], b""
+    command = ["bwrap", *BUBBLE, *"--clearenv --setenv PYTHONHASHSEED 0 --setenv OPENBLAS_NUM_THREADS 1".split()]
+    for path in (sys.base_prefix, sys.prefix):
         command += ["--ro-bind", path, path]
-    return command if SETTINGS["sandbox"] == "bwrap" else []
+    return [*command, "--remount-ro", "/"], seccomp_filter(os.uname().machine)
 
 
 WORKERS = Workers(gym_worker, "Reasoning Gym", isolated)
@@ -61,11 +101,12 @@ def rows(name, arguments):
 def reasoning_gym(prompt, response, answer):
     """
     What the task's verifier gives the last <answer>..</answer> of the response, or without such tags all of it. A
-    verdict of more than workers.SECONDS of CPU time is a 0, and 'limit'.
+    verdict that reaches a limit of graders/workers.py is a 0, and 'limit'; a score outside 0 .. 1 is no reward.
     """
     task, arguments, entry = entry_of(answer)
     texts = [response, *re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)]
-    return WORKERS.ask((task, arguments), texts[-1].strip(), entry)[1:]
+    _, value, notes = WORKERS.ask((task, arguments), texts[-1].strip(), entry)
+    return (value if 0 <= value <= 1 else 0.0), notes
 
 
 def entry_of(answer):

@@ -60,7 +60,7 @@ def math(prompt, response, answer):
     1.0 if math-verify finds the response equal to the answer. Of the response it takes \\boxed{..} (several are
     a set), else the last expression; the answer is an expression in LaTeX or plain, alone or behind `####`, or a text
     with \\boxed{..} or $..$. 1/2, 0.5 and \\frac12 are equal, so are {1, 2} and {2, 1}; decimals count to 6 places. A
-    comparison of more than workers.SECONDS of CPU time gives no reward, and the verdict 'limit'.
+    comparison that reaches a limit of graders/workers.py gives no reward, and the verdict 'limit'.
     """
     text = expression(answer)
     status, score, notes = MATH.ask((), response, text)

@@ -58,8 +58,8 @@ OWN = f"--size {2**23} --tmpfs /tmp --chdir /tmp --remount-ro /".split()  # the 
 
 # From the kernel's tables: the machine's number in seccomp's data, its calls clone, socket and socketpair, and those
 # that are refused: other processes (fork, vfork); what namespaces do not part (add_key to userfaultfd, io_uring_setup
-# to process_madvise); memory that no limit counts (shmget to fsetxattr, memfd_secret, setxattrat; setsockopt, by which
-# buffers grow).
+# to process_madvise, flock to listmount); memory that no limit counts (shmget to fsetxattr, memfd_secret, setxattrat;
+# setsockopt, by which buffers grow; unshare and setns, by which a thread has files of its own).
 TABLE = """call              x86_64     aarch64
 AUDIT_ARCH        0xC000003E 0xC00000B7
 clone             56         220
@@ -92,12 +92,21 @@ io_uring_register 427        427
 pidfd_getfd       438        438
 process_madvise   440        440
 memfd_secret      447        447
-setxattrat        463        463"""
+setxattrat        463        463
+unshare           272        97
+setns             308        268
+flock             73         32
+io_setup          206        0
+inotify_add_watch 254        27
+preadv2           327        286
+statmount         457        457
+listmount         458        458"""
 CALLS = {
     machine: [int(number, 0) for number in numbers if number != "-"]
     for machine, *numbers in [*zip(*map(str.split, TABLE.splitlines()))][1:]
 }
 CLONE3 = 435
+CLONE_FILES = 0x400
 CLONE_THREAD = 0x10000
 X32 = 1 << 30
 
@@ -116,7 +125,8 @@ def seccomp_filter(machine):
     program += [(equal, 0, 1, CLONE3), unknown]  # its flags are in memory; where it is unknown libc takes clone
     for number in refused:
         program += [(equal, 0, 1, number), refuse]
-    program += [(equal, 0, 4, clone), (load, 0, 0, 16), (has_bits, 0, 1, CLONE_THREAD), allow, refuse]
+    program += [(equal, 0, 5, clone), (load, 0, 0, 16), (has_bits, 0, 2, CLONE_THREAD), (has_bits, 0, 1, CLONE_FILES)]
+    program += [allow, refuse]
     program += [(equal, 2, 0, single), (equal, 1, 0, pair), allow]
     program += [(load, 0, 0, 16), (equal, 0, 1, socket.AF_UNIX), allow, refuse]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)

@@ -88,6 +88,11 @@ TALK = {
     "pairs of sockets": "[tries(lambda: socket.socketpair(n, t)) for n in range(2, 46) for t in (1, 2, 5)]",
     "names without a file": "tries(lambda: socket.socket(1).connect('\\0/tmp/.X11-unix/X0') or 1)",
     "System V": "out(call(29, 7, 99, 0o1666) >= 0 or call(64, 7, 1, 0o1666) >= 0 or call(68, 7, 0o1666) >= 0)",
+    "a lock on a file": "import fcntl; tries(lambda: fcntl.flock(os.open('/usr/bin/env', 0), 2) or 1)",
+    "contexts of AIO": "out(call(206, 1, ctypes.byref(ctypes.c_ulong())) == 0)",
+    "watch a folder": "out(call(254, call(253), b'/usr/bin', 32) >= 0)",
+    "page cache": "tries(lambda: os.preadv(os.open('/usr/bin/env', 0), [bytearray(9)], 0, os.RWF_NOWAIT))",
+    "mounts": "out(call(457, *4 * [0]) >= 0 or ctypes.get_errno() != 1 or call(458, *4 * [0]) >= 0)",
     "POSIX queue": "out(call(240, b'q', 66, 0o600, None) >= 0)",
 }
 PROCESSES = {
@@ -144,6 +149,8 @@ MEMORY = {
     "its folder": "grows(lambda: 1 / (os.write(os.open(str(time.time_ns()), 66), bytes(60000)) == 60000), 0.057, 9)",
     "its folder, by fallocate": "fd = os.open('x', 66); tries(lambda: os.posix_fallocate(fd, 0, 2**26) or 1)",
     "output, by ftruncate": "tries(lambda: os.ftruncate(1, 2**30) or 1)",
+    "a thread's own files": "out(libc.unshare(0x400) == 0)",
+    "a thread with its own files": "out(call(56, 0x10900, 0, 0, 0, 0) != -1)",  # CLONE_THREAD without CLONE_FILES
     "pipes": PIPE,
     "buffers of sockets": PAIRS,
 }

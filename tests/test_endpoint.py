@@ -770,6 +770,14 @@ def test_half_a_request_is_given_up_and_a_whole_one_is_not(template, monkeypatch
     assert served_by_a_script(template, requests) == [True, True, True, False]
 
 
+def test_calls_are_counted_before_anything_is_done_for_them(monkeypatch):
+    """Not by their ids, of which all may have one."""
+    monkeypatch.setattr(endpoint, "numbered", None)  # would be a TypeError
+    calls = [dict(id="a", function=dict(name="f"))] * (endpoint.MOST_MESSAGES + 1)
+    with pytest.raises(endpoint.Refusal, match="more than 4096 calls"):
+        endpoint.read(dict(messages=[dict(role="assistant", tool_calls=calls), dict(role="user", content="a")]))
+
+
 def test_what_is_too_long_is_refused_before_it_is_rendered(template, monkeypatch):
     monkeypatch.setattr(template, "first", None)  # would be a TypeError
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 
 import pytest
 from conftest import finish, launch_warm
@@ -32,37 +33,83 @@ def test_rows_are_the_same_every_time_and_the_tasks_verifier_judges_them(task):
             assert reward(row["prompt"], f"{right} <answer>{wrong}</answer>", row["answer"])[0] < 0.5
 
 
-def test_a_text_that_is_evaluated_writes_nothing_prints_nothing_and_gives_no_other_verdict(tmp_path):
-    """Spiral matrices evaluate the answer. One that fails, prints, ends its process or takes for ever is no error."""
-    load_reward("reasoning_gym", DEFAULTS)  # sets the sandbox
-    row = data("spiral_matrix")[0][0]
-    right = json.loads(row["answer"])["entry"]["answer"]
-    there = tmp_path / "there"
-    acts = [
-        f"__import__('pathlib').Path({str(there)!r}).write_text('x')",
-        "print('[0, 0.0, \"1.0\"]')",
-        "__import__('os')._exit(0)",
-        "1/0",
-        "__import__('socket').create_connection(('127.0.0.1', 1))",
-    ]
-    for act in acts:
-        value, notes = gym.reasoning_gym("", f"[{act}]", row["answer"])
-        assert value < 1, act
-        assert gym.reasoning_gym("", right, row["answer"])[0] == 1
-    assert not there.exists()
-    assert gym.reasoning_gym("", "[" + "9" * 9 + "**" + "9" * 9 + "]", row["answer"]) == (
-        0,
-        dict(verdict="limit", near_limit=True),
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """{name: what an answer may try, which is true where it gets out}; and a listener on a socket that is a file."""
+    monkeypatch.setenv("SECRET", "key")
+    (key := tmp_path / "id_ed25519").write_text("key")
+    tell = f"(lambda s: s.connect({str(tmp_path / 'socket')!r}) or s.send(b'key'))(__import__('socket').socket(1))"
+    acts = dict(
+        home=f"len(open({str(key)!r}).read()) > 0",
+        environment="'SECRET' in __import__('os').environ",
+        socket=f"{tell} > 0",
+        children="(lambda os: os.waitpid(os.fork() or os._exit(0), 0))(__import__('os'))[0] > 0",
+        parent="len(__import__('os').listdir('/proc/%d/fd' % __import__('os').getppid())) > 0",
+        folder="len(__import__('tempfile').gettempdir()) > 0",
     )
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        listener.setblocking(False)
+        yield acts, listener
 
 
-def test_without_bubblewrap_a_text_could_write(tmp_path, monkeypatch):
-    """The control: what the sandbox keeps it from."""
-    row = data("spiral_matrix")[0][0]
-    monkeypatch.setattr(gym, "WORKERS", Workers(gym.gym_worker, ""))
-    there = tmp_path / "there"
-    gym.reasoning_gym("", f"[__import__('pathlib').Path({str(there)!r}).write_text('x')]", row["answer"])
-    assert there.exists()
+EVALUATED = "string_insertion spiral_matrix binary_matrix n_queens countdown puzzle24 simple_integration"
+EVALUATED += " intermediate_integration polynomial_multiplication"
+
+
+@pytest.mark.parametrize("task", EVALUATED.split())
+def test_an_answer_that_would_be_evaluated_is_data(task, outside):
+    """These verifiers call eval. Five answers got out or got a reward: a socket, children, a kill, a score, /tmp."""
+    acts, listener = outside
+    row = data(task, "size=3, seed=3")[0][0]
+    reward = load_reward("reasoning_gym", DEFAULTS)
+    right = json.loads(row["answer"])["entry"]["answer"]
+    leaves = "__import__('pathlib').Path('/tmp/left').write_text('x')"
+    hostile = [
+        acts["socket"],
+        acts["children"],
+        "__import__('os').kill(__import__('os').getppid(), 9)",
+        "[__import__('os').write(4, b'1e9'), __import__('os')._exit(0)]",
+        leaves,
+        f"__import__('pathlib').Path('/tmp/left').exists() and {right!r}",
+        "exec(chr(49)) or 24",
+        "sympify(chr(49))",
+    ]
+    for text in hostile:
+        assert reward("", text, row["answer"])[0] < 0.1
+        assert reward("", str(right), row["answer"])[0] == 1
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+def obeys():
+    """A grader that does what an answer says."""
+    return lambda task, arguments: lambda text, entry: eval(text)
+
+
+def test_a_verifier_that_obeyed_an_answer_could_do_nothing(outside, monkeypatch):
+    """Each act beside its control: without bubblewrap it succeeds."""
+    load_reward("reasoning_gym", DEFAULTS)  # sets the sandbox
+    row = json.dumps(dict(task="", arguments={}, entry={}))
+    for name, act in outside[0].items():
+        monkeypatch.setattr(gym, "WORKERS", Workers(obeys, ""))
+        assert gym.reasoning_gym("", act, row)[0] == 1, name
+        monkeypatch.setattr(gym, "WORKERS", Workers(obeys, "", gym.isolated))
+        assert gym.reasoning_gym("", act, row)[0] == 0, name
+
+
+def test_what_an_answer_does_to_its_worker_is_its_own_verdict(monkeypatch):
+    """One that takes more than it may, kills the worker or itself, or gives itself more than there is to get."""
+    monkeypatch.setattr("graders.workers.SECONDS", 1)
+    monkeypatch.setattr(gym, "WORKERS", Workers(obeys, ""))
+    row = json.dumps(dict(task="", arguments={}, entry={}))
+    limit = 0, dict(verdict="limit", near_limit=True)
+    for text in ("bytearray(2**32)", "9**9**9", "os.kill(os.getppid(), 9)", "os.kill(os.getpid(), 9)"):
+        assert gym.reasoning_gym("", text, row) == limit, text
+        assert gym.reasoning_gym("", "1", row)[0] == 1
+    for text in ("1e9", "-1", "float('nan')", "1/0", "print(1)", "os._exit(0)"):
+        assert gym.reasoning_gym("", text, row)[0] == 0, text
 
 
 @pytest.mark.parametrize(

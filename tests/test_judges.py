@@ -103,7 +103,7 @@ def workers(monkeypatch):
 
 
 def test_an_expression_that_takes_too_long_is_limited_and_changes_no_other_verdict(workers):
-    workers(0.5)
+    workers(1)
     endless = r"$9^{9^{9^9}}$", r"$(10^9)!$", r"$\sum_{n=1}^{10^9} \sin n$", "$" + "{" * 3000 + "1" + "}" * 3000 + "$"
     pairs = [(str(i % 7), "3") for i in range(40)] + [("x^2+x", "$x(x+1)$"), (r"\{1,2\}", "$x^2=1$")]
     alone = [judges.math("", response, answer) for answer, response in pairs]
@@ -114,13 +114,13 @@ def test_an_expression_that_takes_too_long_is_limited_and_changes_no_other_verdi
         started = time.monotonic()
         assert [call.result() for call in slow] == 4 * [(0, dict(verdict="limit", near_limit=True))]
     assert among == alone
-    assert time.monotonic() - started < 60  # 2 s of CPU time for two workers
+    assert time.monotonic() - started < 60  # 4 s of CPU time for two workers
 
 
 def test_what_took_more_than_half_of_the_limit_is_near_it(workers, monkeypatch):
     workers(60)
     near = [judges.math("", "3", "3")[1]["near_limit"]]
-    monkeypatch.setattr(workers_of, "SECONDS", 1e-6)
+    monkeypatch.setattr(workers_of, "SECONDS", 0)
     assert near + [judges.math("", "3", "3")[1]["near_limit"]] == [False, True]
 
 

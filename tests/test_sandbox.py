@@ -100,6 +100,13 @@ try:
     print('out')
 finally:
     for name in filter(os.path.exists, names): os.remove(name)""",
+    "more files than a process may have": """
+import ctypes, threading
+def more():
+    print('out' if ctypes.CDLL(None).unshare(0x400) == 0 else '')  # a table of descriptors of this thread's own
+(thread := threading.Thread(target=more)).start(); thread.join()""",
+    "a lock that others see": """
+import fcntl; fcntl.flock(open('/usr/bin/env'), fcntl.LOCK_EX); print('out')""",
     "another user namespace": """
 import ctypes, os
 if os.getuid() and open('/proc/sys/user/max_user_namespaces').read() == '0': raise OSError
@@ -299,7 +306,7 @@ def descendants():
     parents, chain = {}, [os.getpid()]
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            other = b"--as-pid-1" not in (path.parent / "cmdline").read_bytes()
+            other = b"--seccomp" not in (path.parent / "cmdline").read_bytes()
             if other and f" {os.getpid()} " in path.read_text()[:60]:
                 continue  # a child that starts runs, or a worker of Reasoning Gym in its own bwrap
             parents[int(path.read_text().rpartition(")")[2].split()[1])] = int(path.parent.name)
