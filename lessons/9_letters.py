@@ -2,7 +2,7 @@
 Lesson 9: a reward that is gamed by a real model.
 
     uv run lessons/9_letters.py
-    uv run lessons/9_letters.py --watch=stop --out_dir=out/letters_watched    # more flags are train_grpo.py's
+    uv run lessons/9_letters.py --watch=stop --max_steps=40 --out_dir=out/letters_watched    # more: train_grpo.py's
 """
 
 import json
