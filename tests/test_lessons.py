@@ -122,7 +122,7 @@ def test_a_lesson_is_a_page_and_at_most_60_lines_of_code(script):
 
 def test_the_notebook_says_what_to_write_where_there_is_no_repository(tmp_path):
     """tests/notebook.py executes all of it."""
-    cells = json.loads((ROOT / "notebook.ipynb").read_text())["cells"]
+    cells = json.loads((ROOT / "lessons" / "notebook.ipynb").read_text())["cells"]
     first = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     done = subprocess.run([sys.executable, "-c", first], cwd=tmp_path, capture_output=True, text=True)
     assert "AssertionError: write the address of your copy of onecurve above" in done.stderr and not any(

@@ -131,7 +131,9 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
     assert metrics["accuracy"] == float((margin > 0).double().mean()) and 0 < metrics["accuracy"] < 1
     for shard, grad in zip(trainer.shards, grads, strict=True):
         expected = plain.get_parameter(shard.name).grad
-        assert expected.abs().max() > 1e-4 and torch.allclose(grad.double(), expected, atol=1e-6, rtol=1e-3), shard.name
+        largest = float(expected.abs().max())  # sums in float32 are off by parts of their largest summands
+        close = torch.allclose(grad.double(), expected, atol=max(1e-6, 1e-6 * largest), rtol=1e-3)
+        assert largest > 1e-4 and close, shard.name
 
 
 def test_training_begins_undecided_and_the_head_moves_first(mesh, scratch, our_operators):
