@@ -43,10 +43,9 @@ def check_model(folder, config, key="init_from"):
             if Path(folder, "adapter_config.json").exists():
                 found = read_adapter_config(folder)
                 base = found.get("base_model_name_or_path") or "BASE"
-                why = (
-                    f"adapters of {base}; make one model of both (tools/merge.py {base} {folder} out/merged), or train "
-                )
-                why += f"on with --init_from={base} --lora_rank={found['r']} --lora={folder}"
+                merge = f"make one model of both (tools/merge.py {base} {folder} out/merged)"
+                train = f"train on with --init_from={base} --lora_rank={found['r']} --lora={folder}"
+                why = f"adapters of {base}; {merge}, or {train}"
             require(False, f"{name}: {why}")
     require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
     sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in str(getattr(hf, "layer_types", ""))

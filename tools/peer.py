@@ -156,7 +156,7 @@ def operations_of_step(hf, samples, prompt, new_tokens):
     Operations to sample and train all samples of a step of a model of this config.json, with `prompt` tokens and
     `new_tokens` of an answer on average.
     """
-    layers, hidden, mlp = (hf[f"{key}"] for key in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    layers, hidden, mlp = (hf[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size"))
     heads, kv_heads, head_dim = (hf[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     layer = hidden * head_dim * 2 * (heads + kv_heads) + 3 * hidden * mlp
     matrices = layers * layer + hf["vocab_size"] * hidden  # the last is the head; the embedding only looks up
