@@ -318,8 +318,10 @@ def folder_for_sockets(log):
     """
     A folder for the sockets of the engine with this log, which is deleted at the end: nobody needs their names once
     both ends have found each other. It has one name at each start, so what a kill has left in it goes at the next one.
+    A socket's name has at most 107 bytes, which a long TMPDIR leaves no room for.
     """
-    folder = Path(tempfile.gettempdir(), f"onecurve_{content_hash(str(log.resolve()))}")
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
+    folder = Path(parent, f"onecurve_{content_hash(str(log.resolve()))}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(0o700)  # raises if it is still there, and so another user's
     try:

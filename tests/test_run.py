@@ -169,20 +169,20 @@ def test_an_engine_that_dies_or_goes_silent_ends_the_run_in_time(tmp_path, how, 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sigterm_ends_a_run_with_one_line_and_leaves_nothing_in_tmp(tmp_path, ranks):
-    folder = tmp_path / "run"
-    (tmp_path / "tmp").mkdir()
+    folder, temporary = tmp_path / "run", tmp_path / "a_folder_whose_name_leaves_no_room_for_that_of_a_socket"
+    temporary.mkdir()
     flags = "--max_steps=100000", "--warmup_sft_steps=0", "--eval_size=0", "--checkpoint_every=0"
     command = command_of(folder, *flags, ranks=ranks)
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    run = subprocess.Popen(command, env=os.environ | dict(TMPDIR=str(tmp_path / "tmp")), **options)
+    run = subprocess.Popen(command, env=os.environ | dict(TMPDIR=str(temporary)), **options)
     metrics = folder / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size or run.poll(), 180)
-    assert bool([*(tmp_path / "tmp").glob("torchelastic_*")]) == (ranks > 1)
+    assert bool([*temporary.glob("torchelastic_*")]) == (ranks > 1)
     run.terminate()
     output, _ = run.communicate(timeout=60)
     assert run.returncode, output[-3000:]
     assert output.count("\nerror: ended by SIGTERM; nothing written is lost; go on with --init_from=resume\n") == 1
-    assert not [*(tmp_path / "tmp").glob("torchelastic_*")]
+    assert not [*temporary.glob("torchelastic_*")]
     wait_for(lambda: not processes_of(folder), 10)
 
 
