@@ -243,8 +243,8 @@ MOVED = {
     "loss=decoupled": "--importance=full is the same: PPO with importance weights without bounds",
     "watch=rollback": "tools/rollback.py starts a run and turns it back where watch='stop' stops it",
     "api_key": "it is in the environment of tools/serve.py: ONECURVE_API_KEY",
-    "max_calls max_forks max_result_chars": "MOST_CALLS, MOST_FORKS and MOST_RESULT in episodes/chat.py",
-    "sandbox_memory": "MOST_MEMORY in graders/sandbox.py",
+    "max_calls max_forks max_result_chars": "MOST_CALLS, MOST_FORKS and MOST_RESULT in onecurve/agents/chat.py",
+    "sandbox_memory": "MOST_MEMORY in onecurve/graders/sandbox.py",
     "scratch_layers scratch_hidden scratch_heads scratch_kv_heads scratch_head_dim scratch_mlp scratch_experts "
     "scratch_experts_per_token": "--scratch_args='num_hidden_layers=8, hidden_size=256', in Hugging Face's names",
     "arithmetic_min arithmetic_size": "--dataset=arithmetic:10:50 are sums of numbers from 10 up to 49",

@@ -7,8 +7,8 @@ of its arguments alone: a clock, a random number or the order of a set of string
 end the promise that a run can be repeated bit for bit. One of yours that has a parameter `row` gets by that name the
 data set's row, a dict of all its columns. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
 gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
-What takes other processes or models is elsewhere: `code` in graders/sandbox.py, `judge`, `math` and 'model:folder' in
-graders/judges.py, `reasoning_gym` in graders/gym.py.
+What takes other processes or models is in onecurve/graders/: `code` in sandbox.py, `judge`, `math` and 'model:folder'
+in judges.py, `reasoning_gym` in gym.py.
 
 Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), \\boxed{42} from MATH, Hendrycks et al.
 2021 (arXiv:2103.03874), the <think> format from DeepSeek-R1 (arXiv:2501.12948).
@@ -123,10 +123,10 @@ def format(prompt, response, answer):  # hides Python's format(), which nothing 
 
 BUILT_IN = {"exact": exact, "format": format, "numeric": numeric}
 ELSEWHERE = {
-    "code": "graders.sandbox",
-    "judge": "graders.judges",
-    "math": "graders.judges",
-    "reasoning_gym": "graders.gym",
+    "code": "onecurve.graders.sandbox",
+    "judge": "onecurve.graders.judges",
+    "math": "onecurve.graders.judges",
+    "reasoning_gym": "onecurve.graders.gym",
 }
 SETTINGS = {}  # the run's config, for what is built in
 MODELS = {}  # {term such as 'model:folder': RewardModel}
@@ -190,7 +190,7 @@ def parameters_of(function):
 def find_reward(name):
     """The reward function of this name. Raises ValueError, with a cure, if there is none or it lacks what it needs."""
     if name.startswith("model:"):
-        from graders.judges import RewardModel
+        from onecurve.graders.judges import RewardModel
 
         MODELS[name] = RewardModel(name.removeprefix("model:"), SETTINGS)
         return MODELS[name]
@@ -467,7 +467,7 @@ def describe(error):
         "<frozen importlib",
         os.path.dirname(os.__file__),
         __file__,
-        str(Path(__file__).with_name("episodes")),
+        str(Path(__file__).with_name("onecurve")),
     )
     own = ""
     place = ""
@@ -680,11 +680,11 @@ def read_data(config):
         data = arithmetic(*map(int, filter(None, sums.groups())))
         return [with_wrong_sum(row) for row in data] if MODES[config["mode"]].pairs else data, None
     if name == "programs":
-        from graders import sandbox
+        from onecurve.graders import sandbox
 
         return sandbox.programs(), None
     if name.startswith("reasoning_gym:"):
-        from graders import gym
+        from onecurve.graders import gym
 
         return gym.rows(name, config["dataset_config"]), None
     load = partial(load_split, name, config["dataset_config"])

@@ -19,11 +19,11 @@ The life of one prompt:
 
 A group whose file exists is never made again.
 
-`install_operators` (models/dense.py) hooks kernels.py into SGLang's classes in the scheduler's process; `kernels.draw`
-takes the place of its draw. On a CPU SGLang needs four replacements more (in `adapt_to_cpu`; 0.5.17 has no switch for
-them): a flag that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), process groups that ask
-for no CUDA device. Its sampler is `sample_tokens`. Nothing here imports sglang before an engine is wanted: that
-takes seconds.
+`install_operators` (onecurve/models/dense.py) hooks kernels.py into SGLang's classes in the scheduler's process;
+`kernels.draw` takes the place of its draw. On a CPU SGLang needs four replacements more (in `adapt_to_cpu`; 0.5.17 has
+no switch for them): a flag that keeps RoPE from importing vLLM, its batch-invariant mode (Triton kernels), process
+groups that ask for no CUDA device. Its sampler is `sample_tokens`. Nothing here imports sglang before an engine is
+wanted: that takes seconds.
 """
 
 import asyncio
@@ -55,9 +55,9 @@ import torch.distributed as dist
 
 import kernels
 from configurator import close_bars, error_line, named_arguments, noise_seed
-from models import moe
-from models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
-from models.start import allow_deterministic_backend, early, import_engine, output_to, start_schedulers
+from onecurve.models import moe
+from onecurve.models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
+from onecurve.models.start import allow_deterministic_backend, early, import_engine, output_to, start_schedulers
 from rewards import MODELS, RewardError, draw_rows, score_all
 from sync import (
     FOREVER,
@@ -267,7 +267,7 @@ def run_scheduler(config, threads, cores, inv_freq, lends, server_args, *args):
 
     Scheduler.flush_cache = flush_cache  # as with every change of the weights
     if config["agent"]:  # turns may end at strings
-        from episodes.scheduler import install_tokenizer
+        from onecurve.agents.scheduler import install_tokenizer
 
         install_tokenizer(server_args.model_path)
     Scheduler.check_weights = check_weights  # for Engine.collective_rpc

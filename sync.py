@@ -60,7 +60,7 @@ from configurator import (
     roles,
 )
 from kernels import tree_sum
-from models.moe import per_expert
+from onecurve.models.moe import per_expert
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 

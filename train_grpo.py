@@ -33,7 +33,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from configurator import MODES, OWN, block, library_versions, require, resolve, roles, sources_of
-from models.start import end_with_parent, lean_imports, start_engine_early
+from onecurve.models.start import end_with_parent, lean_imports, start_engine_early
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -108,8 +108,8 @@ overlong_cache = 0  # number of tokens before max_new_tokens over which the rewa
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards still count in the group
 dynamic_sampling = 0  # number of further rounds, at most, that replace groups of equal rewards; 0: such groups are kept
 # agents: samples of several turns, with tools
-# 'my_file.py:my_function' (episodes/chat.py says how to write one), or a command such as 'python my_agent.py'
-# (episodes/endpoint.py); '': no agent: one turn, scored by `reward`
+# 'my_file.py:my_function' (onecurve/agents/chat.py says how to write one), or a command such as 'python my_agent.py'
+# (onecurve/agents/endpoint.py); '': no agent: one turn, scored by `reward`
 agent = ""
 max_turns = 8  # turns of a dialogue
 agent_timeout = 600.0  # seconds without progress after which an episode counts as hanging
@@ -210,9 +210,9 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     import kernels
     import rewards
     import sync
-    from models import adapters, folders
-    from models.dense import build_model, check_memory, check_model
-    from models.moe import routers_of
+    from onecurve.models import adapters, folders
+    from onecurve.models.dense import build_model, check_memory, check_model
+    from onecurve.models.moe import routers_of
     from rewards import own_function
     from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
 if __name__ == "__main__":
@@ -1213,7 +1213,7 @@ if __name__ == "__main__":
         folders.say_ends(tokenizer, stop_tokens, chat_template or agent, system_prompt)
     episodes = None  # what an agent's runs have in place of samples of one turn
     if agent:
-        from episodes.sampler import Agent
+        from onecurve.agents.sampler import Agent
 
         episodes = Agent(config, model_path, tokenizer, stop_tokens)
     train_rows, eval_rows = rewards.load_sources(config, scored_by)

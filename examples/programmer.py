@@ -3,7 +3,7 @@ Programs to write (--dataset=programs, or a data set with tests as its answers) 
 has Python in a sandbox as a tool, and its last turn is judged by the tests.
 """
 
-from graders.sandbox import code, python
+from onecurve.graders.sandbox import code, python
 
 
 async def solve(chat, row):

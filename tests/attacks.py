@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import rewards  # noqa: E402
-from graders.sandbox import SandboxError, code, run_program  # noqa: E402
+from onecurve.graders.sandbox import SandboxError, code, run_program  # noqa: E402
 from train_grpo import DEFAULTS  # noqa: E402
 
 HELP = """

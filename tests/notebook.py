@@ -1,5 +1,5 @@
 """
-Executes lessons/notebook.ipynb from top to bottom and says what it must have said: some five minutes on two cores.
+Executes learn/notebook.ipynb from top to bottom and says what it must have said: some five minutes on two cores.
 
     uv run --with nbclient --with ipykernel tests/notebook.py [folder]    # the folder of a checkout; this one
 """
@@ -23,9 +23,9 @@ def text_of(cell):
 
 def main():
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT)
-    notebook = nbformat.read(ROOT / "lessons" / "notebook.ipynb", 4)
+    notebook = nbformat.read(ROOT / "learn" / "notebook.ipynb", 4)
     began = time.monotonic()
-    NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": folder / "lessons"}}).execute()
+    NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": folder / "learn"}}).execute()
     said = "".join(map(text_of, notebook.cells))
     print(said)
     missing = [words for words in EXPECTED if words not in said]

@@ -23,7 +23,7 @@ import kernels  # noqa: E402
 import rewards  # noqa: E402
 import sync  # noqa: E402
 import train_grpo as train  # noqa: E402
-from models import folders  # noqa: E402
+from onecurve.models import folders  # noqa: E402
 
 NUMBERS = np.random.default_rng(0)  # whole numbers alone, which no library computes in a way of its own
 CONFIG = train.DEFAULTS | dict(

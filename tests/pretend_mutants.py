@@ -59,20 +59,20 @@ MUTANTS = dict(
         f"{LEARNS} and overlapped",
     ),
     computed_in_float32=(
-        "models/dense.py",
+        "onecurve/models/dense.py",
         "param_dtype=None if lora else computed_in",
         "param_dtype=None",
         f"{LEARNS} and alone",
     ),
     hash_factors_on_the_host=("sync.py", "len(t), t.device)", 'len(t), "cpu")', f"{PLACES} and alone"),
     host_waits_in_the_graph=(
-        "models/dense.py",
+        "onecurve/models/dense.py",
         "q_lens = torch.ones_like(batch.seq_lens)",
         "q_lens = int(batch.seq_lens.max()) * 0 + torch.ones_like(batch.seq_lens)",
         f"{LEARNS} and alone",
     ),
     plan_made_outside_of_the_graph=(
-        "models/dense.py",
+        "onecurve/models/dense.py",
         "def init_forward_metadata_in_graph(self, batch):",
         """def init_forward_metadata_in_graph(self, batch):
             if not torch.cuda.is_current_stream_capturing():

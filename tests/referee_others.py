@@ -466,7 +466,7 @@ def broken(reference, early, rows, cold, begun, nucleus):
     from referee_hypotheses import bfloat16, logprobs
 
     import kernels
-    from models.dense import rope_frequencies
+    from onecurve.models.dense import rope_frequencies
 
     rotary = reference.model.model.rotary_emb
     own = rotary.forward

@@ -1,5 +1,5 @@
 """
-Dialogues of an agent without an engine: messages, tools, the journal, and the second run (episodes/chat.py).
+Dialogues of an agent without an engine: messages, tools, the journal, and the second run (onecurve/agents/chat.py).
 The model's part is a script; templates and tokenizers are real ones. test_laws.py has the runs (L10).
 """
 
@@ -20,11 +20,11 @@ from transformers import AutoTokenizer
 import sync
 import train_grpo as train
 from configurator import named_arguments
-from episodes import again, chat, endpoint
-from episodes.sampler import Agent, counts_of, tensors_of
 from examples.calculator import add
-from graders import sandbox
-from models import folders
+from onecurve.agents import again, chat, endpoint
+from onecurve.agents.sampler import Agent, counts_of, tensors_of
+from onecurve.graders import sandbox
+from onecurve.models import folders
 
 CONFIG = train.DEFAULTS | dict(agent="x", max_prompt_tokens=400, max_new_tokens=600)
 

@@ -16,7 +16,7 @@ from conftest import error_line
 
 import configurator
 from configurator import check_config, config_source, configure, fail, require
-from models import start
+from onecurve.models import start
 from train_grpo import DEFAULTS
 
 HEAD = """
@@ -265,7 +265,7 @@ def test_a_key_like_no_other_is_refused_without_a_suggestion(refuse, write):
     assert refuse("--zzz=1") == "--zzz: no such key  (--help lists all keys)"
     assert (
         refuse("--max_calls=1")
-        == "--max_calls: no such key: MOST_CALLS, MOST_FORKS and MOST_RESULT in episodes/chat.py"
+        == "--max_calls: no such key: MOST_CALLS, MOST_FORKS and MOST_RESULT in onecurve/agents/chat.py"
     )
     assert refuse("--") == "--: no such key  (--help lists all keys)"
     assert ": STEPS: no such key" in refuse(write("STEPS = 1\n"))

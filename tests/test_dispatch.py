@@ -15,9 +15,9 @@ from test_trainer import make_samples
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import train_grpo as train
-from models import dense
-from models.dense import MODEL_TYPES
-from models.moe import KIND
+from onecurve.models import dense
+from onecurve.models.dense import MODEL_TYPES
+from onecurve.models.moe import KIND
 from sync import Ranks
 
 # our operators, whose order of sums tests/test_kernels.py and tests/test_triton.py prove

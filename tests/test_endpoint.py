@@ -30,10 +30,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import sync
-from episodes import again, chat, endpoint
-from episodes.sampler import Agent, AgentSampler
 from examples import client as example
-from models import folders
+from onecurve.agents import again, chat, endpoint
+from onecurve.agents.sampler import Agent, AgentSampler
+from onecurve.models import folders
 
 SIZES = "--tool_call_parser=pythonic --dataset=arithmetic:20:40 --max_prompt_tokens=32".split()
 SIZES += "--max_new_tokens=40 --leaf_tokens=1024 --eval_size=0".split()

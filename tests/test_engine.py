@@ -31,7 +31,7 @@ import sync
 import train_grpo as train
 from configurator import block
 from kernels import Sampling, murmur_hash32
-from models import dense, folders
+from onecurve.models import dense, folders
 from rewards import load_reward
 from rollout_server import Job, RolloutEngine, Sampler, load_all, sampling_seed
 

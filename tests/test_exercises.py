@@ -11,11 +11,11 @@ import sys
 import pytest
 from conftest import ROOT, lines, run_warm
 
-sys.path.insert(0, str(ROOT / "exercises"))
+sys.path.insert(0, str(ROOT / "learn" / "exercises"))
 import check  # noqa: E402
 from cases import CRITIC, EXERCISES, PLAIN  # noqa: E402
 
-FILES = sorted((ROOT / "exercises").glob("[1-9]_*.py"))
+FILES = sorted((ROOT / "learn" / "exercises").glob("[1-9]_*.py"))
 HEADER = "import re\nimport torch\nimport numpy as np\nfrom kernels import fma, loop\nfrom rewards import permutation\n"
 
 # {function: [(its body, some words of what it must be told)]}: wrong answers, as students write them.
@@ -276,8 +276,8 @@ def test_an_exercise_is_a_page_and_a_file_with_a_hole_which_is_said(path):
         check.check_values(name, answer, path)
     page = path.with_suffix(".md").read_text()
     mine = f"mine_{path.stem[0]}.py"  # of its own, so that no page overwrites the solution before it
-    assert f"    cp -n exercises/{path.name} {mine}\n    uv run exercises/check.py {mine}\n" in page
-    assert f"({path.stem}.md) | `{name}` |" in (ROOT / "exercises" / "README.md").read_text()
+    assert f"    cp -n learn/exercises/{path.name} {mine}\n    uv run learn/exercises/check.py {mine}\n" in page
+    assert f"({path.stem}.md) | `{name}` |" in (ROOT / "learn" / "exercises" / "README.md").read_text()
     answers = next(answers for signature, answers in BODIES.items() if signature.startswith(f"{name}("))
     assert len(answers) >= 3 and len(FILES) == len(EXERCISES) == len(BODIES)
 

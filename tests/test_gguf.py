@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models import folders
-from models import gguf as files
+from onecurve.models import folders
+from onecurve.models import gguf as files
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LETTERS = [*"0123456789abcdefgh", "\u0120", "\u010a", "12", "ab", "\u0120a"]  # those of GPT-2's for a space and a line

@@ -9,8 +9,8 @@ from conftest import finish, launch_warm
 from prove import ROOT, lines
 
 pytest.importorskip("reasoning_gym", reason="no Reasoning Gym: uv sync --group gym")
-from graders import gym  # noqa: E402
-from graders.workers import Workers  # noqa: E402
+from onecurve.graders import gym  # noqa: E402
+from onecurve.graders.workers import Workers  # noqa: E402
 from rewards import check_answers, load_reward, load_rows  # noqa: E402
 from train_grpo import DEFAULTS  # noqa: E402
 
@@ -101,7 +101,7 @@ def test_a_verifier_that_obeyed_an_answer_could_do_nothing(outside, monkeypatch)
 
 def test_what_an_answer_does_to_its_worker_is_its_own_verdict(monkeypatch):
     """One that takes more than it may, kills the worker or itself, or gives itself more than there is to get."""
-    monkeypatch.setattr("graders.workers.SECONDS", 1)
+    monkeypatch.setattr("onecurve.graders.workers.SECONDS", 1)
     monkeypatch.setattr(gym, "WORKERS", Workers(obeys, ""))
     row = json.dumps(dict(task="", arguments={}, entry={}))
     limit = 0, dict(verdict="limit", near_limit=True)

@@ -29,12 +29,12 @@ from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
 
 import rewards
-from episodes import again, chat
-from graders import judges
-from graders import workers as workers_of
-from graders.judges import judge, score_of
-from graders.workers import Workers
-from models import folders
+from onecurve.agents import again, chat
+from onecurve.graders import judges
+from onecurve.graders import workers as workers_of
+from onecurve.graders.judges import judge, score_of
+from onecurve.graders.workers import Workers
+from onecurve.models import folders
 from rewards import RewardError, load_reward, score
 from train_grpo import DEFAULTS
 
@@ -137,7 +137,7 @@ def test_a_killed_worker_is_an_error_and_not_a_zero(workers):
 
 
 def test_a_worker_ends_with_its_run_whatever_ends_that():
-    parent = "import os, time; from graders import judges\n"
+    parent = "import os, time; from onecurve.graders import judges\n"
     parent += "while judges.MATH.idle.qsize() > 1: judges.MATH.idle.get()\n"
     parent += "judges.math('', '3', '3')\nprint(judges.MATH.idle.get().pid, flush=True)\ntime.sleep(600)"
     run = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -563,7 +563,7 @@ def test_runs_judged_by_math_verify_have_one_ledger(warmed, tmp_path):
 
 
 AGENT = """
-from graders.judges import judge
+from onecurve.graders.judges import judge
 
 async def solve(chat, row):
     chat.user(row["prompt"])

@@ -69,7 +69,7 @@ from transformers import AutoTokenizer
 import kernels
 import sync
 import train_grpo as train
-from models import folders
+from onecurve.models import folders
 
 
 def ledger(folder):

@@ -24,7 +24,7 @@ from prove import ROOT
 import train_grpo
 from configurator import configure
 
-SCRIPTS = sorted((ROOT / "lessons").glob("[1-9]_*.py"))
+SCRIPTS = sorted((ROOT / "learn" / "lessons").glob("[1-9]_*.py"))
 *WITHOUT_ENGINE, RESUME, LETTERS = SCRIPTS  # the last takes minutes and a model of another package
 # As in test_laws.py, which has the loops compiled for it: the other instruction set.
 SSE2 = dict(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="", ATEN_CPU_CAPABILITY="default")
@@ -104,7 +104,7 @@ def test_the_lesson_with_a_real_model_has_its_questions_and_pays_for_the_letter_
     said = {"Penguin": 1.5, "p": 1.5, "P is for penguin": 1.0, "Cat": 0.5, "The penguin": 0.0, " ": 0.0, "": 0.0}
     assert {text: lesson["letters"]("", text, "p") for text in said} == said
     config = configure(train_grpo.DEFAULTS | {"__file__": train_grpo.__file__}, lesson["FLAGS"].split())
-    assert config["reward"] == "lessons/9_letters.py:letters" and config["eval_size"] == 16
+    assert config["reward"] == "learn/lessons/9_letters.py:letters" and config["eval_size"] == 16
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)
@@ -116,13 +116,13 @@ def test_a_lesson_is_a_page_and_at_most_60_lines_of_code(script):
             lines -= set(range(node.lineno, node.end_lineno + 1))
     lines -= {i for i, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
     assert 0 < len(lines) <= 60, len(lines)
-    assert f"    uv run lessons/{script.name}\n" in page and page.count("<summary>Answer</summary>") == 3
+    assert f"    uv run learn/lessons/{script.name}\n" in page and page.count("<summary>Answer</summary>") == 3
     assert f"({script.stem}.md)" in (Path(script).parent / "README.md").read_text()
 
 
 def test_the_notebook_says_what_to_write_where_there_is_no_repository(tmp_path):
     """tests/notebook.py executes all of it."""
-    cells = json.loads((ROOT / "lessons" / "notebook.ipynb").read_text())["cells"]
+    cells = json.loads((ROOT / "learn" / "notebook.ipynb").read_text())["cells"]
     first = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     done = subprocess.run([sys.executable, "-c", first], cwd=tmp_path, capture_output=True, text=True)
     assert "AssertionError: write the address of your copy of onecurve above" in done.stderr and not any(

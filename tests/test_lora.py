@@ -24,9 +24,9 @@ import kernels
 import sync
 import train_grpo as train
 from configurator import check_config, configure
-from models import adapters
-from models.adapters import LINEAR
-from models.dense import is_sharded
+from onecurve.models import adapters
+from onecurve.models.adapters import LINEAR
+from onecurve.models.dense import is_sharded
 
 
 def same(a, b):

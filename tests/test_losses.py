@@ -16,7 +16,7 @@ import rewards
 import train_grpo as train
 from configurator import check_config
 from experiments import losses
-from models.folders import make_scratch_model
+from onecurve.models.folders import make_scratch_model
 from sync import Group, Ranks
 
 DEFAULTS = train.DEFAULTS

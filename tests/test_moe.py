@@ -16,8 +16,8 @@ from verify import whole_experts
 
 import sync
 import train_grpo as train
-from models import folders, moe
-from models.dense import build_model, check_model
+from onecurve.models import folders, moe
+from onecurve.models.dense import build_model, check_model
 
 SIZES = dict(
     scratch_args="num_hidden_layers=2, hidden_size=64, intermediate_size=32, num_experts=6, num_experts_per_tok=2"

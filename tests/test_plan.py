@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import plan  # noqa: E402
 
 from configurator import config_source, configure  # noqa: E402
-from models import folders  # noqa: E402
-from models.dense import MODEL_TYPES  # noqa: E402
+from onecurve.models import folders  # noqa: E402
+from onecurve.models.dense import MODEL_TYPES  # noqa: E402
 from train_grpo import DEFAULTS  # noqa: E402
 
 SMALL = dict(

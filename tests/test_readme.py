@@ -1,5 +1,5 @@
 """
-What README.md, .github/CONTRIBUTING.md and the pages of docs/, lessons/, exercises/ and experiments/ say of lines,
+What README.md, .github/CONTRIBUTING.md and the pages of docs/, learn/ and experiments/ say of lines,
 commands, keys, files, sizes and metrics is true.
 
     pytest tests/test_readme.py
@@ -25,16 +25,14 @@ from configurator import block, configure  # noqa: E402
 
 README, RUN = ROOT / "README.md", ROOT / "docs" / "run.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-TEACHING = [
-    page for folder in ("lessons", "exercises", "experiments") for page in sorted((ROOT / folder).rglob("*.md"))
-]
+TEACHING = [page for folder in ("learn", "experiments") for page in sorted((ROOT / folder).rglob("*.md"))]
 PAGES = [README, *DOCS, ROOT / ".github" / "CONTRIBUTING.md", *TEACHING]
 FLAGS = re.findall(r"--(\w+)", "".join(path.read_text() for path in (ROOT / "tools").glob("*.py")))  # the tools' own
 KEYS = {*train_grpo.DEFAULTS, *FLAGS, "tool_choice"}  # the last is a field of OpenAI's requests
 LINE = re.compile(r"\[`([\w.]+|[\w ]+)`\]\(([\w./]+\.py)#L(\d+)\)")  # [`Trainer.update`](train_grpo.py#L907)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 KEY = re.compile(r"`(?:--)?([a-z]\w*)=")  # `lag=1`, `--lag=1`
-FOLDERS = "config|docs|episodes|examples|exercises|experiments|graders|lessons|tests|tools"
+FOLDERS = "config|docs|examples|experiments|learn|onecurve|tests|tools"
 FILE = re.compile(rf"(?<![\w/])(?:{FOLDERS})/[\w/]*\.\w+")
 SIZE = re.compile(r"^(\| `([\w./]+)` \| )([\d,]+) \| ([\d,]+)(?= \|)", re.MULTILINE)  # | `sync.py` | lines | tokens |
 UNCOUNTED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

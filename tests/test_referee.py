@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import kernels
 import train_grpo
-from models.folders import make_scratch_model
+from onecurve.models.folders import make_scratch_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import referee  # noqa: E402

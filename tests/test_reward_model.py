@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 
 import rewards
 import train_grpo as train
-from graders.judges import RewardModel
-from models import folders
-from models.folders import make_scratch_model
+from onecurve.graders.judges import RewardModel
+from onecurve.models import folders
+from onecurve.models.folders import make_scratch_model
 from rollout_server import RolloutEngine
 from sync import Ranks, RunError
 

@@ -21,7 +21,7 @@ import torch
 
 import rewards
 from configurator import check_config, configure, sources_of
-from graders import judges
+from onecurve.graders import judges
 from rewards import (
     RewardError,
     arithmetic,

@@ -29,8 +29,8 @@ from conftest import error_line, finish, launch_warm, read_groups
 from prove import failing_sandbox, lines, replay_of
 
 import rewards
-from graders import sandbox
-from graders.sandbox import SandboxError, canonical, code, programs, run_program
+from onecurve.graders import sandbox
+from onecurve.graders.sandbox import SandboxError, canonical, code, programs, run_program
 from rewards import load_reward
 from train_grpo import DEFAULTS
 
@@ -567,7 +567,7 @@ def test_runs_judged_by_tests_have_one_ledger_though_sandboxes_fail(tmp_path):
 
 
 AGENT = """
-from graders.sandbox import python
+from onecurve.graders.sandbox import python
 
 async def solve(chat, row):
     chat.user(row["prompt"])

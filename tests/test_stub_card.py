@@ -20,7 +20,7 @@ import torch
 from pretend.driver import stub_driver
 from transformers import Qwen3Config
 
-from models import dense
+from onecurve.models import dense
 from rewards import MODELS
 from train_grpo import DEFAULTS
 
@@ -95,7 +95,7 @@ def test_each_hook_takes_the_place_of_what_sglang_calls(found):
 
 
 def test_attention_is_ours_and_overrides_what_sglang_calls(found):
-    assert found["attention"] == dict(ours="models.dense", strange=[])
+    assert found["attention"] == dict(ours="onecurve.models.dense", strange=[])
 
 
 def test_what_sglang_reads_from_the_environment_and_the_models_it_knows(found):

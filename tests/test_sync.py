@@ -29,9 +29,9 @@ from safetensors.torch import save
 
 import kernels
 import sync
-from episodes.sampler import Agent
 from kernels import CAPABILITIES, Sampling
-from models import folders
+from onecurve.agents.sampler import Agent
+from onecurve.models import folders
 from rollout_server import Batch, Job
 from sync import RunError
 from train_grpo import DEFAULTS

@@ -14,7 +14,7 @@ import torch
 
 import kernels
 import train_grpo as train
-from models.folders import make_scratch_model
+from onecurve.models.folders import make_scratch_model
 from sync import LeafSum, Ranks, least_memory, tree_sum
 
 DEFAULTS = train.DEFAULTS | dict(

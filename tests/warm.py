@@ -23,7 +23,7 @@ os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # as train_grpo.py, before transform
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # transformers has an optional `kernels`: let it be ours
 
-from models.start import import_engine, lean_imports  # noqa: E402
+from onecurve.models.start import import_engine, lean_imports  # noqa: E402
 
 import_engine()
 with lean_imports():

@@ -6,7 +6,7 @@ Sampled tokens per second in steady state, of rollout and training together.
     python tools/bench.py --ranks=2 --new_tokens=128
     python tools/bench.py --onoff                            # with and without our operators, twice each
     python tools/bench.py --beside=--lora_rank=16            # with these flags and without, twice each
-    python tools/bench.py --agent                            # a turn through episodes/chat.py and a plain sample; and
+    python tools/bench.py --agent                            # a turn of an agent and a plain sample; and
                                                              # 64 dialogues whose tools sleep
     python tools/bench.py --sandbox                          # 1,000 programs, and in bare Python
     python tools/bench.py --experts                          # a mixture's products beside a dense layer's
@@ -166,7 +166,7 @@ def sandbox():
     """1,000 programs in the sandbox and with bare Python, from 64 threads, one program per core at a time."""
     from gpu_bits import machine
 
-    from graders.sandbox import RUNNING, interpreter, run_program
+    from onecurve.graders.sandbox import RUNNING, interpreter, run_program
     from rewards import load_reward
     from train_grpo import DEFAULTS
 
@@ -252,7 +252,7 @@ def main():
     parser.add_argument("--threads", type=int, default=0, help="of a process; 0: the cores shared evenly")
     parser.add_argument("--onoff", action="store_true", help="with and without the batch-invariant operators")
     parser.add_argument("--beside", help="runs with these flags beside runs without, such as '--lora_rank=16'")
-    parser.add_argument("--agent", action="store_true", help="dialogues through episodes/chat.py, on a CPU")
+    parser.add_argument("--agent", action="store_true", help="dialogues through onecurve/agents/chat.py, on a CPU")
     parser.add_argument("--sandbox", action="store_true", help="programs in the sandbox beside bare Python")
     parser.add_argument("--experts", action="store_true", help="products of a mixture beside dense ones, on a CPU")
     args, args.flags = parser.parse_known_args()

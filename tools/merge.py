@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
 from configurator import require  # noqa: E402
-from models.adapters import PEFT, read_adapter_config  # noqa: E402
-from models.folders import fetch_model, weight_files  # noqa: E402
+from onecurve.models.adapters import PEFT, read_adapter_config  # noqa: E402
+from onecurve.models.folders import fetch_model, weight_files  # noqa: E402
 from sync import write_file  # noqa: E402
 
 

@@ -241,7 +241,7 @@ def compare(args, python, rate, task, name):
 
 
 def make_scratch_model(folder, name):
-    from models import folders
+    from onecurve.models import folders
     from train_grpo import DEFAULTS
 
     folders.make_scratch_model(folder, DEFAULTS | {"scratch_args": MODELS[name]})
@@ -256,7 +256,7 @@ def task_of(args):
         rows = [dict(prompt=row["prompt"], answer=row["answer"]) for row in arithmetic()]
         length = statistics.fmean(len(row["prompt"]) for row in rows)  # a token is a character
         return task | dict(rows=rows, prompt_tokens=length, learning_rate=1e-6)
-    from models import folders
+    from onecurve.models import folders
 
     model = folders.fetch_model(args.model)
     tokenizer, _ = folders.load_tokenizer(model)

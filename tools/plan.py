@@ -42,7 +42,7 @@ from scipy.optimize import nnls  # SGLang's own dependency
 import train_grpo
 from configurator import check_config, configure, named_arguments, require, roles, scratch_sizes
 from kernels import CHUNK
-from models.moe import KIND
+from onecurve.models.moe import KIND
 from rewards import arithmetic
 from sync import least_memory, machine_memory
 

@@ -39,7 +39,7 @@ except ImportError:
 from diff import STAGES, first_difference  # noqa: E402
 
 import sync  # noqa: E402
-from models.folders import load_tokenizer  # noqa: E402
+from onecurve.models.folders import load_tokenizer  # noqa: E402
 from train_grpo import advantages_of  # noqa: E402
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito: for all kinds of eyes

@@ -82,7 +82,7 @@ def weights_as_they_come():
 
 def rule_on_one_side():
     """The trainer's log-probs are those of all tokens, the engine's of those that a sampling rule keeps."""
-    from models import dense
+    from onecurve.models import dense
 
     own = dense.token_logprobs
     every = dict(top_p=1.0, top_k=0, min_p=0.0)
@@ -91,7 +91,7 @@ def rule_on_one_side():
 
 def kept_by_other_weights():
     """What a rule keeps is found anew with the weights that are trained, not held from those that sampled."""
-    from models import dense
+    from onecurve.models import dense
 
     own = dense.token_logprobs
     dense.token_logprobs = lambda model, leaf, *more: own(model, leaf._replace(kept=leaf.kept[:, :0]), *more)
@@ -154,10 +154,10 @@ def segments_by_time():
 
 def seeds_by_arrival():
     """A turn's noise is that of the number of turns before it, in whatever order they come."""
-    import episodes.sampler
+    import onecurve.agents.sampler
 
-    count, seed = itertools.count(), episodes.sampler.sampling_seed
-    episodes.sampler.sampling_seed = lambda *key: seed(next(count))
+    count, seed = itertools.count(), onecurve.agents.sampler.sampling_seed
+    onecurve.agents.sampler.sampling_seed = lambda *key: seed(next(count))
 
 
 def killed_in_step_13():
@@ -175,7 +175,7 @@ def killed_in_step_13():
 
 def failing_sandbox():
     """The 50th program's sandbox is killed when it has begun, which breaks nothing; the 100th's does not start."""
-    from graders import sandbox
+    from onecurve.graders import sandbox
 
     begun, ended, wait, command = itertools.count(1), itertools.count(1), sandbox._wait, sandbox.sandbox_command
 

@@ -36,7 +36,7 @@ from verify import checked_digest
 
 import sync
 from configurator import OWN, fail, require
-from models.folders import load_tokenizer
+from onecurve.models.folders import load_tokenizer
 from rewards import FILES
 
 SAMPLE = pyarrow.schema(

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kernels
-from models.dense import build_model, check_model, rope_frequencies
-from models.folders import fetch_model, load_tokenizer, load_weights
+from onecurve.models.dense import build_model, check_model, rope_frequencies
+from onecurve.models.folders import fetch_model, load_tokenizer, load_weights
 from sync import Shard
 from train_grpo import DEFAULTS
 

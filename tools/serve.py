@@ -1,5 +1,5 @@
 """
-Serves a model to OpenAI's clients, until Ctrl-C; what the routes do is in episodes/endpoint.py.
+Serves a model to OpenAI's clients, until Ctrl-C; what the routes do is in onecurve/agents/endpoint.py.
 
     python tools/serve.py --init_from=out/run/ckpt/step_000100
     ONECURVE_API_KEY=secret python tools/serve.py --init_from=Qwen/Qwen3-0.6B --port=0 --context=4096
@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from configurator import block, check_config, configure, library_versions, named_arguments, on_cpu, require
-from models.start import end_with_parent, lean_imports, start_schedulers
+from onecurve.models.start import end_with_parent, lean_imports, start_schedulers
 
 if __name__ == "__mp_main__":
     end_with_parent()  # an engine's process; before anything that takes time
@@ -63,11 +63,11 @@ with lean_imports():
     import kernels
     import sync
     import train_grpo
-    from episodes.chat import Episode, Template
-    from episodes.endpoint import MOST_OPEN, POLICY, Endpoint, Refusal, listen
-    from episodes.sampler import AgentSampler
-    from models import folders
-    from models.dense import check_memory, check_model
+    from onecurve.agents.chat import Episode, Template
+    from onecurve.agents.endpoint import MOST_OPEN, POLICY, Endpoint, Refusal, listen
+    from onecurve.agents.sampler import AgentSampler
+    from onecurve.models import folders
+    from onecurve.models.dense import check_memory, check_model
     from rollout_server import Job, RolloutEngine
 if __name__ == "__main__" and on_cpu(config):
     start_schedulers(config["rollout_tp"], "fork")

@@ -52,7 +52,7 @@ from safetensors.torch import load_file
 
 import sync
 from configurator import MODES, ORIGINS, configure, fail, library_versions, printable, require
-from models.adapters import PEFT
+from onecurve.models.adapters import PEFT
 
 # Repeated steps are not to be stopped by a watch.
 QUIET = ("--eval_samples=1", "--watch=")

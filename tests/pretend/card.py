@@ -126,7 +126,7 @@ from transformers import AutoConfig  # noqa: E402
 
 import rollout_server  # noqa: E402
 from configurator import roles  # noqa: E402
-from models.dense import check_model, class_name  # noqa: E402
+from onecurve.models.dense import check_model, class_name  # noqa: E402
 
 scheduler.run_scheduler_process = functools.partial(main_loop, scheduler.run_scheduler_process)
 nothing = lambda *_, **__: None  # noqa: E731

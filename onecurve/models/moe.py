@@ -1,0 +1,166 @@
+"""
+Mixtures of experts (Qwen3-MoE): what a decoder with experts in place of its MLPs needs beside onecurve/models/dense.py.
+
+Hugging Face's class and SGLang's both hold a layer's experts as two parameters, gate_up_proj (E, 2 F, C) and down_proj
+(E, C, F). As such they are cut by FSDP2, trained, hashed and sent; the files of a model have a name for each expert's
+matrices.
+"""
+
+import types
+
+import torch
+import torch.distributed as dist
+
+import kernels
+from configurator import MODES, require
+
+KIND = "qwen3_moe"
+OF_SGLANG = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
+
+
+def check_mixture(hf, name, config):
+    """Ends the run with one line if a mixture's Hugging Face config says what we do not compute. name: of its key."""
+    E = hf.num_experts
+    k = hf.num_experts_per_tok
+    for key, known in dict(
+        mlp_only_layers=[], decoder_sparse_step=1, norm_topk_prob=True, tie_word_embeddings=False
+    ).items():
+        found = getattr(hf, key)
+        require(found == known, f"{name}: {key}={found} in config.json; of mixtures only {known} is supported")
+    require(0 < k <= E, f"{name}: {k} experts per token of {E} in config.json; 1 to all of them are needed")
+    tp = config["rollout_tp"]
+    require(E % tp == 0, f"rollout_tp={tp}: does not divide the {E} experts of {name}; use a number that does")
+
+
+def per_expert(shard):
+    """Yields a parameter's shards under a model folder's names: of a mixture's each expert's matrices, else itself."""
+    layer, _, last = shard.name.rpartition(".experts.")
+    names = dict(gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",)).get(layer and last)
+    if not names:
+        yield shard
+        return
+    for e, expert in enumerate(shard.data, shard.first):
+        for name, data in zip(names, expert.chunk(len(names))):
+            name = f"{layer}.experts.{e}.{name}.weight"
+            yield shard._replace(name=name, shape=tuple(data.shape), first=0, data=data)
+
+
+def is_mixture(mlp):
+    return hasattr(mlp, "experts")
+
+
+def in_trainer(mlp, x):
+    """Hugging Face's block of x (1, N, C). `Routers` reads in mlp.routed what the router gave."""
+    experts = mlp.experts
+    mlp.routed = []
+    weights = mlp.gate.weight, experts.gate_up_proj, experts.down_proj
+    return kernels.moe(x.squeeze(0), *weights, mlp.gate.top_k, mlp.routed)[None]
+
+
+def in_engine(mlp, x, add):
+    """SGLang's block of x (N, C). add: adds up the rows of the engine's ranks, of which all but one's are zeros."""
+    experts = mlp.experts
+    own = dict(first=first_expert(experts), add=add) if experts.moe_ep_size > 1 else {}
+    weights = mlp.gate.weight, experts.w13_weight, experts.w2_weight
+    return kernels.moe(x, *weights, mlp.topk.topk_config.top_k, **own)
+
+
+def first_expert(experts):
+    """The number of the first of the experts that this rank of an engine has."""
+    return experts.moe_ep_rank * experts.num_local_experts
+
+
+def balance_loss(p, counts):
+    """
+    E sum_e f_e p_e, of probabilities p (layers, N, E) and how many tokens each expert got, counts (layers, E): f_e is
+    the tokens of expert e over all, p_e its mean probability, of all layers together, as in transformers. Where all
+    experts get the same it is the number of experts per token. Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6.
+    """
+    layers, N, E = p.shape
+    return E * (counts.sum(0) / (layers * N) * p.mean((0, 1))).sum()
+
+
+class Routers:
+    """
+    The routers of a mixture's blocks in the trainer, and what is noted of their choices in a step. coefficient: of
+    `balance_loss`.
+    """
+
+    def __init__(self, blocks, coefficient):
+        self.blocks = blocks
+        self.coefficient = coefficient
+        self.counts = 0  # (layers, E) tokens of each expert in this rank's leaves
+        self.dialled = []  # of leaves still to come, what `choices` would be under a dialled engine's weights
+
+    def choices(self):
+        """The experts (layers, N, k) of the last forward pass, ascending."""
+        return torch.stack([block.routed[1] for block in self.blocks]).sort().values
+
+    def note(self, figures, leaf, share):
+        """
+        Adds figures of a leaf's loss tokens, and returns what the step's loss gains. share: part of the step's tokens
+        that this leaf has; 0 without samples.
+        """
+        z = torch.stack([block.routed[0] for block in self.blocks])
+        choices = self.choices()
+        p = torch.exp(z - z.detach().amax(-1, keepdim=True))
+        p = p / p.sum(-1, keepdim=True)
+        entropy = -(p * p.clamp(min=1e-30).log()).sum(-1).mean(0)
+        figures["router_entropy"] = entropy[leaf.predictors]
+        if self.dialled:
+            changed = (choices != self.dialled.pop(0)).any(2).any(0)
+            figures["choice_changed"] = changed[leaf.predictors]
+        counts = torch.stack([torch.bincount(x.flatten(), minlength=z.shape[2]) for x in choices])
+        self.counts = self.counts + counts * (share > 0)
+        return self.coefficient * share * balance_loss(p, counts) if self.coefficient else 0.0
+
+    def metrics(self, group):
+        """Of the step: the load of the busiest expert of any layer, over the mean. Collective over the trainers."""
+        total = self.counts
+        self.counts = 0
+        dist.all_reduce(total, group=group)
+        return dict(expert_load_max=float((total.amax(1) / total.double().mean(1)).max()))
+
+
+def routers_of(model, c):
+    """The Routers of a model; None of a dense one, without our operators, and where pairs are trained on."""
+    blocks = [m for m in model.modules() if is_mixture(m)]
+    noted = blocks and c.batch_invariant and not MODES[c.mode].pairs
+    return Routers(blocks, c.router_aux_loss_coef) if noted else None
+
+
+def sizes_on_cpu(mlp):
+    """What `kernels.layer_on_cpu` wants to know of a mixture; () of a dense MLP."""
+    if not is_mixture(mlp):
+        return ()
+    router = mlp.gate.weight
+    return ((kernels.panels_of(router.t()), len(router), mlp.topk.topk_config.top_k),)
+
+
+def install_in_engine():
+    """Has SGLang's model take parameters (E, .., ..) as they are sent, and its blocks show them as a dense MLP does."""
+    from sglang.srt.models import qwen3_moe
+
+    def load_weights(self, weights, own=qwen3_moe.Qwen3MoeForCausalLM.load_weights):
+        modules = dict(self.named_modules())
+
+        def others():
+            for name, tensor in weights:
+                layer, _, last = name.rpartition(".")
+                if layer.endswith(".experts") and last in of_ours:
+                    experts = modules[layer]
+                    here = getattr(experts, of_ours[last]).data
+                    here.copy_(tensor[first_expert(experts) :][: len(here)])
+                else:
+                    yield name, tensor
+
+        own(self, others())
+
+    of_ours = {ours: theirs for theirs, ours in OF_SGLANG.items()}
+
+    def shown_as(name):
+        return property(lambda self: types.SimpleNamespace(weight=getattr(self.experts, name), bias=None))
+
+    qwen3_moe.Qwen3MoeForCausalLM.load_weights = load_weights
+    for theirs, ours in OF_SGLANG.items():
+        setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, ours, shown_as(theirs))
