@@ -503,17 +503,22 @@ def test_the_line_of_a_dead_engine_repeats_the_last_error_of_its_log_but_none_of
 
 
 def test_sockets_of_an_engine_that_was_killed_while_it_started_go_when_it_starts_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     log, other = tmp_path / "logs" / "engine_0.log", tmp_path / "logs" / "engine_1.log"
-    if not (child := os.fork()):
-        with rollout_server.folder_for_sockets(log) as left:
-            (left / "socket").touch()
-            os._exit(0)  # nothing is done at the end, as after SIGKILL
-    os.waitpid(child, 0)
-    assert [path.name for path in tmp_path.glob("*/*")] == ["socket"]
-    with rollout_server.folder_for_sockets(log) as mine, rollout_server.folder_for_sockets(other):
-        assert not [*tmp_path.glob("*/*")] and mine.stat().st_mode & 0o77 == 0
-    assert not [*tmp_path.iterdir()]
+    with tempfile.TemporaryDirectory() as name, monkeypatch.context() as patch:
+        folder = Path(name)
+        patch.setattr(tempfile, "tempdir", name)
+        if not (child := os.fork()):
+            with rollout_server.folder_for_sockets(log) as left:
+                (left / "socket").touch()
+                os._exit(0)  # nothing is done at the end, as after SIGKILL
+        os.waitpid(child, 0)
+        assert [path.name for path in folder.glob("*/*")] == ["socket"]
+        with rollout_server.folder_for_sockets(log) as mine, rollout_server.folder_for_sockets(other):
+            assert not [*folder.glob("*/*")] and mine.stat().st_mode & 0o77 == 0
+        assert not [*folder.iterdir()]
+        patch.setattr(tempfile, "tempdir", str(folder / ("long" * 20)))
+        with rollout_server.folder_for_sockets(log) as mine:
+            assert mine.parent == Path("/tmp")  # a socket's name would be too long
 
 
 @pytest.mark.parametrize(
