@@ -27,7 +27,7 @@ from collections import ChainMap, namedtuple
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -210,6 +210,8 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     import kernels
     import rewards
     import sync
+    from onecurve.algorithms import critic, turns
+    from onecurve.algorithms.pairs import evaluate_pairs, pair_loss
     from onecurve.models import adapters, folders
     from onecurve.models.dense import build_model, check_memory, check_model
     from onecurve.models.moe import routers_of
@@ -245,31 +247,6 @@ def advantages_of(rewards, kind, eps=1e-6):
     if kind == "rloo":  # r - (G mean - r) / (G - 1)
         return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
     return centred / ((centred.std() if kind == "reinforce++_baseline" else rewards.std(1, keepdim=True)) + eps)
-
-
-def gae(rewards, values, gamma, lam):
-    """
-    Generalised advantages (.., T) of rewards (.., T) and values (.., T + 1) of the states before each token and after
-    the last token. That last value is 0 if the episode is over, the critic's estimate if it was only cut off.
-    A_t = sum_k (gamma lam)^k delta_t+k, delta_t = r_t + gamma V_t+1 - V_t: Schulman et al. 2015 (arXiv:1506.02438),
-    equation 16.
-    """
-    advantages = rewards + gamma * values[..., 1:] - values[..., :-1]  # the deltas, to which the later ones come
-    for t in reversed(range(rewards.shape[-1] - 1)):
-        advantages[..., t] += gamma * lam * advantages[..., t + 1]
-    return advantages
-
-
-def value_loss(values, old_values, returns, clip):
-    """
-    (V - return)^2 / 2 per token (M,); with a clip, the larger of this and the same of V clamped to old V +- clip: PPO's
-    own code (github.com/openai/baselines, ppo2), which Huang et al. 2022 describe ("The 37 implementation details", 9).
-    """
-    plain = (values - returns).square()
-    if clip:
-        bounded = old_values + (values - old_values).clamp(-clip, clip)
-        plain = torch.maximum(plain, (bounded - returns).square())
-    return plain / 2
 
 
 def overlong_penalty(lengths, longest, cache):
@@ -335,17 +312,6 @@ def kl(logprobs, reference_logprobs, kind):
     """
     d = logprobs - reference_logprobs
     return d if kind == "k1" else d * d / 2 if kind == "k2" else torch.exp(-d) - 1 + d
-
-
-def preference_loss(scores):
-    """
-    (-log sigmoid(margin), margin) of each pair (pairs,) each: margin is the chosen response's score minus the rejected
-    one's. scores (2 * pairs,) has each pair's chosen score and then its rejected one. Bradley and Terry 1952; Ouyang et
-    al. 2022 (arXiv:2203.02155), equation 1.
-    """
-    margin = scores[:-1:2] - scores[1::2]  # empty for a FILLER, whose one score is no pair
-    largest = (-margin).clamp(min=0).detach()  # keeps exp from overflowing; cancels out, in the gradient, too
-    return largest + torch.log(torch.exp(-largest) + torch.exp(-margin - largest)), margin
 
 
 def aggregate(losses, counts, kind, samples, tokens, longest):
@@ -536,62 +502,6 @@ def plan_leaves(lengths, leaf_tokens, lanes):
 # ---- from rewards to advantages -------------------------------------------------------------------------------------
 
 
-def token_rewards(sample, reward, credit):
-    """
-    Rewards of a sample's loss tokens (M,): all at the last one, or each turn's at the turn's last one, with those of
-    turns behind it that have none.
-    """
-    turn = sample.turn
-    gains = torch.zeros(len(turn))
-    if credit == "turn":
-        last = turn.diff(append=turn[-1:] + 1) != 0
-        bounds = pairwise([*turn[last].tolist(), None])
-        gains[last] = torch.tensor([sample.turn_rewards[i:end].sum() for i, end in bounds])
-    else:
-        gains[-1:] = reward
-    return gains
-
-
-def turn_advantages(samples, kind, group_size, gamma):
-    """
-    The samples with an advantage per turn. A turn's return is its reward plus those of later turns, discounted by gamma
-    per turn; it is compared with the returns of the turns of the same number in the group's other dialogues. A turn
-    that has none to compare with gets 0.
-    """
-    returns = [gae(s.turn_rewards, torch.zeros(len(s.turn_rewards) + 1), gamma, 1.0) for s in samples]
-    peers = {}  # {(group, number of a turn): the returns of these turns, which their advantages then replace}
-    for s, gains in zip(samples, returns):
-        for k, gain in enumerate(gains):
-            peers.setdefault((s.of // group_size, k), []).append(gain)
-    for turns in peers.values():
-        advantages = advantages_of(torch.stack(turns)[None], kind)[0] if len(turns) > 1 else [0]
-        for turn, a in zip(turns, advantages):
-            turn.fill_(a)
-    return [s._replace(advantages=a[s.turn]) for s, a in zip(samples, returns)]
-
-
-def critic_advantages(samples, gains, gamma, lam):
-    """
-    The samples with the advantages of `gae`, normalised over the batch (Huang et al. 2022, detail 7), and returns.
-    gains: per sample (M,), what `token_rewards` returns minus each token's KL cost: a reward of 1 and costs
-    of .1 .1 .2 make -.1 -.1 .8.
-    """
-    states = [torch.cat([s.values, torch.tensor([s.bootstrap])]) for s in samples]
-    # The recursion starts at the end, so samples are aligned there and it reaches the padding last.
-    padded = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_side="left") for x in (gains, states))
-    advantages = [row[len(row) - len(g) :] for row, g in zip(gae(*padded, gamma, lam), gains)]
-    every = torch.cat(advantages)
-    mean = every.mean()
-    std = every.std()
-    return [
-        s._replace(
-            advantages=(a - mean) / (std + 1e-6),
-            returns=a + s.values,
-        )
-        for s, a in zip(samples, advantages)
-    ]
-
-
 def with_advantages(samples, rewards, c, groups=()):
     """
     The samples with their advantages, from rewards (P, G), and with returns if there is a critic. c: the config.
@@ -604,10 +514,10 @@ def with_advantages(samples, rewards, c, groups=()):
         costs = [c.kl_coef * kl(s.logprobs, s.reference, c.kl_estimator) for s in samples]
     if c.advantage == "gae":
         flat = rewards.flatten().tolist()
-        gains = [token_rewards(s, flat[s.of], c.credit) - cost for s, cost in zip(samples, costs)]
-        return critic_advantages(samples, gains, c.gamma, c.gae_lambda)
+        gains = [critic.token_rewards(s, flat[s.of], c.credit) - cost for s, cost in zip(samples, costs)]
+        return critic.advantages(samples, gains, c.gamma, c.gae_lambda)
     if c.credit == "turn":
-        return turn_advantages(samples, c.advantage, rewards.shape[1], c.gamma)
+        return turns.advantages(samples, partial(advantages_of, kind=c.advantage), rewards.shape[1], c.gamma)
     if c.kl_in_reward:
         total = torch.zeros_like(rewards)
         for s, cost in zip(samples, costs):
@@ -622,14 +532,13 @@ def with_advantages(samples, rewards, c, groups=()):
 # ---- a leaf's loss, and the check -----------------------------------------------------------------------------------
 
 
-# Each takes what the model's `token_logprobs` returned for a leaf, and returns the leaf's part of a step's loss (see
-# `aggregate` for `samples` and `tokens`) and the figures of its tokens, {metric: (M,)}. A forward pass goes in, numbers
-# come out.
+# Each takes the model's Output for a leaf, and returns the leaf's part of a step's loss (see `aggregate` for `samples`
+# and `tokens`) and the figures of its tokens, {metric: (M,)}. A forward pass goes in, numbers come out.
 
 
 def policy_step_loss(output, leaf, c, samples, tokens):
     """The loss of an RL step, of the terms that the config asks for."""
-    logprobs, entropy, _, values, _ = output
+    logprobs, entropy, values = output.logprobs, output.entropy, output.values
     counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
     ours = dict(logprobs=logprobs, rollout_logprobs=leaf.logprobs, entropy=entropy, counts=counts)
@@ -656,33 +565,19 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     if c.kl_coef and not c.kl_in_reward:
         losses = losses + c.kl_coef * figures["kl_reference"]
     if values is not None:
-        figures["value_loss"] = value_loss(values, leaf.values, leaf.returns, c.value_clip)
+        figures["value_loss"] = critic.value_loss(values, leaf.values, leaf.returns, c.value_clip)
         losses = losses + c.value_coef * figures["value_loss"]
     return aggregate(losses, counts, c.loss_aggregation, samples, tokens, c.max_new_tokens), figures
 
 
 def answer_loss(output, leaf, c, samples, tokens):
     """The negative log-likelihood of answers, the mean over all tokens."""
-    logprobs, entropy, *_ = output
-    return (-logprobs).sum() / tokens, dict(entropy=entropy)
-
-
-def pair_loss(output, leaf, c, samples, tokens):
-    """
-    The loss of a reward model, or of a policy whose scores are kl_coef * log(pi / reference) of each response: DPO,
-    Rafailov et al. 2023 (arXiv:2305.18290), equation 7. Here `tokens` is the number of the step's pairs.
-    """
-    scores = output[-1]
-    if output[0] is not None:
-        gains = (output[0] - leaf.reference).split(leaf.counts.tolist())
-        scores = c.kl_coef * torch.stack([part.sum() for part in gains])
-    losses, margin = preference_loss(scores)
-    return losses.sum() / tokens, dict(accuracy=margin > 0, margin=margin)
+    return (-output.logprobs).sum() / tokens, dict(entropy=output.entropy)
 
 
 class Objective(NamedTuple):
     phase: str  # its name in the ledger and in metrics.jsonl
-    loss: Callable  # one of the three above
+    loss: Callable  # `policy_step_loss`, `answer_loss`, `pair_loss`
     unit: int = 1  # samples that must be in one leaf
 
 
@@ -882,8 +777,8 @@ class Trainer:
 
     def passes(self, samples, model, objective=POLICY, weights=()):
         """
-        Forward passes over this rank's leaves of a step: yields (the indices of a leaf's samples, the Leaf, what the
-        model's `token_logprobs` returns). Leaf i belongs to rank i % ranks: the ranks work on a row of leaves side by
+        Forward passes over this rank's leaves of a step: yields (the indices of a leaf's samples, the Leaf, its
+        Output). Leaf i belongs to rank i % ranks: the ranks work on a row of leaves side by
         side. FSDP2's gathers and scatters need all of them, so an empty leaf is computed like any other. weights:
         shards that the policy has during these passes; () for its own.
         """
@@ -935,11 +830,12 @@ class Trainer:
         that after the last token.
         """
         mine = {}
-        for chosen, leaf, (logprobs, _, kept, values, last) in self.passes(samples, model, weights=weights):
+        for chosen, leaf, found in self.passes(samples, model, weights=weights):
             counts = leaf.counts.tolist()
-            columns = [logprobs.cpu().split(counts), split_kept(leaf.kept if kept is None else kept, leaf.counts)]
-            if values is not None:
-                columns += [values.cpu().split(counts), last.tolist()]
+            kept = split_kept(leaf.kept if found.kept is None else found.kept, leaf.counts)
+            columns = [found.logprobs.cpu().split(counts), kept]
+            if found.values is not None:
+                columns += [found.values.cpu().split(counts), found.last_values.tolist()]
             mine |= zip(chosen, zip(*columns))
         return self.in_order(mine)
 
@@ -1003,7 +899,7 @@ class Trainer:
             if torch.is_grad_enabled():
                 grads.backward(loss)
             if check:
-                noted = dict(logprobs=output[0]) | (figures if self.c.engine_bits != "fp32" else {})
+                noted = dict(logprobs=output.logprobs) | (figures if self.c.engine_bits != "fp32" else {})
                 columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted.values()]
                 for i, own in zip(chosen, zip(*columns)):
                     self.mismatches += check_logprobs(samples[i], own[0], age=0)
@@ -1116,16 +1012,6 @@ def evaluate(queue, step, rows, c, version, record):
             rates = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
             scores |= {f"{source}/{metric}".lstrip("/"): x for metric, x in rates.items()}
         record.evaluation(step, scores, len(rows), record.hashes(groups))
-
-
-@torch.no_grad()
-def evaluate_pairs(trainer, step, pairs, record):
-    """Records how often, and by how much, held-out pairs (samples) are in the right order. Collective over trainers."""
-    _, figures = trainer.gradients(pairs, PAIRS)
-    if record:
-        n = len(pairs) // 2
-        tokens = sync.content_hash(*(s.tokens for s in pairs))
-        record.evaluation(step, rewards.pair_rates(figures, n), n, dict(tokens=tokens))
 
 
 def supervised_samples(rows, c, demonstrate=None):
@@ -1285,7 +1171,7 @@ if __name__ == "__main__":
         for i in range(start, sft_steps + 1):  # i steps are done
             if i > start or not saved:
                 if pairs and due(i, eval_every, sft_steps):
-                    evaluate_pairs(trainer, i, pairs, record)
+                    evaluate_pairs(trainer, PAIRS, i, pairs, record)
                 if supervised and due(i, checkpoint_every, sft_steps):
                     save(i, flight)
             if i < sft_steps:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from configurator import named_arguments
 from examples.calculator import add
 from onecurve.agents import again, chat, endpoint
 from onecurve.agents.sampler import Agent, counts_of, tensors_of
+from onecurve.algorithms import critic, turns
 from onecurve.graders import sandbox
 from onecurve.models import folders
 
@@ -772,10 +774,10 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
     c = types.SimpleNamespace(**CONFIG | dict(advantage="dr_grpo"))
     shared = train.with_advantages(samples, rewards, c)
     assert [s.advantages.unique().tolist() for s in shared] == [[0.5]] * 3 + [[-0.5]] * 3 + [[0]] * 6
-    ours = train.token_rewards(samples[0], 5.0, "sample"), train.token_rewards(samples[0], 5.0, "turn")
+    ours = critic.token_rewards(samples[0], 5.0, "sample"), critic.token_rewards(samples[0], 5.0, "turn")
     assert [x.tolist() for x in ours] == [[0, 0, 0, 5], [0, 0.25, 0, 1]]
     first = samples[0]._replace(turn=samples[0].turn[:2])  # its second turn has no loss
-    assert train.token_rewards(first, 5.0, "turn").tolist() == [0, 1.25]
+    assert critic.token_rewards(first, 5.0, "turn").tolist() == [0, 1.25]
     made["counts"]["written_tokens"] = 0
     agent = types.SimpleNamespace(config=CONFIG | dict(mode="grpo"))
     with pytest.raises(SystemExit):
@@ -789,14 +791,18 @@ def test_the_advantage_of_a_turn_is_its_discounted_return_among_turns_of_its_num
         return train.make_sample(torch.zeros(1), zeros, turn >= 0, zeros, turn, **known)
 
     samples = [sample(0, [0.0, 1.0]), sample(1, [1.0, 0.0, 4.0]), sample(2, [3.0]), sample(3, [3.0])]
-    done = train.turn_advantages(samples, "dr_grpo", 2, 0.5)
+
+    def by_turn(kind, gamma):
+        return turns.advantages(samples, partial(train.advantages_of, kind=kind), 2, gamma)
+
+    done = by_turn("dr_grpo", 0.5)
     # returns: 0 + .5, 1 | 1 + 0 + 1, 0 + 2, 4; the third turn of the second has no peer
     assert [s.advantages.tolist() for s in done[:2]] == [
         [-0.75, -0.75, -0.5, -0.5],
         [0.75, 0.75, 0.5, 0.5, 0.0, 0.0],
     ]
     assert all(s.advantages.unique().tolist() == [0] for s in done[2:])
-    (g1, g2), eps = [train.turn_advantages(samples, "grpo", 2, gamma)[0].advantages[0] for gamma in (1.0, 0.5)], 1e-3
+    (g1, g2), eps = [by_turn("grpo", gamma)[0].advantages[0] for gamma in (1.0, 0.5)], 1e-3
     assert abs(g1 + 2**-0.5) < eps and abs(g2 + 2**-0.5) < eps
 
 

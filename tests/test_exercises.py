@@ -223,7 +223,8 @@ BODIES = {
 }  # fmt: skip
 # All nine, and where that can be not the project's own line for line.
 RIGHT = """
-from train_grpo import advantages_of, aggregate, gae, kl
+from onecurve.algorithms.critic import gae
+from train_grpo import advantages_of, aggregate, kl
 from kernels import tree_sum
 
 def clipped_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 import rewards
 import train_grpo as train
+from onecurve.algorithms.pairs import evaluate_pairs, preference_loss
 from onecurve.graders.judges import RewardModel
 from onecurve.models import folders
 from onecurve.models.folders import make_scratch_model
@@ -87,7 +88,7 @@ def read_head(trainer, folder):
 def test_the_loss_and_its_gradient_are_those_of_a_loop_at_any_distance(our_operators):
     margins = [0.0, 0.5, -0.5, 3, -3, 20, -20, 200, -200]
     scores = torch.tensor([x for m in margins for x in (m + 1.5, 1.5)], requires_grad=True)
-    losses, margin = train.preference_loss(scores)
+    losses, margin = preference_loss(scores)
     assert margin.tolist() == margins
     exact = [max(-m, 0) + math.log1p(math.exp(-abs(m))) for m in margins]  # -log sigmoid(m)
     assert losses.tolist() == pytest.approx(exact, rel=1e-6, abs=1e-7)
@@ -99,7 +100,7 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop_at_any_distance(our_opera
 
 def test_a_leaf_without_a_pair_has_no_loss_and_a_gradient_of_zeros(our_operators):
     scores = torch.ones(1, requires_grad=True)  # a FILLER's
-    losses, _ = train.preference_loss(scores)
+    losses, _ = preference_loss(scores)
     losses.sum().backward()
     assert losses.shape == (0,) and scores.grad.tolist() == [0.0]
 
@@ -116,7 +117,7 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
         grads, metrics = trainer.gradients(samples, train.PAIRS)
         found = []
         evaluated = types.SimpleNamespace(gradients=lambda *args: found.append(trainer.gradients(*args)) or found[0])
-        train.evaluate_pairs(evaluated, 0, samples, None)
+        evaluate_pairs(evaluated, train.PAIRS, 0, samples, None)
         assert found == [(None, metrics)]  # the same figures, and no gradient is asked for
     finally:
         train.kernels.disable_batch_invariant()

@@ -16,6 +16,8 @@ import torch
 
 import train_grpo as train
 from configurator import CHOICES, MODES, check_config, configure
+from onecurve.algorithms import critic
+from onecurve.models.dense import Output
 from rewards import pass_at_k
 from sync import Group
 
@@ -149,11 +151,11 @@ def loop_gae(rewards, values, gamma, lam):
 
 
 def test_gae_of_the_worked_example_and_of_a_loop():
-    ours = train.gae(torch.tensor([0.0, 0, 0, 1]), torch.tensor([0.5, 0.6, 0.7, 0.8, 0.0]), 0.99, 0.95)
+    ours = critic.gae(torch.tensor([0.0, 0, 0, 1]), torch.tensor([0.5, 0.6, 0.7, 0.8, 0.0]), 0.99, 0.95)
     assert ours.tolist() == pytest.approx([0.4292, 0.3564, 0.2801, 0.2000], abs=5e-5)
     rewards, values = torch.randn(3, 9, dtype=torch.float64), torch.randn(3, 10, dtype=torch.float64)
-    assert train.gae(torch.zeros(3, 0), torch.zeros(3, 1), 0.9, 0.9).shape == (3, 0)  # every token filtered out
-    for r, v, row in zip(rewards.tolist(), values.tolist(), train.gae(rewards, values, 0.97, 0.8).tolist()):
+    assert critic.gae(torch.zeros(3, 0), torch.zeros(3, 1), 0.9, 0.9).shape == (3, 0)  # every token filtered out
+    for r, v, row in zip(rewards.tolist(), values.tolist(), critic.gae(rewards, values, 0.97, 0.8).tolist()):
         assert row == pytest.approx(loop_gae(r, v, 0.97, 0.8))
 
 
@@ -171,8 +173,8 @@ def test_a_critics_advantages_are_those_of_a_loop_over_samples_of_any_length():
         gains[-1] += r
         expected.append(loop_gae(gains, values[1:-1].tolist() + [end], 0.9, 0.8))
     whole = sum(expected, [])
-    gains = [train.token_rewards(s, r, "sample") - torch.tensor(c) for s, r, c in zip(samples, rewards, costs)]
-    done = train.critic_advantages(samples, gains, 0.9, 0.8)
+    gains = [critic.token_rewards(s, r, "sample") - torch.tensor(c) for s, r, c in zip(samples, rewards, costs)]
+    done = critic.advantages(samples, gains, 0.9, 0.8)
     for s, before, raw in zip(done, samples, expected):
         normal = [(a - mean(whole)) / (std(whole) + 1e-6) for a in raw]
         assert s.advantages.tolist() == pytest.approx(normal, abs=1e-5)
@@ -187,7 +189,7 @@ def test_value_loss_overlong_penalty_and_importance_weights_are_those_of_loops()
         for v, o, r in zip(new, old, returns):
             kept = o + min(max(v - o, -clip), clip) if clip else v
             expected.append(max((v - r) ** 2, (kept - r) ** 2) / 2)
-        ours = train.value_loss(*map(torch.tensor, (new, old, returns)), clip)
+        ours = critic.value_loss(*map(torch.tensor, (new, old, returns)), clip)
         assert ours.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert clip == 0 or expected != [(v - r) ** 2 / 2 for v, r in zip(new, returns)]
     lengths = torch.arange(1, 101).view(4, 25)
@@ -271,7 +273,7 @@ def test_the_loss_of_a_leaf_is_that_of_a_loop_over_its_terms(kl_in_reward):
     torch.manual_seed(0)
     leaf, expected = train.pack(random_samples(6), "cpu"), 0.0
     new, entropy, values = (torch.randn(len(leaf.targets), dtype=torch.float64) * 0.3 for _ in range(3))
-    loss, figures = train.policy_step_loss((new, entropy, None, values, None), leaf, c, 9, 100)
+    loss, figures = train.policy_step_loss(Output(new, entropy, values=values), leaf, c, 9, 100)
     kls, fields = [], (leaf.logprobs, leaf.old_logprobs, leaf.advantages, leaf.reference, leaf.values, leaf.returns)
     for n, h, v, engine, old, A, reference, old_v, target in zip(
         *(x.tolist() for x in (new, entropy, values, *fields))
@@ -502,7 +504,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
     leaf = leaf._replace(staleness=torch.arange(len(leaf.targets)) % 3)
     new = leaf.old_logprobs + 0.3 * torch.randn(len(leaf.targets), dtype=torch.float64)
     c = config_of(importance="full", loss_aggregation="token", clip_low=0.1, clip_high=0.2, lag=2)
-    loss, figures = train.policy_step_loss((new, new * 0, None, None, None), leaf, c, 6, 50)
+    loss, figures = train.policy_step_loss(Output(new, new * 0), leaf, c, 6, 50)
     expected, ratios = 0.0, []
     fields = (new, leaf.logprobs, leaf.old_logprobs, leaf.advantages)
     for n, engine, old, A in zip(*(x.tolist() for x in fields)):
@@ -515,7 +517,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
     assert figures["kl_behaviour"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios])
     assert figures["staleness"] is leaf.staleness
     same = leaf._replace(old_logprobs=leaf.logprobs)
-    output = new, new * 0, None, None, None
+    output = Output(new, new * 0)
     losses = [train.policy_step_loss(output, same, config_of(importance=x), 6, 50)[0] for x in ("", "full")]
     assert torch.equal(*losses)  # without a lag it is PPO
 

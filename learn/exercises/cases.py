@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import kernels
 import rewards
 import train_grpo
+from onecurve.algorithms.critic import gae
 
 # The second set of flags has what the first does not use: a critic, a KL to a reference, which is the warmed-up model
 # that REFERENCE makes, and two updates of a batch, so that some ratios are clipped.
@@ -107,7 +108,7 @@ def gae_like(delta, decay):
 
     def wrong(rewards_, values, gamma, lam):
         deltas = delta(rewards_, values[..., :-1], values[..., 1:], gamma)
-        return train_grpo.gae(deltas, torch.zeros_like(values), decay(gamma, lam), 1.0)
+        return gae(deltas, torch.zeros_like(values), decay(gamma, lam), 1.0)
 
     return wrong
 
@@ -119,7 +120,7 @@ def surprise(r, now, later, gamma):
 def without_last(rewards_, values, gamma, lam):
     ended = values.clone()
     ended[..., -1] = 0
-    return train_grpo.gae(rewards_, ended, gamma, lam)
+    return gae(rewards_, ended, gamma, lam)
 
 
 def forwards(rewards_, values, gamma, lam):
@@ -140,7 +141,7 @@ GAE = (
     Mistake(gae_like(surprise, lambda gamma, lam: gamma), "Lambda is missing: what comes later counts gamma * lam."),
     Mistake(gae_like(surprise, lambda gamma, lam: lam), "Gamma is missing: what comes later counts gamma * lam."),
     Mistake(
-        lambda r, v, gamma, lam: train_grpo.gae(r, v, gamma, lam) + v[..., :-1],
+        lambda r, v, gamma, lam: gae(r, v, gamma, lam) + v[..., :-1],
         "These are the returns, A + V, which the critic learns. The advantage is without V.",
     ),
     Mistake(
@@ -555,7 +556,7 @@ EXERCISES = {
     "advantages_of": Exercise(
         train_grpo.advantages_of, advantage_cases, ADVANTAGES, ("", "advantages_of"), used="grpo"
     ),
-    "gae": Exercise(train_grpo.gae, gae_cases, GAE, ("", "gae"), CRITIC),
+    "gae": Exercise(gae, gae_cases, GAE, ("onecurve.algorithms.critic", "gae"), CRITIC),
     "clipped_loss": Exercise(
         own_clip, clip_cases, CLIP, ("", "policy_loss"), CRITIC, adapt=ppo_only, result=with_gradient
     ),

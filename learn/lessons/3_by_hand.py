@@ -12,7 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import kernels
-from train_grpo import advantages_of, gae, policy_loss
+from onecurve.algorithms.critic import gae
+from train_grpo import advantages_of, policy_loss
 
 kernels.enable_batch_invariant()
 

@@ -9,8 +9,10 @@ import functools
 import importlib
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 import kernels
 from configurator import MODES, require
@@ -201,13 +203,19 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     return model
 
 
+class Output(NamedTuple):
+    """What a forward pass over a leaf gives, at its M targets. A reward model gives scores and nothing else."""
+
+    logprobs: Tensor | None = None  # (M,)
+    entropy: Tensor | None = None  # (M,)
+    kept: Tensor | None = None  # (2, K) what a sampling rule kept: only with a rule, and where no gradient is wanted
+    values: Tensor | None = None  # (M,) the critic's
+    last_values: Tensor | None = None  # (samples,) the critic's after each sample's last token
+    scores: Tensor | None = None  # (samples,) a reward model's
+
+
 def token_logprobs(model, leaf, sampling=kernels.Sampling(), shared=False):
-    """
-    At the leaf's targets (log-probs (M,), entropies (M,), what a sampling rule kept (2, K), the critic's values (M,),
-    its values after each sample's last token (samples,)). What was kept is None without a rule and where gradients are
-    wanted; the values are None without a critic. Of a reward model (None, None, None, None, scores (samples,)). shared:
-    what samples begin with alike is computed once, by our operators alone.
-    """
+    """The Output of a leaf. shared: what samples begin with alike is computed once, by our operators alone."""
     plan = kernels.packed_plan(leaf.lengths, ids=leaf.ids if shared else None)
     ids, positions = (x[plan.first][None] for x in (leaf.ids, leaf.positions))
     output = model.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False)
@@ -217,15 +225,15 @@ def token_logprobs(model, leaf, sampling=kernels.Sampling(), shared=False):
             layer.mlp.routed = [*map(plan.spread, layer.mlp.routed)]
     last = leaf.lengths.cumsum(0) - 1
     if gives_scores(model.config):  # in float32: the difference of two scores counts
-        return None, None, None, None, (hidden[last].float() @ model.score.weight.float().t())[:, 0]
+        return Output(scores=(hidden[last].float() @ model.score.weight.float().t())[:, 0])
     found = None if torch.is_grad_enabled() or not sampling.cuts() else []
     args = hidden[leaf.predictors], model.lm_head.weight, leaf.targets
     logprobs, entropy = kernels.token_logprobs(*args, *sampling, leaf.kept, found)
     kept = torch.cat(found, 1) if found else None
     if model.value_head is None:
-        return logprobs, entropy, kept, None, None
+        return Output(logprobs, entropy, kept)
     values = (hidden @ model.value_head[:, None].to(hidden.dtype))[:, 0].float()
-    return logprobs, entropy, kept, values[leaf.predictors], values[last]
+    return Output(logprobs, entropy, kept, values[leaf.predictors], values[last])
 
 
 def head_norms(attention):
