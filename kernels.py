@@ -2892,7 +2892,7 @@ def enable_batch_invariant(cpu_threads=1, cores=""):
     """
     Replaces torch's kernels of the operators named below by ours, in this process, for CPU and CUDA tensors.
     cpu_threads: of a loop. torch itself keeps one: several would wait for each other, and for our loops, by spinning.
-    cores: the path of sync.share_cores; then a loop has an equal share of the cores with the other ranks that work.
+    cores: the path of cores.share_cores; then a loop has an equal share of the cores with the other ranks that work.
     """
     global _library, threads, working
     threads = cpu_threads

@@ -1,40 +1,30 @@
 """
 How things travel, and the proof that they arrived the same.
 
-    ranks        who trains, who hosts an engine, and the process groups between them
-    gradients    added over micro-batches ("leaves") in one fixed order, whatever the number of ranks
-    weights      from the trainers to the engines, by broadcast into SGLang's own weight-update group
-    rollouts     from the engines to the trainers, through a folder of safetensors files
-    run folder   opened by one process, with the logs that grow line by line
-    checkpoints  folders that appear whole or not at all, in Hugging Face's format, for any number of trainers
-    ledger       one line of hashes per step, each chained to the line before
+    ranks      who trains, who hosts an engine, and the process groups between them
+    gradients  added over micro-batches ("leaves") in one fixed order, whatever the number of ranks
+    weights    from the trainers to the engines, by broadcast into SGLang's own weight-update group
+    rollouts   from the engines to the trainers, through a folder of safetensors files
+    ledger     one line of hashes per step, each chained to the line before
 """
 
-import atexit
-import errno
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
-import signal
 import socket
-import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from ipaddress import ip_address
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import fmean
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -42,25 +32,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from safetensors.torch import save_file
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from tqdm import tqdm
 
 import kernels
-from configurator import (
-    FREE_KEYS,
-    HEALTHY,
-    ORIGINS,
-    close_bars,
-    config_source,
-    error_line,
-    fail,
-    provenance,
-    require,
-    roles,
-)
+from configurator import FREE_KEYS, close_bars, error_line, require
 from kernels import tree_sum
-from onecurve.models.moe import per_expert
+from onecurve.cpu.cores import lend_cores
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 
@@ -82,50 +59,6 @@ def rank_is_lost(error):
     if lost:
         time.sleep(5)
     return lost
-
-
-def report_error(kind, error, trace, kept="nothing written is lost", cure="go on with --init_from=resume"):
-    """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
-    close_bars()
-    if kind is KeyboardInterrupt:
-        line = "interrupted"
-    elif isinstance(error, RuntimeError) and rank_is_lost(error):  # such is a dist.DistError
-        gone = "torchrun's store is gone, with the node that had it"
-        line = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost"
-    elif errno.errorcode.get(getattr(error, "errno", None)) in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split():
-        line = f"{error.filename or 'writing to out_dir'}: {error.strerror}"
-        cure = f"when that is mended, {cure}"
-    else:
-        return sys.__excepthook__(kind, error, trace)
-    print(error_line(f"{line}; {kept}; {cure}"), file=sys.stderr, flush=True)
-
-
-def end_with_a_line(rank):
-    """
-    Has a SIGTERM end this process as it does by itself, but with a line of the first rank's; and has torchrun's folder
-    in /tmp, if nothing is in it, gone when the process ends.
-    """
-    owner = os.getpid()
-    stderr = os.dup(2)  # which may lead to an engine's log when the signal comes
-    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "."))  # of an attempt of this run, for this rank
-
-    def clean():
-        folders = error_file.parents[:4]
-        if os.getpid() == owner and folders and folders[-1].name.startswith("torchelastic_"):
-            with suppress(OSError):  # other ranks are there still
-                for folder in folders:
-                    folder.rmdir()
-
-    def ended(number, _):
-        if os.getpid() == owner and rank == 0:
-            line = "ended by SIGTERM; nothing written is lost; go on with --init_from=resume"
-            os.write(stderr, f"\nerror: {line}\n".encode())  # maybe behind a bar
-        clean()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    atexit.register(clean)
-    signal.signal(signal.SIGTERM, ended)
 
 
 def reason(error):
@@ -166,100 +99,6 @@ def hidden_torchrun():
         yield
     finally:
         os.environ.update(hidden)
-
-
-def take_gpu(config, world, gpu):
-    """Makes GPU number `gpu` this rank's; returns its name. Ends the run with one line if it is none we can use."""
-    trainers, engines = roles(config, world)
-    lends = trainers == engines == world
-    if int(os.environ.get("RANK", 0)) < trainers < world:
-        # In such segments one of FSDP2's streams can use what another has freed. Memory that an engine shares with its
-        # trainer cannot be of this kind.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):  # torch has a new name, SGLang looks at the old one
-        value = os.environ.get(key, "")
-        why = "a card that trains and samples cannot lend such memory; take expandable_segments:True out of it"
-        require(not (lends and "expandable_segments:True" in value), f"{key}={value!r}: {why}")
-    require(torch.cuda.is_available(), f"device='cuda': {why_no_card()}")
-    count = torch.cuda.device_count()
-    require(gpu < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
-    chip = torch.cuda.get_device_capability(gpu)
-    cure = f"kernels.py is for {kernels.CAPABILITIES}; use --device=cpu"
-    require(chip in kernels.CARDS, f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
-    apart = config["weight_sync"] != "broadcast" or not lends
-    require(apart, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc")
-    check_compilers()
-    torch.cuda.set_device(gpu)
-    return torch.cuda.get_device_name()
-
-
-def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
-    """
-    {what a card is for: bytes that it needs at the very least}, for a model of so many parameters of which so many are
-    learned; on place='cpu' {'run': bytes that all ranks need together}. reward: bytes of reward models, which an
-    engine's rank has. Training: weights, AdamW's moments, and the gradients of a row of leaves, of which two are added
-    in one. Sampling: the engine gets a share of what the rest leaves of a card; on a CPU it has its weights twice, as
-    sent and as its loops read them, and only the second sleep.
-    """
-    trainers, engines = roles(config, world)
-    compute = 4 if place == "cpu" else 2  # bytes of a number in the compute dtype
-    weights = compute * parameters / config["rollout_tp"]
-    reward *= engines > 0
-    needs = {}
-    held = 0
-    if trainers:
-        frozen = compute * parameters * (learned < parameters)
-        held = (frozen + 3 * 4 * learned) / trainers
-        gradients = max(1, math.log2(config["lanes"] / trainers))
-        needs["train"] = held + 4 * learned / trainers * gradients + reward * (trainers == world)
-    if engines:
-        needs["sample"] = held * (trainers == world) + reward + weights / config["engine_memory"]
-    if place == "cpu":
-        weights *= config["rollout_tp"] * engines
-        trains = trainers * needs.get("train", 0)
-        most = max(trains, trainers * held + weights) if trainers == world else trains + weights
-        return dict(run=most + weights + engines * reward * (trainers < world))
-    return needs
-
-
-def machine_memory():
-    """Bytes of memory that this machine, or this container, has."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    bound = limit.read_text().strip() if limit.is_file() else "max"
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return has if bound == "max" else min(has, int(bound))
-
-
-DRIVER = Path("/proc/driver/nvidia/version")
-LEAST_DRIVER = 580  # of CUDA 13, for which torch is built
-TOOLKIT = Path("/usr/local/cuda")
-
-
-def why_no_card():
-    """What to do where torch finds no CUDA device. It says no more than that, to a driver that is too old as well."""
-    version = re.search(r"Module.*?\s((\d{3,})[.\d]*)", DRIVER.read_text()) if DRIVER.is_file() else None
-    if not version:
-        return "this machine has no CUDA device; use --device=cpu"
-    if int(version[2]) < LEAST_DRIVER:
-        return f"NVIDIA's driver is {version[1]}, torch {torch.__version__} wants {LEAST_DRIVER}; install that"
-    return "a driver is there, and no device; is this a container without --gpus=all, or CUDA_VISIBLE_DEVICES empty?"
-
-
-def check_compilers():
-    """Ends the run with one line unless Triton can build its launchers, and SGLang finds a CUDA toolkit."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    require(compiler, "device='cuda': Triton builds its launchers with a C compiler, and there is none; install gcc")
-    # env fails where there is no such compiler, like a compiler where there are no headers
-    command = ["env", compiler, "-fsyntax-only", "-xc", f"-I{sysconfig.get_paths()['include']}", "-"]
-    done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True)
-    cure = f"install Python's headers (python3-dev), or set CC, now {compiler!r}"
-    require(not done.returncode, f"device='cuda': Triton cannot build its launchers: {reason(done.stderr)}; {cure}")
-    # Without a toolkit deep_gemm, which SGLang imports on a Hopper, ends in an assertion.
-    if not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc") or TOOLKIT.exists()):
-        wheel = Path(torch.__file__).parents[1] / f"nvidia/cu{torch.version.cuda.partition('.')[0]}"
-        cure = "install one and set CUDA_HOME, or the wheel nvidia-cuda-nvcc"
-        require((wheel / "bin/nvcc").is_file(), f"CUDA_HOME='': no CUDA toolkit is found; {cure}")
-        os.environ["CUDA_HOME"] = str(wheel)
 
 
 def start_process_groups(trainers, engines, device, tp=1):
@@ -338,6 +177,28 @@ def name_start(store, rank, world):
             present = store.get(f"{start}, all").decode().splitlines()
     os.environ[count] = str(max(int(each.split()[1]) for each in present))
     return present[0]
+
+
+def meet(group=None):
+    """
+    Waits until all ranks (of the group) are here. By polling: a rank blocked inside a collective would not see its
+    engine die.
+    """
+    work = dist.barrier(group, async_op=True)
+    pause = 1e-5  # seconds; the others are often here already
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(2 * pause, 0.001)
+    work.wait()
+
+
+def from_all_ranks(x, group=None):
+    """[each rank's x], on every rank. group: one that no other thread uses meanwhile; None: the default, of all."""
+    everyone = [x] * dist.get_world_size(group)
+    if len(everyone) > 1:  # to ask nobody takes a millisecond
+        meet(group)
+        dist.all_gather_object(everyone, x, group=group)
+    return everyone
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -468,24 +329,6 @@ def grad_norm(grads, shards, group):
     return tree_sum(rows).sqrt()
 
 
-def share_cores():
-    """
-    The path of a byte for each rank of this machine, in which it says whether it works (`lend_cores`). Collective over
-    all ranks.
-    """
-    fd = os.memfd_create("working")  # there as long as this process
-    os.ftruncate(fd, int(os.environ["LOCAL_WORLD_SIZE"]))
-    node = os.environ.get("GROUP_RANK")
-    everyone = from_all_ranks((node, f"/proc/{os.getpid()}/fd/{fd}"))
-    return dict(reversed(everyone))[node]  # its first rank's
-
-
-def lend_cores(waits):
-    """Says that this rank waits, and the others of its machine have its cores; or that it works again."""
-    if kernels.working:
-        kernels.working[int(os.environ["LOCAL_RANK"])] = not waits
-
-
 # ------------------------------------------------------------------------------------------------------------------
 # weights
 
@@ -502,28 +345,6 @@ def buckets(shapes, dtype, max_bytes=1 << 30):
         room -= size
         out[-1].append(each)
     return out
-
-
-def meet(group=None):
-    """
-    Waits until all ranks (of the group) are here. By polling: a rank blocked inside a collective would not see its
-    engine die.
-    """
-    work = dist.barrier(group, async_op=True)
-    pause = 1e-5  # seconds; the others are often here already
-    while not work.is_completed():
-        time.sleep(pause)
-        pause = min(2 * pause, 0.001)
-    work.wait()
-
-
-def from_all_ranks(x, group=None):
-    """[each rank's x], on every rank. group: one that no other thread uses meanwhile; None: the default, of all."""
-    everyone = [x] * dist.get_world_size(group)
-    if len(everyone) > 1:  # to ask nobody takes a millisecond
-        meet(group)
-        dist.all_gather_object(everyone, x, group=group)
-    return everyone
 
 
 def rounded_to(x, bits):
@@ -688,7 +509,7 @@ class WeightSync:
 # then go on for a minute to say that it does not exist.
 
 
-def _sync(path):
+def fsync(path):
     """Returns when a file or folder is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
@@ -699,11 +520,11 @@ def write_atomic(path, data):
     """Bytes appear under `path` whole or not at all, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(data)
-    _sync(temporary)
+    fsync(temporary)
     temporary.replace(path)
 
 
-def _digest(meta, tensors={}):
+def checksum(meta, tensors={}):
     """The checksum of a record, and of the tensors beside it."""
     h = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     for name, t in sorted(tensors.items()):
@@ -754,7 +575,7 @@ class Group(NamedTuple):
 def write_group(path, tensors, meta):
     """Writes the file of a Group, under one checksum."""
     arrays = {name: t.numpy() for name, t in tensors.items()}  # three times as fast as tensors
-    write_atomic(path, save(arrays, {"meta": json.dumps(meta), "sha256": _digest(meta, tensors)}))
+    write_atomic(path, save(arrays, {"meta": json.dumps(meta), "sha256": checksum(meta, tensors)}))
 
 
 def read_group(path, vocabulary=0, **expected):
@@ -768,7 +589,7 @@ def read_group(path, vocabulary=0, **expected):
             header = f.metadata()
             meta = json.loads(header["meta"])
             group = Group({name: torch.from_numpy(f.get_tensor(name)) for name in f.keys()}, meta)
-        if header["sha256"] != _digest(meta, group.tensors):
+        if header["sha256"] != checksum(meta, group.tensors):
             raise ValueError("its checksum is wrong")
         if vocabulary and not group.fits(vocabulary):
             raise ValueError("lengths or tokens that cannot be this model's")
@@ -843,332 +664,6 @@ class Queue(NamedTuple):
                 raise RunError(f"{folder}: no rollout came for {self.timeout:.0f} s; see the engine logs")
             time.sleep(0.002 + min(0.02, waited / 100))
         lend_cores(False)
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# the run folder
-
-LOGS = ("ledger.jsonl", "evaluations.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to
-
-
-def open_run(folder, config, resumed, restarted, gpu):
-    """
-    Locks the folder until this process ends, however it ends, and prints and saves the config. Ends the run with one
-    line if another process has it, or if a run has computed something in it that is not to go on now. Keep what it
-    returns: the lock's file.
-
-    resumed: the saved config of the run that is to go on, or {}; restarted: torchrun resumes it, not the user.
-    """
-    lock = folder / "lock"
-    owner = f"torchrun {os.getppid()}"
-    problem = ""
-    cure = "choose another"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(lock, "a")
-        problem = "its file system has no flock: "  # and two runs could write there
-        cure = "mount it with locks (Lustre: -o flock; NFS: with lockd), or choose another"
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"out_dir={str(folder)!r}: another run is writing there; choose another")
-    except OSError as e:
-        fail(f"out_dir={str(folder)!r}: {problem}{e.strerror}; {cure}")
-    computed = ("queue/*/group_*", "ckpt/step_*[1-9]*/checkpoint.json", *LOGS)
-    begun = any(path.stat().st_size for pattern in computed for path in folder.glob(pattern))
-    # torchrun starts a rank again that was refused: such a restart may only go on with torchrun's own run.
-    if begun and not resumed or restarted and lock.read_text() != owner:
-        fail(f"out_dir={str(folder)!r}: holds a run already; choose another, or go on with --init_from=resume")
-    lock.write_text(owner)
-    changed = {key: config[key] for key in ORIGINS if key in config}
-    print(f"{config_source(changed)}# all keys: {folder / 'config.py'}", flush=True)
-    path = folder / "config.py"
-    earlier = "".join(x for x in path.read_text().splitlines(True) if x[0] == "#") if resumed else ""
-    # A resume in another mode leaves the run's own mode in its config.
-    kept = {key: resumed[key] for key in ("mode", "queue_dir") if resumed}
-    write_atomic(path, (earlier + provenance(gpu) + config_source(config | kept)).encode())
-    return file
-
-
-def check_shared(folder, rank):
-    """Ends the run, on every rank, if some node's `folder` is not the folder of rank 0. Collective over all ranks."""
-    path = folder / f"shared_{uuid4().hex}"
-    if rank == 0:
-        path.touch()
-    path = from_all_ranks(path)[0]
-    others = {*from_all_ranks("" if appears(path, 20) else socket.gethostname())} - {""}
-    if rank == 0:
-        path.unlink()
-    cure = "choose one on a file system that all nodes share"
-    require(not others, f"out_dir={str(folder)!r}: not the same folder on {', '.join(sorted(others))}; {cure}")
-
-
-def one_device(device):
-    """`kernels.device_kind` of all ranks. Ends the run if they have several: their bits differ. Collective."""
-    kinds = sorted({*from_all_ranks(kernels.device_kind(device))})
-    require(len(kinds) == 1, f"device={device!r}: ranks have {', '.join(kinds)}, whose bits differ; use one kind")
-    return kinds[0]
-
-
-def healthy_checkpoint(folder, done):
-    """The last checkpoint of a run that counts as healthy where the watch speaks after `done` steps; None: none is."""
-    before = (path for path in checkpoints(folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY)
-    return max(before, default=None)
-
-
-def step_figures(batch, pass_reward, times):
-    """
-    The metrics of an RL step's samples, of those it trains on, and of its time; how many of all groups are easy or
-    hard. times: as in `Record.step`.
-    """
-    rewards = torch.stack([t["rewards"] for t, _ in batch.groups])  # (P, G)
-    lengths = torch.stack([group.response_lengths() for group in batch.groups]).double()  # (P, G)
-    cut = torch.cat([t["truncated"] for t, _ in batch.groups])
-    right = [float((t["rewards"] >= pass_reward).double().mean()) for t, m in batch.sampled if m["finished"]]
-    meta = sorted((m for _, m in batch.sampled), key=lambda m: m["elapsed"])
-    idle = {m["engine"]: m["idle"] for m in meta}  # of each engine up to its last group
-    began, sampled, learned, published = times
-    seconds = time.monotonic() - began
-    return dict(
-        reward_mean=fmean(rewards.flatten().tolist()),
-        reward_std=float(rewards.double().std()),
-        zero_std_groups=int((rewards == rewards[:, :1]).all(1).sum()),
-        groups=len(batch.sampled),
-        easy_groups=right.count(1),
-        hard_groups=right.count(0),
-        response_length_mean=float(lengths.mean()),
-        response_length_max=int(lengths.max()),
-        truncated_fraction=float(cut.double().mean()),
-        weight_version=batch.groups[0].meta["version"],
-        engine_retractions=sum(m["retractions"] for m in meta),
-        wait_seconds=sampled - began,
-        train_seconds=learned - sampled,
-        rollout_seconds=max(m["began"] + m["seconds"] for m in meta) - min(m["began"] for m in meta),
-        idle_seconds=fmean(idle.values()),
-        sync_seconds=published - learned,
-        step_seconds=seconds,
-        tokens_per_second=float(lengths.sum()) / seconds,
-    )
-
-
-class Record:
-    """
-    What the first rank writes down of a run: the ledger, a second one of its evaluations, metrics.jsonl, and samples.md
-    to read. The logs are cut back to their sizes in the checkpoint's record `saved`; without one they begin empty. c:
-    the config as a namespace; origin: what a checkpoint must say to be this run's; agent: the Agent of the samples.
-    """
-
-    def __init__(self, folder, saved, c, origin, agent=None):
-        self.folder = folder
-        self.c = c
-        self.origin = origin
-        self.agent = agent
-        sizes = dict.fromkeys(LOGS, 0) | saved.get("bytes", {})
-        self.ledger = Ledger(folder / "ledger.jsonl", sizes["ledger.jsonl"], c.strict)
-        if saved and self.ledger.digest != saved["digest"]:
-            raise RunError(f"{self.ledger.path}: does not lead to step {saved['step']}'s checkpoint; was it edited?")
-        # Not compared with what comes out after a resume: eval_samples may be another then.
-        path = folder / "evaluations.jsonl"
-        self.evaluations = Ledger(path, sizes[path.name], strict=False, first=FIRST_EVALUATION)
-        for name in ("metrics.jsonl", "samples.md"):
-            (folder / name).touch()
-            os.truncate(folder / name, sizes[name])
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        self.steps = [line for line in lines if line["phase"] == "rl"]
-
-    def state(self):
-        """What a checkpoint must say of the run and of its logs."""
-        sizes = {name: (self.folder / name).stat().st_size for name in LOGS}
-        return self.origin | dict(digest=self.ledger.digest, bytes=sizes)
-
-    def metrics(self, **line):
-        with open(self.folder / "metrics.jsonl", "a") as f:
-            f.write(json.dumps(line) + "\n")
-
-    def supervised(self, phase, step, samples, metrics, hashes):
-        """A step on known answers ('sft') or pairs ('rm', 'dpo')."""
-        self.metrics(phase=phase, step=step, **metrics)
-        tokens = content_hash(*(s.tokens for s in samples))
-        self.ledger.append(phase=phase, step=step, tokens=tokens, **hashes)
-        if (step + 1) % 50 == 0:
-            tqdm.write(f"supervised step {step + 1}: loss {metrics['loss']:.4f}")
-
-    def evaluation(self, step, scores, prompts, hashes):
-        """
-        Records scores {metric: value} of an evaluation, and hashes {stage: hash} of what they are of. prompts: number
-        of held-out prompts or pairs.
-        """
-        c = self.c
-        self.metrics(phase="eval", step=step, **scores)
-        self.evaluations.append(phase="eval", step=step, **hashes, scores=scores)
-        rates = (f"{k} {v:.4f} +- {scores[f'{k}_ci95']:.4f}" for k, v in scores.items() if f"{k}_ci95" in scores)
-        scored = f"agent {c.agent!r}" if c.agent else f"reward {c.reward!r}"
-        what = f"{prompts} prompts, {c.eval_samples} samples each, {scored}, temperature {c.eval_temperature}"
-        if "eval_margin" in scores:  # of pairs
-            what = f"{prompts} pairs, loss {scores['eval_loss']:.4f}, margin {scores['eval_margin']:.4f}"
-        tqdm.write(f"held out after {step} steps: {', '.join(rates)} ({what})")
-
-    def hashes(self, groups):
-        """{stage: hash} of what Groups have."""
-        tensors, meta = zip(*groups)
-        named = ["tokens", "logprobs", "rewards"]
-        if self.c.lag or self.c.segment_tokens:
-            named.append("weight_version")
-        if self.agent:
-            named += ["loss_mask", "turn_rewards"]
-        stages = {k: content_hash(*(t[k] for t in tensors)) for k in named}
-        if self.agent:
-            stages["journal"] = content_hash([m["journal"] for m in meta])
-        prompts = content_hash([m["prompt_text"] for m in meta], *(t["prompt_tokens"] for t in tensors))
-        return dict(prompts=prompts) | stages
-
-    def step(self, step, batch, metrics, hashes, times):
-        """
-        Records an RL step; returns its line of metrics.jsonl. metrics, hashes: the trainer's, {} where nobody trains.
-        times: when the step began, had its samples, had learned, had published.
-        """
-        c = self.c
-        self.ledger.append(phase="rl", step=step, **self.hashes(batch.groups), **hashes)
-        line = dict(phase="rl", step=step) | step_figures(batch, c.pass_reward, times) | metrics
-        if self.agent:
-            line |= self.agent.metrics(batch.sampled)
-        self.metrics(**line)
-        self.steps.append(line)
-        if c.sample_every and step % c.sample_every == 0:
-            self.samples(step, *batch.groups[0])
-        if c.keep_rollouts:  # an engine that is late may still read the files of later steps
-            shutil.rmtree(self.folder / f"queue/rl_{step - c.keep_rollouts - c.lag:06d}", ignore_errors=True)
-        return line
-
-    def samples(self, step, tensors, meta):
-        """An entry of samples.md: a group's samples and rewards."""
-        with open(self.folder / "samples.md", "a") as f:
-            f.write(f"\n## step {step}\n\nprompt `{meta['prompt_text']!r}`, answer `{meta['answer']!r}`\n\n")
-            for g, reward in enumerate(tensors["rewards"].tolist()):
-                cut = ", cut off" * bool(tensors["truncated"][g])
-                said = [f" `{meta['responses'][g]!r}`{cut}\n"]
-                if self.agent:  # whose response is the last of its turns
-                    said = ["\n", *self.agent.transcript(meta["episodes"][g])]
-                f.writelines([f"- reward {reward:g}:", *said])
-
-    def alarm(self, alarm):
-        """A line for a run that its watch ends: why, and how to go on from where it was healthy."""
-        done = self.steps[-1]["step"] + 1
-        cure = "none is kept (--keep_checkpoints)"
-        if healthy := healthy_checkpoint(self.folder, done):
-            go_on = f"tools/branch.py {self.folder} --step={int(healthy.name[5:])}"
-            cure = f"{healthy}, from which {go_on} goes on with other flags"
-        return f"watch: {alarm} after step {done}; the last healthy checkpoint: {cure}"
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# checkpoints: ckpt/step_000100/ is a Hugging Face model folder; optimizer/ and checkpoint.json in it are ours
-
-
-def write_file(path, tensors, **metadata):
-    """Writes a safetensors file."""
-    try:
-        save_file(tensors, path, {"format": "pt"} | metadata)
-    except SafetensorError as e:  # a full disk
-        raise RunError(f"{path}: {e}; the checkpoints before it are whole: --init_from=resume")
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner may read
-
-
-def write_tensors(folder, prefix, shards, mesh):
-    """
-    Writes whole tensors, of which each rank has rows, into `folder` as <prefix>-00001-of-00003.safetensors and so on,
-    with Hugging Face's index. The trainers take turns with the files. Collective over the trainers.
-    """
-    plan = buckets(shards, shards[0].data.dtype, 4 << 30)
-    where = {}  # {name: file}
-    for i, bucket in enumerate(plan):
-        path = folder / f"{prefix}-{i + 1:05d}-of-{len(plan):05d}.safetensors"
-        mine = i % mesh.size() == mesh.get_local_rank()
-        content = {}
-        for s in bucket:
-            for part in per_expert(s._replace(first=0, data=whole(s, mesh))):
-                where[part.name] = path.name
-                if mine:
-                    content[part.name] = part.data.to("cpu", copy=True)
-        if mine:
-            write_file(path, content)
-    if mesh.get_local_rank() == 0:
-        index = {"metadata": {}, "weight_map": where}
-        (folder / f"{prefix}.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def _file_hash(path):
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def seal_checkpoint(partial, final, **record):
-    """
-    Makes the folder `partial` the checkpoint `final`: checkpoint.json in it holds `record` and a SHA-256 of every file,
-    and all is on the disk before the name appears.
-    """
-    paths = sorted(p for p in partial.rglob("*") if p.is_file())
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(_sync, paths))
-        record["files"] = dict(zip((str(p.relative_to(partial)) for p in paths), pool.map(_file_hash, paths)))
-    record["sha256"] = _digest(record)
-    write_atomic(partial / "checkpoint.json", json.dumps(record, indent=1).encode())
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    _sync(final.parent)
-
-
-def read_checkpoint(folder, rank, ranks, **expected):
-    """
-    The record of a checkpoint. Each of `ranks` checks its share of the files. Raises RunError for a damaged file, and
-    where the record differs from `expected`.
-    """
-    path = folder / "checkpoint.json"
-    try:
-        record = json.loads(path.read_text())
-        if record.pop("sha256") != _digest(record):
-            raise ValueError
-        check_fields(path, record, expected)
-        there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-        for name, digest in [*record["files"].items()][rank::ranks]:
-            path = folder / name
-            if name not in there:  # or a path that leads elsewhere, to what has no end
-                raise ValueError
-            if _file_hash(path) != digest:
-                raise ValueError
-    except (OSError, ValueError, KeyError, AttributeError):
-        raise RunError(f"{path}: missing or damaged; delete {folder} to go on from the checkpoint before it")
-    return record
-
-
-def checkpoints(folder):
-    """Sealed checkpoints, the latest last."""
-    return sorted(folder.glob("step_*"))
-
-
-def delete_checkpoints(folder, unwanted):
-    """Deletes these folders; each gets another name first, so that half of one never looks like a checkpoint."""
-    for path in unwanted:
-        path.rename(folder / f".{path.name}")
-    for unfinished in folder.glob(".step_*"):
-        shutil.rmtree(unfinished)
-
-
-def clean_queue(queue, first_step):
-    """
-    After a crash: deletes what was half written, and torn files of steps still to be done. Whole files stay: they hold
-    what would be made again. Returns the number of files deleted as torn.
-    """
-    for leftover in queue.glob("*/.group_*"):
-        leftover.unlink()
-    torn = 0
-    for path in queue.glob("*/group_*.safetensors"):
-        if int(path.parent.name.rpartition("_")[2]) >= first_step:
-            try:
-                read_group(path)
-            except RunError:
-                path.unlink()
-                torn += 1
-    return torn
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -212,9 +212,21 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     import sync
     from onecurve.algorithms import critic, turns
     from onecurve.algorithms.pairs import evaluate_pairs, pair_loss
+    from onecurve.cpu.cores import share_cores
     from onecurve.models import adapters, folders
     from onecurve.models.dense import build_model, check_memory, check_model
     from onecurve.models.moe import routers_of
+    from onecurve.run.checkpoint import (
+        checkpoints,
+        clean_queue,
+        delete_checkpoints,
+        read_checkpoint,
+        seal_checkpoint,
+        write_file,
+        write_tensors,
+    )
+    from onecurve.run.machine import end_with_a_line, one_device, report_error, take_gpu
+    from onecurve.run.record import Record, check_shared, open_run
     from rewards import own_function
     from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
 if __name__ == "__main__":
@@ -758,12 +770,12 @@ class Trainer:
             folders.save_tokenizer(unfinished, tokenizer, stop_tokens)
         sync.meet(self.control)  # the folders are there
         self.parts.save(unfinished)
-        sync.write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(earlier), self.mesh)
+        write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(earlier), self.mesh)
         sync.meet(self.control)  # and the files
         if record:
             for i, group in enumerate(flight.groups):
                 sync.write_group(sync.group_path(unfinished / "flight", i), *group)
-            sync.seal_checkpoint(
+            seal_checkpoint(
                 unfinished,
                 finished,
                 step=step,
@@ -773,7 +785,7 @@ class Trainer:
                 seen=[(*place, right) for place, right in flight.seen.items()],
                 **record.state(),
             )
-            sync.delete_checkpoints(ckpt, sync.checkpoints(ckpt)[: -self.c.keep_checkpoints])
+            delete_checkpoints(ckpt, checkpoints(ckpt)[: -self.c.keep_checkpoints])
 
     def passes(self, samples, model, objective=POLICY, weights=()):
         """
@@ -1042,8 +1054,8 @@ if __name__ == "__main__":
     # would remove them. So neither may make one.
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
-    sys.excepthook = partial(sync.report_error, kept="nothing was written", cure="start again")
-    sync.end_with_a_line(int(os.environ.get("RANK", 0)))
+    sys.excepthook = partial(report_error, kept="nothing was written", cure="start again")
+    end_with_a_line(int(os.environ.get("RANK", 0)))
     # What the mode means for the steps below. Who trains and who samples is in `ranks`.
     does = MODES[mode]
     supervised = does.steps == "supervised"
@@ -1067,7 +1079,7 @@ if __name__ == "__main__":
     world = int(os.environ.get("WORLD_SIZE", 1))
     gpu = int(os.environ.get("LOCAL_RANK", 0))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    chip = sync.take_gpu(config, world, gpu) if place == "cuda" else ""
+    chip = take_gpu(config, world, gpu) if place == "cuda" else ""
     ranks = sync.start_process_groups(*roles(config, world), place, rollout_tp)
     if not resumed:  # only now is it known whether torchrun has restarted us because a rank of another node died
         _, resumed, restarted = resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS)
@@ -1076,17 +1088,17 @@ if __name__ == "__main__":
     concurrent = world if overlaps else ranks.trainers if ranks.mesh is not None else ranks.engines * rollout_tp
     # More threads than cores wait for each other by spinning; no bit depends on their number.
     torch.set_num_threads(threads or max(1, os.cpu_count() // concurrent))
-    cores = sync.share_cores() if overlaps and place == "cpu" and rollout_tp == 1 and not threads else ""
+    cores = share_cores(sync.from_all_ranks) if overlaps and place == "cpu" and rollout_tp == 1 and not threads else ""
     compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
     model = folder / "model" if init_from == "scratch" else init_from
     if ranks.rank == 0:
         # Keep it: the lock lasts as long as this file is open.
-        lock = sync.open_run(folder, config, resumed, restarted, chip)
+        lock = open_run(folder, config, resumed, restarted, chip)
         if init_from == "scratch":
             folders.make_scratch_model(model, config)
         folders.fetch_model(model)  # the others then find it on this disk
-    sync.check_shared(folder, ranks.rank)
-    sys.excepthook = sync.report_error  # from now on there is something to resume
+    check_shared(folder, ranks.rank)
+    sys.excepthook = report_error  # from now on there is something to resume
     model_path = folders.fetch_model(model)
     hf = check_model(model_path, config)
     large = place == "cuda" or folders.large(model_path)
@@ -1121,24 +1133,24 @@ if __name__ == "__main__":
     origin = dict(
         run=run_id,
         versions=library_versions(),
-        device=sync.one_device(place),
+        device=one_device(place),
     )
     start = 0  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
     flight = Flight()
     saved = {}  # what the checkpoint says of itself
-    latest = max(sync.checkpoints(folder / "ckpt"), default=None) if resumed else None
+    latest = max(checkpoints(folder / "ckpt"), default=None) if resumed else None
     if latest:
-        saved = sync.read_checkpoint(latest, ranks.rank, world, **origin)
+        saved = read_checkpoint(latest, ranks.rank, world, **origin)
         start = saved["step"]
         groups = tuple(sync.read_group(path, hf.vocab_size) for path in sorted((latest / "flight").glob("*")))
         flight = Flight(saved["begun"], groups, {tuple(place): right for *place, right in saved["seen"]})
         if not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
             model_path = latest
     sync.meet()  # every rank has checked its share before the first cuts the logs back
-    record = sync.Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
+    record = Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
     queue_path = Path(queue_dir or folder / "queue")
     if record:
-        torn = 0 if queue_dir else sync.clean_queue(queue_path, start)
+        torn = 0 if queue_dir else clean_queue(queue_path, start)
         if resumed:
             print(f"resuming at step {start}; {torn} torn rollout files deleted", flush=True)
             if latest and start >= max_steps:
@@ -1296,7 +1308,7 @@ if __name__ == "__main__":
             if trainer and trainer.token_table:
                 own = folder / "queue" / f"rl_{s:06d}"
                 own.mkdir(parents=True, exist_ok=True)  # a replay's rollouts are elsewhere
-                sync.write_file(own / "trainer.safetensors", trainer.token_table)
+                write_file(own / "trainer.safetensors", trainer.token_table)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
             if why := rewards.nothing_to_learn(record.steps, advantage, template_skipped):

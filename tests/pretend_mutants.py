@@ -87,7 +87,7 @@ MUTANTS = dict(
         'tiles = int((starts.diff()[:E] / config["BLOCK_N"]).ceil().sum())',
         f"{LEARNS} and mixture",
     ),
-    capability_not_compared=("train_grpo.py", "        device=sync.one_device(place),\n", "", "test_a_resume_on"),
+    capability_not_compared=("train_grpo.py", "        device=one_device(place),\n", "", "test_a_resume_on"),
 )
 
 

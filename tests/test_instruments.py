@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import configurator
 import sync
+from onecurve.run.checkpoint import read_checkpoint
+from onecurve.run.record import LOGS
 from train_grpo import DEFAULTS
 
 TOOLS = Path(__file__).parent.parent / "tools"
@@ -171,7 +173,7 @@ def test_a_strangers_folder_of_anything_ends_in_one_line(tool, two_ranks, tmp_pa
             assert status == 2 and f"{path.parent}: not a checkpoint of this run, whose logs" in error_line(said)
 
     sizes = json.loads((two_ranks[0] / "ckpt/step_000016/checkpoint.json").read_text())["bytes"]
-    for name in sync.LOGS:
+    for name in LOGS:
         refused(bytes=sizes | {name: 10**11})  # which took all memory
     for step in (17, "16", [16], None, 10**400):
         refused(step=step)
@@ -183,10 +185,10 @@ def test_a_strangers_folder_of_anything_ends_in_one_line(tool, two_ranks, tmp_pa
     record = json.loads((run / "ckpt/step_000016/checkpoint.json").read_text())
     record["files"] = {"/dev/zero": "0"}
     record.pop("sha256")
-    record["sha256"] = sync._digest(record)
+    record["sha256"] = sync.checksum(record)
     (run / "ckpt/step_000016/checkpoint.json").write_text(json.dumps(record))
     with pytest.raises(sync.RunError, match="/dev/zero: missing or damaged"):
-        sync.read_checkpoint(run / "ckpt" / "step_000016", 0, 1)
+        read_checkpoint(run / "ckpt" / "step_000016", 0, 1)
 
     shutil.rmtree(run / "ckpt" / "step_000016")
     (run / "ckpt" / "step_000024" / "model-00001-of-00001.safetensors").write_text("x")

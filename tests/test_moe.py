@@ -18,6 +18,7 @@ import sync
 import train_grpo as train
 from onecurve.models import folders, moe
 from onecurve.models.dense import build_model, check_model
+from onecurve.run.checkpoint import write_tensors
 
 SIZES = dict(
     scratch_args="num_hidden_layers=2, hidden_size=64, intermediate_size=32, num_experts=6, num_experts_per_tok=2"
@@ -44,7 +45,7 @@ def test_a_folder_has_each_experts_matrices_and_is_what_transformers_reads_and_c
 
     model, shards = built(folder, mesh)
     model.config.save_pretrained(tmp_path)
-    sync.write_tensors(tmp_path, "model", shards, mesh)
+    write_tensors(tmp_path, "model", shards, mesh)
     names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert "model.layers.1.mlp.experts.5.down_proj.weight" in names and len(names) == 3 + 2 * (9 + 3 * 6)
     options = dict(dtype=torch.float64, experts_implementation="eager")

@@ -27,7 +27,7 @@ import publish  # noqa: E402
 import verify  # noqa: E402
 from runs import saved_config  # noqa: E402
 
-import sync  # noqa: E402
+from onecurve.run.checkpoint import read_checkpoint, seal_checkpoint  # noqa: E402
 from train_grpo import samples_of, with_advantages  # noqa: E402
 
 
@@ -177,7 +177,7 @@ def test_what_is_published_loads_as_a_model_and_as_a_table(two_ranks, tmp_path, 
     ]
     card = (out / "README.md").read_text()
     assert "Held out, pass@1: 0.0500 +- 0.0980 after 0, 0.1500 +- 0.1606 after 24 RL steps; the evaluations'" in card
-    assert sync.read_checkpoint(out / "run" / "ckpt" / "step_000024", 0, 1)["step"] == 24
+    assert read_checkpoint(out / "run" / "ckpt" / "step_000024", 0, 1)["step"] == 24
     assert capsys.readouterr().out == f"{out}: {sum(p.stat().st_size for p in out.rglob('*.*')) / 1e6:.1f} MB\n"
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     whole = {
@@ -233,7 +233,7 @@ def test_a_card_says_what_a_repeat_needs_beside_it_and_no_folder_of_this_machine
     for folder in (out / "run", source):
         folder.mkdir(parents=True)
     (source / "adapter_config.json").write_text(json.dumps(dict(base_model_name_or_path=str(model), r=8)))
-    sync.seal_checkpoint(source, tmp_path / "sealed")
+    seal_checkpoint(source, tmp_path / "sealed")
     publish.export(tmp_path / "sealed", out)
     assert json.loads((out / "adapter_config.json").read_text()) == dict(base_model_name_or_path="chat_model", r=8)
     (out / "run" / "config.py").write_text("")

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from conftest import digest, error_line, finish, launch_warm, wait_for
 from prove import ROOT, command_of, interrupt, is_rank, lines, processes_of, replay_of
 
-import sync
+from onecurve.run.checkpoint import checkpoints, read_checkpoint
+from onecurve.run.machine import report_error
 
 
 def test_a_checkpoint_is_a_hugging_face_model(two_ranks):
@@ -88,19 +89,19 @@ def test_a_full_disk_ends_in_one_line_and_the_checkpoint_before_stays_whole(two_
     flags = ("--init_from=resume", *replay_of(two_ranks[0]))
     status, output = launch_warm(folder, *flags, file_size=500_000, timeout=120)
     assert status == 1 and "optimizer-00001-of-00001.safetensors: " in error_line(output)
-    assert [p.name for p in sync.checkpoints(folder / "ckpt")] == ["step_000016"]
-    assert sync.read_checkpoint(folder / "ckpt" / "step_000016", 0, 1)["step"] == 16
+    assert [p.name for p in checkpoints(folder / "ckpt")] == ["step_000016"]
+    assert read_checkpoint(folder / "ckpt" / "step_000016", 0, 1)["step"] == 16
     assert len(lines(folder, "ledger.jsonl", "rl")) == 24  # all that was done is on record
 
 
 def test_what_the_disk_refuses_a_lost_node_and_ctrl_c_are_one_line_and_all_else_a_traceback(capsys):
-    """As Python's last word on an exception, which sync.report_error is in a run."""
+    """As Python's last word on an exception, which report_error is in a run."""
 
     def last_word(action, **said):
         try:
             action()
         except BaseException as error:
-            sync.report_error(type(error), error, error.__traceback__, **said)
+            report_error(type(error), error, error.__traceback__, **said)
         return capsys.readouterr().err
 
     assert "No space left on device" in error_line(last_word(lambda: print(1, file=open("/dev/full", "w"), flush=True)))

@@ -13,6 +13,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import socket
 import time
 import types
@@ -25,13 +26,24 @@ import torch
 import torch.distributed as dist
 from conftest import wait_for
 from psutil import net_if_addrs
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 import kernels
 import sync
 from kernels import CAPABILITIES, Sampling
 from onecurve.agents.sampler import Agent
+from onecurve.cpu.cores import lend_cores, share_cores
 from onecurve.models import folders
+from onecurve.run.checkpoint import (
+    checkpoints,
+    clean_queue,
+    delete_checkpoints,
+    read_checkpoint,
+    seal_checkpoint,
+    write_file,
+)
+from onecurve.run.machine import take_gpu
+from onecurve.run.record import Record, open_run
 from rollout_server import Batch, Job
 from sync import RunError
 from train_grpo import DEFAULTS
@@ -62,15 +74,15 @@ def test_gpus_that_cannot_do_it_are_refused_in_one_line(gpus, chip, change, mess
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: f"number {taken}")
     config = dict(mode="grpo", colocate=False, rollout_ranks=1, rollout_tp=1, weight_sync="broadcast") | change
     if message is None:
-        assert sync.take_gpu(config, 2, 1) == "number [1]"
+        assert take_gpu(config, 2, 1) == "number [1]"
         assert os.environ[key] == "expandable_segments:True"
         del os.environ[key]
         monkeypatch.setenv("RANK", "1")  # the engine's
-        sync.take_gpu(config, 2, 1)
+        take_gpu(config, 2, 1)
         assert key not in os.environ
         return
     with pytest.raises(SystemExit):
-        sync.take_gpu(config, 2, 1)
+        take_gpu(config, 2, 1)
     assert capsys.readouterr().err == f"error: {message}\n" and not taken
 
 
@@ -89,12 +101,12 @@ def machine(monkeypatch, tmp_path, capsys):
     )
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(sync, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(sync, "TOOLKIT", tmp_path)
+    monkeypatch.setattr("onecurve.run.machine.DRIVER", tmp_path / "version")
+    monkeypatch.setattr("onecurve.run.machine.TOOLKIT", tmp_path)
 
     def take(**change):
         try:
-            sync.take_gpu(DEFAULTS | change, 1, 0)
+            take_gpu(DEFAULTS | change, 1, 0)
         except SystemExit as e:
             assert e.code == 2
         err = capsys.readouterr().err
@@ -108,16 +120,16 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Bui
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc 12"
 
 
-def test_where_torch_finds_no_card_the_line_tells_a_driver_that_is_too_old_from_none(machine, monkeypatch):
+def test_where_torch_finds_no_card_the_line_tells_a_driver_that_is_too_old_from_none(machine, monkeypatch, tmp_path):
     """Such a machine began the 8B model on its CPUs."""
     assert machine() == ""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine() == "device='cuda': this machine has no CUDA device; use --device=cpu"
     for text, version in ((OPEN, "570.124.06"), (CLOSED, "550.54.15")):
-        sync.DRIVER.write_text(text.format(version))
+        (tmp_path / "version").write_text(text.format(version))
         wanted = f"NVIDIA's driver is {version}, torch {torch.__version__} wants 580; install that"
         assert machine() == f"device='cuda': {wanted}"
-    sync.DRIVER.write_text(OPEN.format("580.65.06"))
+    (tmp_path / "version").write_text(OPEN.format("580.65.06"))
     assert "a driver is there, and no device; is this a container without --gpus=all" in machine()
 
 
@@ -134,7 +146,7 @@ def test_memory_that_cannot_be_lent_is_refused_only_where_a_card_trains_and_samp
 
 
 def test_a_machine_without_a_compiler_or_pythons_headers_is_refused(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(sync.sysconfig, "get_paths", lambda: dict(include="/nowhere"))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: dict(include="/nowhere"))
     monkeypatch.setenv("CC", "gcc")
     refusal = machine()
     assert "Python.h: No such file" in refusal and "install Python's headers (python3-dev), or set CC" in refusal
@@ -149,9 +161,9 @@ def test_without_a_toolkit_that_of_the_wheel_is_taken_and_without_both_a_line_sa
     """The import of deep_gemm, which SGLang makes on a Hopper, ended in an AssertionError."""
     (folder,) = find_spec("deep_gemm").submodule_search_locations
     find_cuda_home = runpy.run_path(f"{folder}/cuda_helpers.py")["find_cuda_home"]
-    compiler = sync.shutil.which("gcc")
-    monkeypatch.setattr(sync, "TOOLKIT", tmp_path / "nothing")
-    monkeypatch.setattr(sync.shutil, "which", lambda name: compiler if name == "gcc" else None)
+    compiler = shutil.which("gcc")
+    monkeypatch.setattr("onecurve.run.machine.TOOLKIT", tmp_path / "nothing")
+    monkeypatch.setattr("shutil.which", lambda name: compiler if name == "gcc" else None)
     monkeypatch.setenv("CUDA_PATH", "/opt/cuda")
     assert machine() == "" and "CUDA_HOME" not in os.environ
     monkeypatch.delenv("CUDA_PATH")
@@ -287,7 +299,7 @@ def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(tmp_path)
 
     tmp_path.chmod(0o755)
     folders.make_scratch_model(tmp_path, DEFAULTS)
-    sync.write_file(tmp_path / "more.safetensors", {"x": torch.ones(1)})
+    write_file(tmp_path / "more.safetensors", {"x": torch.ones(1)})
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in tmp_path.iterdir())
     assert '"PreTrainedTokenizerFast"' in (tmp_path / "tokenizer_config.json").read_text()  # transformers 4 knows it
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -303,7 +315,7 @@ def test_a_scratch_model_is_an_ordinary_folder_with_an_exact_tokenizer(tmp_path)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_each_rank_reads_its_own_rows_of_a_model(tmp_path, ranks):
     weights = {"a": torch.randn(10, 7), "b": torch.randn(5)}
-    sync.save_file(weights, tmp_path / "model.safetensors")
+    save_file(weights, tmp_path / "model.safetensors")
     for name, tensor in weights.items():
         shards = [s._replace(data=torch.zeros_like(s.data)) for s in cut(tensor, name, ranks)]
         for shard in shards:
@@ -475,10 +487,10 @@ def test_a_rank_that_waits_lends_its_cores_until_it_has_what_it_waits_for(alone,
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     for key, value in dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="2").items():
         monkeypatch.setenv(key, value)
-    with open(sync.share_cores(), "r+b") as file:
+    with open(share_cores(sync.from_all_ranks), "r+b") as file:
         monkeypatch.setattr(kernels, "working", mmap.mmap(file.fileno(), 0))
     kernels.working[0] = 1  # as the first rank says of itself
-    sync.lend_cores(False)
+    lend_cores(False)
 
     def shares_of_a_loop():
         shares = []
@@ -583,24 +595,24 @@ def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(t
 
 def test_evaluations_are_a_chain_of_their_own_that_a_resume_cuts_back(tmp_path):
     c = types.SimpleNamespace(**DEFAULTS)
-    record = sync.Record(tmp_path, {}, c, {})
+    record = Record(tmp_path, {}, c, {})
     first = record.ledger.digest, record.evaluations.digest
     record.evaluation(0, {"pass@1": 0.5}, 2, dict(tokens="a"))
     saved = record.state() | dict(step=0)
     assert record.ledger.digest == first[0] != first[1] != record.evaluations.digest and first[0] != first[1]
     whole = record.evaluations.digest
     record.evaluation(3, {"pass@1": 0.5}, 2, dict(tokens="b"))
-    again = sync.Record(tmp_path, saved, c, {})
+    again = Record(tmp_path, saved, c, {})
     assert again.evaluations.digest == whole and (tmp_path / "evaluations.jsonl").read_text().count("\n") == 1
     again.evaluation(3, {"pass@1": 0.5}, 2, dict(tokens="c"))  # with other eval_samples, say
     older = saved | dict(bytes={name: size for name, size in saved["bytes"].items() if name != "evaluations.jsonl"})
     (tmp_path / "evaluations.jsonl").unlink()  # of a run that was begun before there was one
-    assert sync.Record(tmp_path, older, c, {}).evaluations.digest == first[1]
+    assert Record(tmp_path, older, c, {}).evaluations.digest == first[1]
 
 
 def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
     c = types.SimpleNamespace(branch="", **DEFAULTS | dict(group_size=3, pass_reward=0.5))
-    record, made = sync.Record(tmp_path, {}, c, {}), []
+    record, made = Record(tmp_path, {}, c, {}), []
     for i, rewards in enumerate(([1.0, 1.0, 1.0], [0.0, 0.0, 0.6], [0.1, 0.1, 0.0], [0.0, 0.0, 0.0])):
         tensors = dict(
             tokens=torch.arange(6) + i, logprobs=torch.zeros(6), rewards=torch.tensor(rewards),
@@ -653,15 +665,15 @@ def make_checkpoint(folder, step, fill):
     (partial / "optimizer").mkdir(parents=True)
     for name in ("config.json", "optimizer/optimizer.safetensors"):
         (partial / name).write_bytes(bytes([fill]) * 50)
-    sync.seal_checkpoint(partial, folder / f"step_{step:06d}", step=step, run="abc")
+    seal_checkpoint(partial, folder / f"step_{step:06d}", step=step, run="abc")
     return folder / f"step_{step:06d}"
 
 
 def test_a_checkpoint_is_read_by_its_run_only(tmp_path):
     folder = make_checkpoint(tmp_path, 3, 7)
-    assert sync.read_checkpoint(folder, 0, 1, run="abc")["step"] == 3
+    assert read_checkpoint(folder, 0, 1, run="abc")["step"] == 3
     with pytest.raises(RunError, match="has run 'abc', expected 'abd': not a file of this run"):
-        sync.read_checkpoint(folder, 0, 1, run="abd")
+        read_checkpoint(folder, 0, 1, run="abd")
 
 
 def test_every_file_of_a_checkpoint_truncated_flipped_or_missing_is_refused_by_name(tmp_path):
@@ -679,9 +691,9 @@ def test_every_file_of_a_checkpoint_truncated_flipped_or_missing_is_refused_by_n
                 except ValueError:
                     pass
             with pytest.raises(RunError, match=path.name):
-                sync.read_checkpoint(folder, 0, 1, run="abc")
+                read_checkpoint(folder, 0, 1, run="abc")
         path.write_bytes(data)
-    assert sync.read_checkpoint(folder, 0, 1)
+    assert read_checkpoint(folder, 0, 1)
 
 
 def test_ranks_share_the_check_of_a_checkpoints_files(tmp_path):
@@ -691,7 +703,7 @@ def test_ranks_share_the_check_of_a_checkpoints_files(tmp_path):
         (folder / name).write_bytes(b"")
         for rank in range(2):
             try:
-                sync.read_checkpoint(folder, rank, 2)
+                read_checkpoint(folder, rank, 2)
             except RunError:
                 refused.append(rank)
         (folder / name).write_bytes(whole)
@@ -702,8 +714,8 @@ def test_an_unfinished_checkpoint_is_none_and_the_last_ones_are_kept(tmp_path):
     for step in (1, 2, 3):
         make_checkpoint(tmp_path, step, step)
     (tmp_path / ".step_000004").mkdir()
-    assert [p.name for p in sync.checkpoints(tmp_path)] == ["step_000001", "step_000002", "step_000003"]
-    sync.delete_checkpoints(tmp_path, sync.checkpoints(tmp_path)[:-2])
+    assert [p.name for p in checkpoints(tmp_path)] == ["step_000001", "step_000002", "step_000003"]
+    delete_checkpoints(tmp_path, checkpoints(tmp_path)[:-2])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
     again = make_checkpoint(tmp_path, 3, 9)  # over one that is there
     assert (again / "config.json").read_bytes() == b"\t" * 50
@@ -717,7 +729,7 @@ def test_after_a_crash_whole_rollouts_stay_and_torn_ones_go(tmp_path):
     torn = sync.group_path(tmp_path / "rl_000002", 1)
     torn.write_bytes(torn.read_bytes()[:-1])
     (tmp_path / "rl_000002" / ".group_0002.safetensors.77").write_bytes(b"half")
-    assert sync.clean_queue(tmp_path, 2) == 1
+    assert clean_queue(tmp_path, 2) == 1
     left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
     assert left == [f"rl_{step:06d}/group_{i:04d}.safetensors" for step, i in ((1, 0), (1, 1), (2, 0))]
 
@@ -725,26 +737,26 @@ def test_after_a_crash_whole_rollouts_stay_and_torn_ones_go(tmp_path):
 def test_a_folder_belongs_to_one_process_and_one_run(tmp_path, capsys):
     config = dict(seed=1, mode="grpo", queue_dir="")
 
-    def open_run(resumed=None, restarted=False):
-        return sync.open_run(tmp_path, config, resumed or {}, restarted, "")
+    def begin(resumed=None, restarted=False):
+        return open_run(tmp_path, config, resumed or {}, restarted, "")
 
     def refused(**options):
         with pytest.raises(SystemExit) as e:
-            open_run(**options)
+            begin(**options)
         assert e.value.code == 2
         del e
         gc.collect()  # the traceback would hold the lock's file
         return capsys.readouterr().err
 
-    first = open_run()
+    first = begin()
     assert "another run is writing there" in refused(resumed=config)
     first.close()
-    open_run().close()  # nothing was computed: it is nobody's, and another command may have it
+    begin().close()  # nothing was computed: it is nobody's, and another command may have it
     assert (tmp_path / "config.py").read_text().count("seed = 1") == 1
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert "holds a run already" in refused()
-    open_run(config).close()
-    open_run(config, restarted=True).close()  # by the torchrun whose process began it
+    begin(config).close()
+    begin(config, restarted=True).close()  # by the torchrun whose process began it
     (tmp_path / "lock").write_text("torchrun 1")
     assert "holds a run already" in refused(resumed=config, restarted=True)
 
@@ -754,9 +766,9 @@ def test_a_file_system_without_locks_is_named_with_the_cure(tmp_path, monkeypatc
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(sync.fcntl, "flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     with pytest.raises(SystemExit) as e:
-        sync.open_run(tmp_path, dict(seed=1), {}, False, "")
+        open_run(tmp_path, dict(seed=1), {}, False, "")
     (line,) = capsys.readouterr().err.splitlines()
     assert e.value.code == 2 and line.startswith(f"error: out_dir={str(tmp_path)!r}: its file system has no flock")
     assert "mount it with locks" in line and "or choose another" in line
@@ -764,7 +776,7 @@ def test_a_file_system_without_locks_is_named_with_the_cure(tmp_path, monkeypatc
 
 def test_a_resume_without_an_engine_does_not_make_the_run_one(tmp_path, capsys):
     config = dict(seed=1, mode="grpo", queue_dir="")
-    sync.open_run(tmp_path, config, {}, False, "").close()
-    sync.open_run(tmp_path, config | dict(mode="replay", queue_dir="elsewhere", seed=2), config, False, "").close()
+    open_run(tmp_path, config, {}, False, "").close()
+    open_run(tmp_path, config | dict(mode="replay", queue_dir="elsewhere", seed=2), config, False, "").close()
     text = (tmp_path / "config.py").read_text()
     assert "mode = 'grpo'" in text and "queue_dir = ''" in text and "seed = 2" in text

@@ -15,7 +15,8 @@ import torch
 import kernels
 import train_grpo as train
 from onecurve.models.folders import make_scratch_model
-from sync import LeafSum, Ranks, least_memory, tree_sum
+from onecurve.run.machine import least_memory
+from sync import LeafSum, Ranks, tree_sum
 
 DEFAULTS = train.DEFAULTS | dict(
     scratch_args="num_hidden_layers=1, hidden_size=64, intermediate_size=128", lanes=4, leaf_tokens=40

@@ -19,6 +19,7 @@ from runs import saved_config
 
 import sync
 from configurator import require
+from onecurve.run.machine import report_error
 
 
 def best_of(tensors, meta, count, least):
@@ -33,7 +34,7 @@ def main():
     parser.add_argument("run", type=Path, help="its folder")
     parser.add_argument("--count", type=int, default=1, help="samples of a group, at most")
     args = parser.parse_args()
-    sys.excepthook = sync.report_error
+    sys.excepthook = report_error
     config = saved_config(args.run)
     require(not config["agent"], f"{args.run}: its samples are an agent's; best.py takes those of one turn")
     paths = sorted(args.run.glob("queue/rl_*/group_*.safetensors"))

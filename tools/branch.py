@@ -28,8 +28,10 @@ from safetensors.torch import load_file
 from verify import QUIET, copy_run, go_on, link, starts_of
 
 import configurator
-import sync
 from configurator import require
+from onecurve.run.checkpoint import seal_checkpoint, write_file
+from onecurve.run.record import LOGS
+from sync import run_id
 
 
 def checkpoint_of(run, step, scratch, said):
@@ -58,9 +60,9 @@ def reseal_checkpoint(old, new, nudged=None, **changes):
     if nudged:
         file, weights = nudged
         (partial / file).unlink()  # a link, of the other checkpoint's
-        sync.write_file(partial / file, weights)
+        write_file(partial / file, weights)
     kept = {key: x for key, x in record.items() if key not in ("files", "sha256")}
-    sync.seal_checkpoint(partial, new, **kept | changes)
+    seal_checkpoint(partial, new, **kept | changes)
 
 
 def branch(run, checkpoint, folder, config, nudged=None):
@@ -68,9 +70,9 @@ def branch(run, checkpoint, folder, config, nudged=None):
     sizes = json.loads((checkpoint / "checkpoint.json").read_text())["bytes"]
     past = checkpoint.parent.parent  # `run`, or the copy in which the checkpoint was made
     (folder / "ckpt").mkdir(parents=True)
-    for name in filter(sizes.get, sync.LOGS):
+    for name in filter(sizes.get, LOGS):
         (folder / name).write_bytes((past / name).read_bytes()[: sizes[name]])
-    reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, nudged, run=sync.run_id(config))
+    reseal_checkpoint(checkpoint, folder / "ckpt" / checkpoint.name, nudged, run=run_id(config))
     step = int(checkpoint.name[5:])
     origin = f"# branched from {run}, digest {lines(run, 'ledger.jsonl')[-1]['chain']}, at step {step}\n"
     (folder / "config.py").write_text(origin + configurator.config_source(config))

@@ -21,7 +21,7 @@ import kernels  # noqa: E402
 from configurator import require  # noqa: E402
 from onecurve.models.adapters import PEFT, read_adapter_config  # noqa: E402
 from onecurve.models.folders import fetch_model, weight_files  # noqa: E402
-from sync import write_file  # noqa: E402
+from onecurve.run.checkpoint import write_file  # noqa: E402
 
 
 def main(base, adapters, out, dtype=""):

@@ -43,8 +43,8 @@ import train_grpo
 from configurator import check_config, configure, named_arguments, require, roles, scratch_sizes
 from kernels import CHUNK
 from onecurve.models.moe import KIND
+from onecurve.run.machine import least_memory, machine_memory
 from rewards import arithmetic
-from sync import least_memory, machine_memory
 
 KEYS = dict(gpus=8, gpus_per_node=8, card="H100", prompt_tokens=0.0, response_tokens=0.0)
 GB = 1e9

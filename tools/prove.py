@@ -33,6 +33,8 @@ from safetensors.torch import load_file, save_file
 
 import sync
 from configurator import commit
+from onecurve.run.checkpoint import checkpoints, seal_checkpoint
+from onecurve.run.record import Record
 
 # ---- what no flag offers: ways to break a promise, and trials that it must survive
 
@@ -162,7 +164,7 @@ def seeds_by_arrival():
 
 def killed_in_step_13():
     """The first rank dies in its 13th supervised step; once, as a file beside the logs says."""
-    record = sync.Record.supervised
+    record = Record.supervised
 
     def dies(self, phase, step, *others):
         record(self, phase, step, *others)
@@ -170,7 +172,7 @@ def killed_in_step_13():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    sync.Record.supervised = dies
+    Record.supervised = dies
 
 
 def failing_sandbox():
@@ -364,7 +366,7 @@ def interrupt(finished, folder):
 
 def forget_optimizer(folder):
     """Puts zeros for AdamW's moments into the last checkpoint, and valid checksums."""
-    checkpoint = sync.checkpoints(folder / "ckpt")[-1]
+    checkpoint = checkpoints(folder / "ckpt")[-1]
     for path in (checkpoint / "optimizer").glob("*.safetensors"):
         save_file({name: torch.zeros_like(t) for name, t in load_file(path).items()}, path)
     reseal(checkpoint)
@@ -376,12 +378,12 @@ def reseal(checkpoint, **changes):
     (checkpoint / "checkpoint.json").unlink()
     kept = {key: value for key, value in record.items() if key not in ("files", "sha256")}
     checkpoint.rename(partial := checkpoint.with_name(".partial"))
-    sync.seal_checkpoint(partial, checkpoint, **kept | changes)
+    seal_checkpoint(partial, checkpoint, **kept | changes)
 
 
 def forget_seen(folder):
     """Takes what a curriculum has seen out of the last checkpoint, and the samples after it."""
-    checkpoint = sync.checkpoints(folder / "ckpt")[-1]
+    checkpoint = checkpoints(folder / "ckpt")[-1]
     reseal(checkpoint, seen=[])
     for step in folder.glob("queue/rl_*"):
         if int(step.name[3:]) >= int(checkpoint.name[5:]):

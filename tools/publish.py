@@ -37,6 +37,8 @@ from verify import checked_digest
 import sync
 from configurator import OWN, fail, require
 from onecurve.models.folders import load_tokenizer
+from onecurve.run.checkpoint import checkpoints, read_checkpoint, write_file
+from onecurve.run.record import LOGS
 from rewards import FILES
 
 SAMPLE = pyarrow.schema(
@@ -108,19 +110,19 @@ def check_secrets(run, public):
 
 def copy_sealed(checkpoint, out):
     """Copies a checkpoint: its record, and the files that this names."""
-    for name in ("checkpoint.json", *sync.read_checkpoint(checkpoint, 0, 1)["files"]):
+    for name in ("checkpoint.json", *read_checkpoint(checkpoint, 0, 1)["files"]):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(checkpoint / name, out / name)
 
 
 def export(checkpoint, out):
     """The weights of a checkpoint in bfloat16, and what else it has for other programs."""
-    for path in (checkpoint / name for name in sync.read_checkpoint(checkpoint, 0, 1)["files"]):
+    for path in (checkpoint / name for name in read_checkpoint(checkpoint, 0, 1)["files"]):
         if path.parent != checkpoint:
             continue
         if path.suffix == ".safetensors":
             tensors = {name: x.to(torch.bfloat16) for name, x in load_file(path).items()}
-            sync.write_file(out / path.name, tensors)
+            write_file(out / path.name, tensors)
         elif path.name != "config.json":
             shutil.copy(path, out)
     if (checkpoint / "config.json").is_file():
@@ -213,7 +215,7 @@ def card(run, name):
     )  # fmt: skip
 
 
-def write_folder(run, name, out, checkpoints, public=()):
+def write_folder(run, name, out, kept, public=()):
     """Makes `out` what the hub gets. public: names of what looks like a key and is none."""
     check_links(run)
     config = saved_config(run)
@@ -221,19 +223,19 @@ def write_folder(run, name, out, checkpoints, public=()):
     with TemporaryDirectory() as scratch:  # what the card says of evaluations is under their digest
         if evaluations(run):
             checked_digest(run / "evaluations.jsonl", scratch, first=sync.FIRST_EVALUATION)
-    sealed = sync.checkpoints(run / "ckpt")
+    sealed = checkpoints(run / "ckpt")
     require(sealed, f"{run}: no checkpoint in it, and so no model to publish (--checkpoint_every)")
     read = plot.read_run(run, name)
     shutil.rmtree(out, ignore_errors=True)
     (out / "run" / "ckpt").mkdir(parents=True)
     export(sealed[-1], out)
     write_samples(run, config, load_tokenizer(sealed[-1])[0], out / "samples.parquet")
-    for file in ("config.py", *sync.LOGS):
+    for file in ("config.py", *LOGS):
         if (run / file).is_file():
             shutil.copy(run / file, out / "run")
     for path in code_of(config):
         shutil.copy(path, out / "run")
-    for checkpoint in sealed[len(sealed) - checkpoints :]:
+    for checkpoint in sealed[len(sealed) - kept :]:
         copy_sealed(checkpoint, out / "run" / "ckpt" / checkpoint.name)
     for path in [*run.glob("queue/*_[0-9]*/group_*.safetensors"), *run.glob("queue/*_[0-9]*/trainer.safetensors")]:
         copy = out / "run" / path.relative_to(run)

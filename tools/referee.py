@@ -27,8 +27,8 @@ from referee_server import server
 from referee_step import step
 
 import kernels
-import sync
 from configurator import require
+from onecurve.run.machine import report_error
 
 FEW = 16  # samples on which mistakes are tried
 LIKELY = 0.2  # chance of an EOS
@@ -136,7 +136,7 @@ def main():
     for name, default in FLAGS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help="default: %(default)s")
     args = parser.parse_args()
-    sys.excepthook = sync.report_error
+    sys.excepthook = report_error
     judged = server if args.server else step if args.step else rollouts
     fits = len(args.paths) == 2 * (judged is rollouts)
     require(fits, "wants MODEL ROLLOUTS, or --step BEFORE BATCH AFTER, or --server=URL")

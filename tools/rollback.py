@@ -20,8 +20,9 @@ from branch import branch
 from runs import command, lines, saved_config
 
 import rewards
-import sync
 from configurator import require
+from onecurve.run.checkpoint import healthy_checkpoint
+from onecurve.run.machine import report_error
 
 TURNS = 3
 
@@ -43,7 +44,7 @@ def run(folder, args, nproc):
 def turn_back(folder, after, kl_coef):
     """Makes `after` the run in `folder` as it was at its last healthy checkpoint, with another future."""
     done = lines(folder, phase="rl")[-1]["step"] + 1
-    healthy = sync.healthy_checkpoint(folder, done)
+    healthy = healthy_checkpoint(folder, done)
     require(
         healthy,
         f"{folder}: no checkpoint is healthy; --keep_checkpoints=9 keeps more, --checkpoint_every=10 more often",
@@ -63,7 +64,7 @@ def main():
     parser.add_argument("--healthy_kl_coef", type=float, default=0.1, help="weight of the KL to the healthy policy")
     parser.add_argument("--nproc", type=int, default=1, help="processes; more than one are torchrun's")
     args, flags = parser.parse_known_args()
-    sys.excepthook = sync.report_error
+    sys.excepthook = report_error
     folder = args.out_dir
     for n in range(TURNS + 1):
         after = Path(f"{args.out_dir}_{n + 1}")

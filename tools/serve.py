@@ -61,13 +61,13 @@ with lean_imports():
     from tqdm import tqdm
 
     import kernels
-    import sync
     import train_grpo
     from onecurve.agents.chat import Episode, Template
     from onecurve.agents.endpoint import MOST_OPEN, POLICY, Endpoint, Refusal, listen
     from onecurve.agents.sampler import AgentSampler
     from onecurve.models import folders
     from onecurve.models.dense import check_memory, check_model
+    from onecurve.run.machine import report_error, take_gpu
     from rollout_server import Job, RolloutEngine
 if __name__ == "__main__" and on_cpu(config):
     start_schedulers(config["rollout_tp"], "fork")
@@ -127,7 +127,7 @@ def serve(config):
     hf = check_model(model, small | {key: config[key] for key in ("tp_split", "rollout_tp")})
     config = engine_config(config, hf.max_position_embeddings)
     if config["device"] == "cuda":
-        sync.take_gpu(config, 1, 0)
+        take_gpu(config, 1, 0)
     if config["device"] == "cuda" or folders.large(model):
         check_memory(hf, config, config["device"])
     tokenizer, stop_tokens = folders.load_tokenizer(model)
@@ -181,5 +181,5 @@ async def answer(sock, engine, tokenizer, stop_tokens, config, weights):
 if __name__ == "__main__":
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # as in train_grpo.py: no semaphores in /dev/shm
     tqdm.set_lock(threading.RLock())
-    sys.excepthook = sync.report_error
+    sys.excepthook = report_error
     serve(config)

@@ -68,7 +68,7 @@ TRACKERS = dict(tensorboard=TensorBoard, wandb=Wandb)
 
 
 def held(folder):
-    """Whether a process has the folder: a run holds the lock there for as long as it lives (sync.open_run)."""
+    """Whether a process has the folder: a run holds the lock there for as long as it lives (record.open_run)."""
     try:
         with open(folder / "lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

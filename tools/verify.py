@@ -53,6 +53,8 @@ from safetensors.torch import load_file
 import sync
 from configurator import MODES, ORIGINS, configure, fail, library_versions, printable, require
 from onecurve.models.adapters import PEFT
+from onecurve.run.checkpoint import checkpoints
+from onecurve.run.record import LOGS
 
 # Repeated steps are not to be stopped by a watch.
 QUIET = ("--eval_samples=1", "--watch=")
@@ -71,11 +73,11 @@ def chosen(seed, steps, count):
 def starts_of(run):
     """{step: folder} of the run's checkpoints that these versions of the libraries can go on from."""
     found = {}
-    for folder in sync.checkpoints(run / "ckpt"):
+    for folder in checkpoints(run / "ckpt"):
         try:
             record = json.loads((folder / "checkpoint.json").read_text())
             step, versions, sizes = record["step"], record["versions"], record["bytes"]
-            logs = {run / name: sizes[name] for name in sync.LOGS if sizes.get(name)}
+            logs = {run / name: sizes[name] for name in LOGS if sizes.get(name)}
             fits = folder.name == f"step_{step:06d}" and all(0 < x <= log.stat().st_size for log, x in logs.items())
         except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
             fits = False
@@ -143,7 +145,7 @@ def copy_run(run, folder, start, without=()):
     ledger, for comparison, and all rollout files except those of the steps `without`.
     """
     folder.mkdir(parents=True)
-    for name in ("config.py", *sync.LOGS):
+    for name in ("config.py", *LOGS):
         if (run / name).is_file():
             shutil.copy2(run / name, folder)
     if start:

@@ -15,7 +15,8 @@ from safetensors import safe_open
 import kernels
 from configurator import require, seed_of
 from onecurve.models.folders import FullWeights, load_weights
-from sync import Shard, content_hash, reason, tensor_hashes, whole, write_file
+from onecurve.run.checkpoint import write_file
+from sync import Shard, content_hash, reason, tensor_hashes, whole
 
 LINEAR = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # a layer's, of attention and MLP
 PEFT = "base_model.model."  # before every name in its files

@@ -19,7 +19,8 @@ from configurator import MODES, require
 from onecurve.models import moe
 from onecurve.models.adapters import add_adapters, read_adapter_config
 from onecurve.models.start import lean_imports
-from sync import Shard, TreeReduceScatter, least_memory, machine_memory, reason
+from onecurve.run.machine import least_memory, machine_memory
+from sync import Shard, TreeReduceScatter, reason
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama", moe.KIND)
 SCORES = "ForSequenceClassification"  # how Hugging Face calls the class of a reward model

@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from configurator import require, scratch_sizes, seed_of
 from onecurve.models.moe import KIND, per_expert
 from onecurve.models.start import lean_imports
-from sync import reason, shards, write_tensors
+from onecurve.run.checkpoint import write_tensors
+from sync import reason, shards
 
 HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
 
@@ -66,7 +67,7 @@ def make_scratch_model(folder, config):
             whole = torch.randint(-(2**24), 2**24, (12, *p.shape), generator=generator).sum(0)
             p.data.copy_(whole * (hf.initializer_range / 2**25))
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # as in sync.write_file
+    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # as in checkpoint.write_file
 
 
 def fetch_model(name, key="init_from"):

@@ -1,0 +1,172 @@
+"""
+What a run needs of its machine, checked before anything is computed, and the last line of a process that ends early.
+
+    card      take_gpu: a GPU with its driver and compilers; one_device: the same kind for all ranks
+    memory    least_memory: what a run needs; machine_memory: what a machine has
+    end       report_error: an exception in one line; end_with_a_line: SIGTERM in one line
+"""
+
+import atexit
+import errno
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import kernels
+from configurator import close_bars, error_line, require, roles
+from sync import from_all_ranks, rank_is_lost, reason
+
+
+def take_gpu(config, world, gpu):
+    """Makes GPU number `gpu` this rank's; returns its name. Ends the run with one line if it is none we can use."""
+    trainers, engines = roles(config, world)
+    lends = trainers == engines == world
+    if int(os.environ.get("RANK", 0)) < trainers < world:
+        # In such segments one of FSDP2's streams can use what another has freed. Memory that an engine shares with its
+        # trainer cannot be of this kind.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):  # torch has a new name, SGLang looks at the old one
+        value = os.environ.get(key, "")
+        why = "a card that trains and samples cannot lend such memory; take expandable_segments:True out of it"
+        require(not (lends and "expandable_segments:True" in value), f"{key}={value!r}: {why}")
+    require(torch.cuda.is_available(), f"device='cuda': {why_no_card()}")
+    count = torch.cuda.device_count()
+    require(gpu < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
+    chip = torch.cuda.get_device_capability(gpu)
+    cure = f"kernels.py is for {kernels.CAPABILITIES}; use --device=cpu"
+    require(chip in kernels.CARDS, f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
+    apart = config["weight_sync"] != "broadcast" or not lends
+    require(apart, "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc")
+    check_compilers()
+    torch.cuda.set_device(gpu)
+    return torch.cuda.get_device_name()
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+LEAST_DRIVER = 580  # of CUDA 13, for which torch is built
+TOOLKIT = Path("/usr/local/cuda")
+
+
+def why_no_card():
+    """What to do where torch finds no CUDA device. It says no more than that, to a driver that is too old as well."""
+    version = re.search(r"Module.*?\s((\d{3,})[.\d]*)", DRIVER.read_text()) if DRIVER.is_file() else None
+    if not version:
+        return "this machine has no CUDA device; use --device=cpu"
+    if int(version[2]) < LEAST_DRIVER:
+        return f"NVIDIA's driver is {version[1]}, torch {torch.__version__} wants {LEAST_DRIVER}; install that"
+    return "a driver is there, and no device; is this a container without --gpus=all, or CUDA_VISIBLE_DEVICES empty?"
+
+
+def check_compilers():
+    """Ends the run with one line unless Triton can build its launchers, and SGLang finds a CUDA toolkit."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    require(compiler, "device='cuda': Triton builds its launchers with a C compiler, and there is none; install gcc")
+    # env fails where there is no such compiler, like a compiler where there are no headers
+    command = ["env", compiler, "-fsyntax-only", "-xc", f"-I{sysconfig.get_paths()['include']}", "-"]
+    done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True)
+    cure = f"install Python's headers (python3-dev), or set CC, now {compiler!r}"
+    require(not done.returncode, f"device='cuda': Triton cannot build its launchers: {reason(done.stderr)}; {cure}")
+    # Without a toolkit deep_gemm, which SGLang imports on a Hopper, ends in an assertion.
+    if not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc") or TOOLKIT.exists()):
+        wheel = Path(torch.__file__).parents[1] / f"nvidia/cu{torch.version.cuda.partition('.')[0]}"
+        cure = "install one and set CUDA_HOME, or the wheel nvidia-cuda-nvcc"
+        require((wheel / "bin/nvcc").is_file(), f"CUDA_HOME='': no CUDA toolkit is found; {cure}")
+        os.environ["CUDA_HOME"] = str(wheel)
+
+
+def one_device(device):
+    """`kernels.device_kind` of all ranks. Ends the run if they have several: their bits differ. Collective."""
+    kinds = sorted({*from_all_ranks(kernels.device_kind(device))})
+    require(len(kinds) == 1, f"device={device!r}: ranks have {', '.join(kinds)}, whose bits differ; use one kind")
+    return kinds[0]
+
+
+def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
+    """
+    {what a card is for: bytes that it needs at the very least}, for a model of so many parameters of which so many are
+    learned; on place='cpu' {'run': bytes that all ranks need together}. reward: bytes of reward models, which an
+    engine's rank has. Training: weights, AdamW's moments, and the gradients of a row of leaves, of which two are added
+    in one. Sampling: the engine gets a share of what the rest leaves of a card; on a CPU it has its weights twice, as
+    sent and as its loops read them, and only the second sleep.
+    """
+    trainers, engines = roles(config, world)
+    compute = 4 if place == "cpu" else 2  # bytes of a number in the compute dtype
+    weights = compute * parameters / config["rollout_tp"]
+    reward *= engines > 0
+    needs = {}
+    held = 0
+    if trainers:
+        frozen = compute * parameters * (learned < parameters)
+        held = (frozen + 3 * 4 * learned) / trainers
+        gradients = max(1, math.log2(config["lanes"] / trainers))
+        needs["train"] = held + 4 * learned / trainers * gradients + reward * (trainers == world)
+    if engines:
+        needs["sample"] = held * (trainers == world) + reward + weights / config["engine_memory"]
+    if place == "cpu":
+        weights *= config["rollout_tp"] * engines
+        trains = trainers * needs.get("train", 0)
+        most = max(trains, trainers * held + weights) if trainers == world else trains + weights
+        return dict(run=most + weights + engines * reward * (trainers < world))
+    return needs
+
+
+def machine_memory():
+    """Bytes of memory that this machine, or this container, has."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    bound = limit.read_text().strip() if limit.is_file() else "max"
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return has if bound == "max" else min(has, int(bound))
+
+
+def report_error(kind, error, trace, kept="nothing written is lost", cure="go on with --init_from=resume"):
+    """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
+    close_bars()
+    if kind is KeyboardInterrupt:
+        line = "interrupted"
+    elif isinstance(error, RuntimeError) and rank_is_lost(error):  # such is a dist.DistError
+        gone = "torchrun's store is gone, with the node that had it"
+        line = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost"
+    elif errno.errorcode.get(getattr(error, "errno", None)) in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split():
+        line = f"{error.filename or 'writing to out_dir'}: {error.strerror}"
+        cure = f"when that is mended, {cure}"
+    else:
+        return sys.__excepthook__(kind, error, trace)
+    print(error_line(f"{line}; {kept}; {cure}"), file=sys.stderr, flush=True)
+
+
+def end_with_a_line(rank):
+    """
+    Has a SIGTERM end this process as it does by itself, but with a line of the first rank's; and has torchrun's folder
+    in /tmp, if nothing is in it, gone when the process ends.
+    """
+    owner = os.getpid()
+    stderr = os.dup(2)  # which may lead to an engine's log when the signal comes
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "."))  # of an attempt of this run, for this rank
+
+    def clean():
+        folders = error_file.parents[:4]
+        if os.getpid() == owner and folders and folders[-1].name.startswith("torchelastic_"):
+            with suppress(OSError):  # other ranks are there still
+                for folder in folders:
+                    folder.rmdir()
+
+    def ended(number, _):
+        if os.getpid() == owner and rank == 0:
+            line = "ended by SIGTERM; nothing written is lost; go on with --init_from=resume"
+            os.write(stderr, f"\nerror: {line}\n".encode())  # maybe behind a bar
+        clean()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    atexit.register(clean)
+    signal.signal(signal.SIGTERM, ended)
