@@ -511,14 +511,14 @@ class RolloutEngine:
                 lent = self.io_struct.ResumeMemoryOccupationReqInput(tags=LENT)
                 self.request(self.manager.resume_memory_occupation(lent), "taking its memory again")
 
-    def _load(self, update, order, version, last, **weights):
+    def _load(self, update, kind, version, last, **weights):
         """Has SGLang take some of the weights of `version`; with the last of them the engine holds it."""
         self.wake()
         self.version = version
         if last:  # SGLang flushes too and asserts that it worked: old keys under new weights would spoil every sample
             self.flush()
             weights["weight_version"] = str(version)
-        self.request(update(order(flush_cache=last, **weights)), f"loading weights {version}")
+        self.request(update(kind(flush_cache=last, **weights)), f"loading weights {version}")
 
     def receive_weights(self, bucket, dtype, version, last):
         """One bucket [(name, shape)], of which each trainer broadcasts its rows (receive_rows)."""

@@ -42,8 +42,8 @@ class Around(NamedTuple):
 
 def patches(config, device, enable, inv_freq, lends):
     """
-    Yields (what in sglang.srt is replaced, by what). SGLang's modules are imported in this order. Arguments as in
-    `run_scheduler`; enable: kernels.enable_batch_invariant.
+    Yields (what in sglang.srt is replaced, by what); above each row, what SGLang's own does that we do not want. The
+    modules are imported in this order. Arguments as in `run_scheduler`; enable: kernels.enable_batch_invariant.
     """
     # deterministic mode switches its Triton kernels on
     yield "batch_invariant_ops:enable_batch_invariant_mode", enable if inv_freq else lambda: None
@@ -81,13 +81,13 @@ def patches(config, device, enable, inv_freq, lends):
         layer = dense.layer_in_engine(config["tp_split"], in_one_call)
         for kind in dense.MODEL_TYPES:
             yield f"models.{kind}:{dense.class_name(kind)}DecoderLayer.forward", layer
-    # its parameters are an expert's each; its blocks do not show them as a dense MLP does
+    # it wants a parameter for each expert; its blocks do not show the experts' as a dense MLP does
     yield "models.qwen3_moe:Qwen3MoeForCausalLM.load_weights", Around(moe.load_weights)
     for theirs, ours in moe.OF_SGLANG.items():
         yield f"models.qwen3_moe:Qwen3MoeSparseMoeBlock.{ours}", moe.shown_as(theirs)
     # it keeps what our operators have of the old weights
     yield "managers.scheduler:Scheduler.flush_cache", Around(functools.partial(flush_cache, lends and device == "cpu"))
-    # it has none: a method for Engine.collective_rpc
+    # there is no such method; Engine.collective_rpc calls it
     yield "managers.scheduler:Scheduler.check_weights", check_weights
     # it leaves a name in /dev/shm, of statistics for a router
     yield "managers.scheduler:create_load_snapshot_writer", lambda *_, **__: None
