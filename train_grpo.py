@@ -33,7 +33,8 @@ from time import monotonic
 from typing import NamedTuple
 
 from configurator import MODES, OWN, block, library_versions, require, resolve, roles, sources_of
-from onecurve.models.start import end_with_parent, lean_imports, start_engine_early
+from onecurve.run.start import end_with_parent, lean_imports
+from onecurve.sglang.start import start_engine_early
 
 # ------------------------------------------------------------------------------------------------------------------
 # the run
@@ -1210,6 +1211,7 @@ if __name__ == "__main__":
             # its memory, while this rank trains
             lends=bool(trainer) and large,
             cores=cores,
+            patches=episodes.patches if episodes else (),
         )
         sampler = (episodes.sampler if episodes else Sampler)(
             engine,

@@ -40,9 +40,9 @@ MUTANTS = dict(
         f"{ORDER} and overlapped",
     ),
     lends_what_is_in_use=(
-        "rollout_server.py",
-        "            torch.cuda.synchronize()  # kernels after",
-        "            pass  #",
+        "onecurve/sglang/patches.py",
+        "    torch.cuda.synchronize()  # kernels after",
+        "    pass  #",
         f"{ORDER} and alone",
     ),
     delivery_kept=("sync.py", "                    del delivery", "                    pass", HOLDS),

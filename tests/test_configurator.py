@@ -16,7 +16,7 @@ from conftest import error_line
 
 import configurator
 from configurator import check_config, config_source, configure, fail, require
-from onecurve.models import start
+from onecurve.run import start
 from train_grpo import DEFAULTS
 
 HEAD = """

@@ -26,14 +26,15 @@ from test_dispatch import Record
 from torch.utils._python_dispatch import _disable_current_modes
 
 import kernels
-import rollout_server
 import sync
 import train_grpo as train
 from configurator import block
 from kernels import Sampling, murmur_hash32
 from onecurve.models import dense, folders
+from onecurve.sglang.engine import folder_for_sockets, unlink_shared_memory
+from onecurve.sglang.patches import load_all, run_scheduler
 from rewards import load_reward
-from rollout_server import Job, RolloutEngine, Sampler, load_all, sampling_seed
+from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
 
 DEFAULTS = block(vars(train))
 # so small a cache that the engine has to retract requests, and takes them up again later
@@ -116,7 +117,7 @@ def watched_scheduler(*args, **kwargs):
 
     Scheduler.make_faulty = make_faulty
     Scheduler.write_reached = lambda self, path: Path(path).write_text(" ".join(sorted(reached)))
-    rollout_server.run_scheduler(*args, **kwargs)
+    run_scheduler(*args, **kwargs)
 
 
 def make_model(family, folder):
@@ -154,7 +155,7 @@ def pair(request, tmp_path_factory):
     shards = sync.shards(model, ranks.mesh)
     folders.load_weights(shards, folder, hf.tie_word_embeddings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout_server, "run_scheduler", watched_scheduler)
+        patch.setattr("onecurve.sglang.engine.run_scheduler", watched_scheduler)
         engine = RolloutEngine(0, folder, hf, CONFIG, "cpu", torch.float32, folder / "engine.log")
     transports = {
         how: sync.WeightSync(how, ranks, shards, engine, "cpu", torch.float32) for how in ("broadcast", "ipc")
@@ -322,7 +323,7 @@ def test_a_batch_of_requests_equals_the_same_requests_alone(pair):
 def test_a_sample_gives_signs_of_life_and_keeps_every_token(pair):
     """Between its first token and its last."""
     engine, model, _ = pair
-    length, seen = 2 * rollout_server.HEARTBEAT_TOKENS + 20, set()
+    length, seen = 2 * 50 + 20, set()
     params = dict(temperature=1.0, max_new_tokens=length, ignore_eos=True, sampling_seed=1)
 
     async def watch(sample):
@@ -508,16 +509,16 @@ def test_sockets_of_an_engine_that_was_killed_while_it_started_go_when_it_starts
         folder = Path(name)
         patch.setattr(tempfile, "tempdir", name)
         if not (child := os.fork()):
-            with rollout_server.folder_for_sockets(log) as left:
+            with folder_for_sockets(log) as left:
                 (left / "socket").touch()
                 os._exit(0)  # nothing is done at the end, as after SIGKILL
         os.waitpid(child, 0)
         assert [path.name for path in folder.glob("*/*")] == ["socket"]
-        with rollout_server.folder_for_sockets(log) as mine, rollout_server.folder_for_sockets(other):
+        with folder_for_sockets(log) as mine, folder_for_sockets(other):
             assert not [*folder.glob("*/*")] and mine.stat().st_mode & 0o77 == 0
         assert not [*folder.iterdir()]
         patch.setattr(tempfile, "tempdir", str(folder / ("long" * 20)))
-        with rollout_server.folder_for_sockets(log) as mine:
+        with folder_for_sockets(log) as mine:
             assert mine.parent == Path("/tmp")  # a socket's name would be too long
 
 
@@ -643,7 +644,7 @@ def test_a_name_that_another_engine_removes_meanwhile_does_not_end_a_start():
         mine.write_bytes(b"lock")
         gone.symlink_to("/nowhere")  # a name that is listed, and nothing there when it is looked at
         with open(mine, "r+b") as file, mmap.mmap(file.fileno(), 4):
-            rollout_server.unlink_shared_memory([os.getpid()])
+            unlink_shared_memory([os.getpid()])
         assert not mine.exists() and gone.is_symlink()
     finally:
         mine.unlink(missing_ok=True)

@@ -234,7 +234,7 @@ def test_it_is_loaded_before_the_engine_starts(judge, tmp_path, monkeypatch):
     """It was loaded at the first score, when the engine had taken its share of the card and left no room for it."""
     model, loaded = RewardModel(judge, DEFAULTS), []
     monkeypatch.setitem(rewards.MODELS, "model:judge", model)
-    monkeypatch.setattr(RolloutEngine, "_start", lambda *_: loaded.append(model.model is not None) or 1 / 0)
+    monkeypatch.setattr("rollout_server.start_engine", lambda *_: loaded.append(model.model is not None) or 1 / 0)
     with pytest.raises(RunError, match="did not start: division by zero"):
         RolloutEngine(0, judge, model.hf, DEFAULTS, "cpu", torch.float32, tmp_path / "engine.log")
     assert loaded == [True]

@@ -23,7 +23,8 @@ os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # as train_grpo.py, before transform
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # transformers has an optional `kernels`: let it be ours
 
-from onecurve.models.start import import_engine, lean_imports  # noqa: E402
+from onecurve.run.start import lean_imports  # noqa: E402
+from onecurve.sglang.start import import_engine  # noqa: E402
 
 import_engine()
 with lean_imports():

@@ -130,15 +130,14 @@ def experts_by_number():
 
 def plain_all_reduce():
     """Each rank of an engine multiplies all it has at once, and the products are added, as is usual."""
-    from rollout_server import RolloutEngine
+    import rollout_server
 
-    start = RolloutEngine._start
+    start = rollout_server.start_engine
 
-    def usual(self, *args):
-        self.config = self.config | dict(tp_split=self.config["rollout_tp"])
-        return start(self, *args)
+    def usual(config, *args):
+        return start(config | dict(tp_split=config["rollout_tp"]), *args)
 
-    RolloutEngine._start = usual
+    rollout_server.start_engine = usual
 
 
 def segments_by_time():

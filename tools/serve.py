@@ -27,7 +27,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from configurator import block, check_config, configure, library_versions, named_arguments, on_cpu, require
-from onecurve.models.start import end_with_parent, lean_imports, start_schedulers
+from onecurve.run.start import end_with_parent, lean_imports
+from onecurve.sglang.start import start_schedulers
 
 if __name__ == "__mp_main__":
     end_with_parent()  # an engine's process; before anything that takes time
@@ -65,6 +66,7 @@ with lean_imports():
     from onecurve.agents.chat import Episode, Template
     from onecurve.agents.endpoint import MOST_OPEN, POLICY, Endpoint, Refusal, listen
     from onecurve.agents.sampler import AgentSampler
+    from onecurve.agents.scheduler import PATCHES
     from onecurve.models import folders
     from onecurve.models.dense import check_memory, check_model
     from onecurve.run.machine import report_error, take_gpu
@@ -138,7 +140,8 @@ def serve(config):
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
         weights = pool.submit(fingerprint, model)  # takes seconds, as an engine's start does
         dtype = torch.bfloat16 if config["device"] == "cuda" else torch.float32
-        engine = RolloutEngine(0, model, hf, config, config["device"], dtype, Path(folder, "engine_0.log"))
+        log = Path(folder, "engine_0.log")
+        engine = RolloutEngine(0, model, hf, config, config["device"], dtype, log, patches=PATCHES)
         engine.run([answer(sock, engine, tokenizer, stop_tokens, config, weights.result())], "while it serves")
         engine.close()
 

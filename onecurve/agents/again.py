@@ -126,7 +126,7 @@ def check_again(job):
 import json, sys
 job = json.load(sys.stdin)
 sys.path[:] = job["path"]
-from onecurve.models.start import lean_imports
+from onecurve.run.start import lean_imports
 with lean_imports():
     import transformers.models.auto.tokenization_auto
     from onecurve.agents.again import run_again

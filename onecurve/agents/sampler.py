@@ -19,7 +19,7 @@ import types
 import torch
 
 from configurator import MODES, fail, named_arguments, noise_seed, require
-from onecurve.agents import again, chat
+from onecurve.agents import again, chat, scheduler
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
 
@@ -33,6 +33,7 @@ class Agent:
     def __init__(self, config, model, tokenizer, stop_tokens):
         self.config = config
         self.model = model
+        self.patches = scheduler.PATCHES
         self.solve, self.replies = again.load_agent(config["agent"])
         self.template = chat.Template(tokenizer, stop_tokens, named_arguments(config["chat_template_args"]))
         self.template.check(f"init_from={str(model)!r}")

@@ -1,11 +1,11 @@
 """
 What SGLang's scheduler does for agents and for clients of a served model, and not for samples of one turn: turns that
-end at strings, drawing by grammars, the likeliest tokens. It runs in the scheduler's process (rollout_server.py).
+end at strings, drawing by grammars, the likeliest tokens. `PATCHES` is a table like onecurve/sglang/patches.py's.
 """
 
-import functools
-
 import torch
+
+from onecurve.sglang.patches import Around
 
 
 class Ranked:
@@ -19,11 +19,11 @@ class Ranked:
         return torch.return_types.topk([x[:, :k] for x in ranked])
 
 
-def ranked_logprobs(own):
-    return lambda logprobs, *args, **kwargs: own(Ranked(logprobs), *args, **kwargs)
+def ranked_logprobs(own, logprobs, *args, **kwargs):
+    return own(Ranked(logprobs), *args, **kwargs)
 
 
-def process_grammar(self, by_sglang, req):
+def process_grammar(own, self, req):
     """SGLang's, for a request that may want a grammar; with the first one the means for them are loaded."""
     if req.sampling_params.json_schema and self.grammar_backend is None:
         import xgrammar
@@ -37,23 +37,27 @@ def process_grammar(self, by_sglang, req):
         self.grammar_backend = base_grammar_backend.create_grammar_backend(
             self.server_args, self.scheduler.tokenizer, hf.vocab_size, hf.hf_eos_token_id
         )
-    return by_sglang(self, req)
+    return own(self, req)
 
 
-def install_tokenizer(folder):
-    """Gives the scheduler a tokenizer, so that turns end at strings, and what clients ask for beside tokens."""
-    from sglang.srt.constrained.grammar_manager import GrammarManager
-    from sglang.srt.layers import logprob_processor
-    from sglang.srt.managers.scheduler import Scheduler
+def init_tokenizer(own, self):
+    """SGLang's own switch would have it send texts, to a process that we do not start."""
     from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
-    def init_tokenizer(self, own=Scheduler.init_tokenizer):
-        own(self)
-        self.tokenizer = get_tokenizer(folder)
+    own(self)
+    self.tokenizer = get_tokenizer(self.server_args.model_path)
 
-    # SGLang's own switch would have it send texts, to a process that we do not start.
-    Scheduler.init_tokenizer = init_tokenizer
-    own = GrammarManager.process_req_with_grammar
-    GrammarManager.process_req_with_grammar = functools.partialmethod(process_grammar, own)
-    for name in ("get_top_logprobs_raw", "get_top_logprobs_chunk"):
-        setattr(logprob_processor, name, ranked_logprobs(getattr(logprob_processor, name)))
+
+def flush_cache(own, self, *args, **kwargs):
+    done = own(self, *args, **kwargs)
+    self.tree_cache.disable_finished_insert = False  # a dialogue continues from the end of its last turn
+    return done
+
+
+PATCHES = [
+    ("managers.scheduler:Scheduler.init_tokenizer", Around(init_tokenizer)),
+    ("managers.scheduler:Scheduler.flush_cache", Around(flush_cache)),
+    ("constrained.grammar_manager:GrammarManager.process_req_with_grammar", Around(process_grammar)),
+    ("layers.logprob_processor:get_top_logprobs_raw", Around(ranked_logprobs)),
+    ("layers.logprob_processor:get_top_logprobs_chunk", Around(ranked_logprobs)),
+]

@@ -6,7 +6,6 @@ SGLang is imported late: that takes seconds, and most processes need none of it.
 """
 
 import functools
-import importlib
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +17,8 @@ import kernels
 from configurator import MODES, require
 from onecurve.models import moe
 from onecurve.models.adapters import add_adapters, read_adapter_config
-from onecurve.models.start import lean_imports
 from onecurve.run.machine import least_memory, machine_memory
+from onecurve.run.start import lean_imports
 from sync import Shard, TreeReduceScatter, reason
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama", moe.KIND)
@@ -326,20 +325,30 @@ def layer_on_cpu(layer, pool):
     )  # fmt: skip
 
 
-def install_operators(backend, inv_freq, tp_split, in_one_call):
+def add_rows(group, x):
+    """Adds rows that one rank has and the others fill with zeros; as integers, since -0.0 + 0.0 loses its sign."""
+    rows = group.all_gather(x[None], 0).view({2: torch.int16, 4: torch.int32}[x.itemsize])
+    return rows.sum(0, dtype=rows.dtype).view(x.dtype)
+
+
+def norm_in_engine(norm, x, residual=None):
+    return kernels.rms_norm(x, norm.weight, norm.variance_epsilon, residual)
+
+
+def head_in_engine(_, hidden, head, bias=None):
+    return kernels.head_logits(hidden, head.weight)
+
+
+def layer_in_engine(tp_split, in_one_call):
     """
-    Makes SGLang's models in this process compute with kernels.py. The hooks replace `forward` of its classes, above the
-    choice of a platform's kernel. backend: the name under which our attention is registered; by it SGLang decides how
-    the cache is laid out. tp_split: number of parts into which sums are cut for several ranks. in_one_call: whether all
+    `forward` of SGLang's decoder layers. Its own does the same, but looks at each part for several GPUs, quantization
+    and a platform. tp_split: number of parts into which sums are cut for several ranks. in_one_call: whether all
     layers' operators are, which a CPU's can be, else they are called one by one.
 
-    log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Without a hook:
+    log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Not replaced:
     VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side.
     """
-    from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.layers.layernorm import RMSNorm
-    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.distributed.parallel_state import get_tp_group
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     def linear(module, x):
@@ -348,11 +357,6 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
     def row_parallel(module, x):
         gather = (lambda y: get_tp_group().all_gather(y[None], 0)) if module.tp_size > 1 else None
         return kernels.linear(x, module.weight, module.bias, tp_split // module.tp_size, gather)
-
-    def add_rows(group, x):
-        """Adds rows that one rank has and the others fill with zeros; as integers, since -0.0 + 0.0 loses its sign."""
-        rows = group.all_gather(x[None], 0).view({2: torch.int16, 4: torch.int32}[x.itemsize])
-        return rows.sum(0, dtype=rows.dtype).view(x.dtype)
 
     def attend(attention, x, batch):
         qkv = linear(attention.qkv_proj, x).view(len(x), -1, attention.head_dim)
@@ -368,8 +372,9 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
         if in_one_call and kernels.panel_cache is not None:  # the first layer's call does the work of all
             return layers_on_cpu(x, batch) if residual is None else (x, residual)
         ln = self.input_layernorm
-        x, residual = (norm(ln, x), x) if residual is None else norm(ln, x, residual)
-        x, residual = norm(self.post_attention_layernorm, attend(self.self_attn, x, batch), residual)
+        x, residual = (norm_in_engine(ln, x), x) if residual is None else norm_in_engine(ln, x, residual)
+        attended = attend(self.self_attn, x, batch)
+        x, residual = norm_in_engine(self.post_attention_layernorm, attended, residual)
         if moe.is_mixture(self.mlp):
             return moe.in_engine(self.mlp, x, get_tp_group().all_reduce), residual
         hidden = kernels.swiglu(*linear(self.mlp.gate_up_proj, x).chunk(2, -1))
@@ -382,17 +387,7 @@ def install_operators(backend, inv_freq, tp_split, in_one_call):
         plan = backend.rope_table, batch.out_cache_loc, backend.plan
         return kernels.layers_on_cpu(x, *plan, kernels.panel_cache["layers"])
 
-    def norm(self, x, residual=None):
-        return kernels.rms_norm(x, self.weight, self.variance_epsilon, residual)
-
-    RMSNorm.forward = norm
-    GroupCoordinator.all_reduce = add_rows
-    # SGLang's own layers do the same, but ask at each part for several GPUs, for quantization and for a platform
-    for kind in MODEL_TYPES:
-        module = importlib.import_module(f"sglang.srt.models.{kind}")
-        getattr(module, f"{class_name(kind)}DecoderLayer").forward = layer
-    LogitsProcessor._compute_lm_head = lambda self, hidden, head, bias=None: kernels.head_logits(hidden, head.weight)
-    register_attention_backend(backend)(paged_attention(inv_freq))
+    return layer
 
 
 def hugging_face_parameters(model):

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from configurator import require, scratch_sizes, seed_of
 from onecurve.models.moe import KIND, per_expert
-from onecurve.models.start import lean_imports
 from onecurve.run.checkpoint import write_tensors
+from onecurve.run.start import lean_imports
 from sync import reason, shards
 
 HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither

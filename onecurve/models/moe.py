@@ -137,30 +137,24 @@ def sizes_on_cpu(mlp):
     return ((kernels.panels_of(router.t()), len(router), mlp.topk.topk_config.top_k),)
 
 
-def install_in_engine():
-    """Has SGLang's model take parameters (E, .., ..) as they are sent, and its blocks show them as a dense MLP does."""
-    from sglang.srt.models import qwen3_moe
-
-    def load_weights(self, weights, own=qwen3_moe.Qwen3MoeForCausalLM.load_weights):
-        modules = dict(self.named_modules())
-
-        def others():
-            for name, tensor in weights:
-                layer, _, last = name.rpartition(".")
-                if layer.endswith(".experts") and last in of_ours:
-                    experts = modules[layer]
-                    here = getattr(experts, of_ours[last]).data
-                    here.copy_(tensor[first_expert(experts) :][: len(here)])
-                else:
-                    yield name, tensor
-
-        own(self, others())
-
+def load_weights(own, self, weights):
+    """SGLang's, `own`, of a model that takes parameters (E, .., ..) as they are sent."""
+    modules = dict(self.named_modules())
     of_ours = {ours: theirs for theirs, ours in OF_SGLANG.items()}
 
-    def shown_as(name):
-        return property(lambda self: types.SimpleNamespace(weight=getattr(self.experts, name), bias=None))
+    def others():
+        for name, tensor in weights:
+            layer, _, last = name.rpartition(".")
+            if layer.endswith(".experts") and last in of_ours:
+                experts = modules[layer]
+                here = getattr(experts, of_ours[last]).data
+                here.copy_(tensor[first_expert(experts) :][: len(here)])
+            else:
+                yield name, tensor
 
-    qwen3_moe.Qwen3MoeForCausalLM.load_weights = load_weights
-    for theirs, ours in OF_SGLANG.items():
-        setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, ours, shown_as(theirs))
+    own(self, others())
+
+
+def shown_as(name):
+    """A property of SGLang's block that shows its experts' parameter of this name as a dense MLP's layer."""
+    return property(lambda self: types.SimpleNamespace(weight=getattr(self.experts, name), bias=None))

@@ -23,7 +23,7 @@ PRESETS = dict(
     qwen3_30b_a3b=8, qwen3_32b=16, llama_70b_lora=8,
 )  # ranks # fmt: skip
 MEMORY = dict(qwen3_30b_a3b=141 << 30, qwen3_32b=141 << 30, qwen3_1p7b_lora=24 << 30)  # bytes of a preset's cards
-# what `run_scheduler` replaces in SGLang, and the function of SGLang's that has to call it by this name
+# what onecurve/sglang/patches.py replaces in SGLang, and the function of SGLang's that has to call it by this name
 SRT = "sglang.srt."
 HOOKS = {
     "batch_invariant_ops:enable_batch_invariant_mode":

@@ -1,0 +1,261 @@
+"""
+What is replaced in SGLang 0.5.17, in the process of its scheduler, which runs the model. SGLang has no switch for it.
+
+    patches         the table: what is replaced, by what, and why
+    install         replaces it
+    run_scheduler   does so, and then what SGLang's process does
+
+The replacements are below the table, and for a model's layers in onecurve/models/. What an agent needs besides is in a
+table of the same form (onecurve/agents/scheduler.py).
+"""
+
+import functools
+import importlib
+import itertools
+import math
+import os
+import pkgutil
+import re
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import kernels
+from onecurve.models import dense, moe
+from onecurve.sglang.start import allow_deterministic_backend
+from sync import FOREVER, from_all_ranks, rounded_to, tensor_hashes
+
+ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}  # SGLang's names; ours takes their place
+
+
+class Around(NamedTuple):
+    """Takes the place of a function of SGLang's, `own`, which `call` gets before the arguments."""
+
+    call: Callable
+
+    def of(self, own):
+        return lambda *args, **kwargs: self.call(own, *args, **kwargs)
+
+
+def patches(config, device, enable, inv_freq, lends):
+    """
+    Yields (what in sglang.srt is replaced, by what); above each row, what SGLang's own does that we do not want. The
+    modules are imported in this order. Arguments as in `run_scheduler`; enable: kernels.enable_batch_invariant.
+    """
+    # deterministic mode switches its Triton kernels on
+    yield "batch_invariant_ops:enable_batch_invariant_mode", enable if inv_freq else lambda: None
+    # it draws from the log of a softmax, and returns the log-probs from before a sampling rule
+    yield "layers.sampler:Sampler.forward", sample_tokens
+    if device == "cpu":
+        # its RoPE imports vLLM
+        yield "layers.rotary_embedding.base:_is_cpu", True
+        # it makes groups for a CUDA device
+        yield "distributed.parallel_state:GroupCoordinator.__init__", Around(group_on_cpu)
+    else:
+        # SGLang has nvcc compile these at the first steps. Keys and values are now written by two index_put of torch's
+        # a layer instead of one kernel, inside the graph of a decode step; both copy rows.
+        yield "mem_cache.memory_pool:can_use_store_cache", lambda *_: False
+        from sglang.srt.model_executor import forward_batch_info
+
+        yield "model_executor.forward_batch_info:clamp_position", forward_batch_info._clamp_position_native
+        # it gives memory back at once
+        yield "utils.torch_memory_saver_adapter:_TorchMemorySaverAdapterReal.pause", Around(pause)
+    parts = "model_executor.model_runner_components"
+    if inv_freq:
+        # it multiplies float16, which kernels.py refuses
+        yield f"{parts}.attention_backend_setup:init_cublas", lambda: None
+    # it receives whole tensors from one sender
+    yield f"{parts}.weight_updater:WeightUpdater.update_weights_from_distributed", receive_rows
+    # it is silent where a folder lacks weights
+    yield "model_loader.loader:DefaultModelLoader.load_weights_and_postprocess", Around(load_all)
+    if inv_freq:
+        # it computes with other operators; these names are above its choice of a platform's kernel
+        yield "distributed.parallel_state:GroupCoordinator.all_reduce", dense.add_rows
+        yield "layers.layernorm:RMSNorm.forward", dense.norm_in_engine
+        yield "layers.logits_processor:LogitsProcessor._compute_lm_head", dense.head_in_engine
+        each = config["engine_bits"].endswith(":act")
+        in_one_call = device == "cpu" and config["tp_split"] == 1 and not each and not kernels.INTERPRET
+        layer = dense.layer_in_engine(config["tp_split"], in_one_call)
+        for kind in dense.MODEL_TYPES:
+            yield f"models.{kind}:{dense.class_name(kind)}DecoderLayer.forward", layer
+    # it wants a parameter for each expert; its blocks do not show the experts' as a dense MLP does
+    yield "models.qwen3_moe:Qwen3MoeForCausalLM.load_weights", Around(moe.load_weights)
+    for theirs, ours in moe.OF_SGLANG.items():
+        yield f"models.qwen3_moe:Qwen3MoeSparseMoeBlock.{ours}", moe.shown_as(theirs)
+    # it keeps what our operators have of the old weights
+    yield "managers.scheduler:Scheduler.flush_cache", Around(functools.partial(flush_cache, lends and device == "cpu"))
+    # there is no such method; Engine.collective_rpc calls it
+    yield "managers.scheduler:Scheduler.check_weights", check_weights
+    # it leaves a name in /dev/shm, of statistics for a router
+    yield "managers.scheduler:create_load_snapshot_writer", lambda *_, **__: None
+
+
+def install(rows):
+    """Replaces what the rows of a table like `patches` name."""
+    for path, ours in rows:
+        owner, name = re.fullmatch("(.+)[.:](.+)", path).groups()
+        owner = pkgutil.resolve_name(f"sglang.srt.{owner}")
+        if isinstance(ours, Around):
+            ours = ours.of(getattr(owner, name))
+        if isinstance(vars(owner).get(name), staticmethod):
+            ours = staticmethod(ours)
+        setattr(owner, name, ours)
+
+
+def run_scheduler(config, threads, cores, inv_freq, lends, more, server_args, *args):
+    """
+    SGLang's scheduler process, with our operators unless inv_freq is None; its `run_scheduler_process_func`. cores,
+    lends, more (patches): as in RolloutEngine.
+    """
+    from sglang.srt import models
+
+    # SGLang would import all its two hundred models before it picks one: seconds
+    others = {module.name for module in pkgutil.iter_modules(models.__path__)} - set(dense.MODEL_TYPES)
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+    device = server_args.device
+    enable = functools.partial(kernels.enable_batch_invariant, threads, cores)
+    install(patches(config, device, enable, inv_freq, lends))
+    install(more)
+    if device == "cpu":
+        torch.set_num_threads(threads)
+        allow_deterministic_backend()
+        kernels.panel_cache = {}
+        os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
+    if inv_freq:
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        register_attention_backend(ATTENTION_BACKEND[device])(dense.paged_attention(inv_freq))
+        if config["engine_bits"].endswith(":act"):
+            round_operators(config["engine_bits"])
+        # the next batch may write the page table once this one has read it: SGLang's own backend copies it before a
+        # graph's replay, PagedAttention reads it until the end
+        os.environ["SGLANG_FORCE_COARSE_WAR_BARRIER"] = "1"
+        # for its own backend's sake SGLang would cut prefills at multiples of 4096, and wait for ever for larger chunks
+        os.environ["SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE"] = "1"
+    leave_nothing_open()
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    run_scheduler_process(server_args, *args)
+
+
+def sample_tokens(self, output, info, _, likeliest, chosen, positions):
+    """
+    A draw from the log-softmax whose log-probs it returns, of the tokens that each request's rule keeps. Greedy
+    requests, to SGLang of temperature 1 and top_k=1, have the log-probs of all tokens.
+    """
+    logits = (output.next_token_logits / info.temperatures).contiguous()
+    by_rule = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
+    if by_rule:
+        greedy = info.top_ks[:, None] == 1
+        rules = torch.stack([info.top_ps, info.top_ks.float(), info.min_ps], 1)
+        kernels.cut(logits, rules.where(~greedy, rules.new_tensor([1.0, 0.0, 0.0])))
+    logprobs = kernels.log_softmax(logits, -1, False)
+    tokens = kernels.draw(logprobs, info.sampling_seed, positions)
+    if by_rule:
+        tokens = logits.argmax(-1, keepdim=True).where(greedy, tokens)
+    if any(likeliest or ()):
+        found = self.output_logprob_processor.compute_logprobs(logprobs, likeliest, chosen, tokens[:, 0])
+        found.write_output_to(output)
+    else:
+        output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
+    return tokens[:, 0].int()
+
+
+def receive_rows(self, names, dtypes, shapes, *_):
+    """
+    Receives each trainer's rows of all tensors in one piece, in the group that it has with all workers. Returns
+    (whether it worked, why not).
+    """
+    groups = self._model_update_group.values()  # in the order of the trainers: in every worker the same, as NCCL wants
+    try:
+        dtype = getattr(torch, dtypes[0])
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+        cut = [x.chunk(len(groups)) for x in tensors]  # as FSDP2 cuts them: the last trainers may have no rows
+        for r, group in enumerate(groups):
+            rows = [parts[r] for parts in cut if r < len(parts)]
+            sizes = [x.numel() for x in rows]
+            piece = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+            dist.broadcast(piece.view(torch.uint8), src=0, group=group)
+            for x, part in zip(rows, piece.split(sizes)):
+                x.copy_(part.view(x.shape))
+        self.get_model().load_weights([*zip(names, tensors)])
+    except Exception as e:
+        return False, str(e)
+    return True, ""
+
+
+def group_on_cpu(own, group, **options):
+    own(group, **options | dict(use_pynccl=False, use_custom_allreduce=False))
+
+
+def pause(own, self, tag):
+    torch.cuda.synchronize()  # kernels after the last sample may still read what then has no memory
+    own(self, tag)
+
+
+def load_all(own, model, weights, device):
+    """SGLang's loading of a model folder, `own`. Raises ValueError, with names, if it leaves parameters out."""
+    for p in model.parameters():
+        p.data.fill_(math.nan)
+    own(model, weights, device)
+    if left := [name for name, p in model.named_parameters() if p.isnan().any()]:
+        raise ValueError(f"weights that are in no file, or not a number: {', '.join(left[:3])}")
+
+
+def flush_cache(gives_back, own, self, *args, **kwargs):
+    """As with every change of the weights. gives_back: memory that this process does not use now."""
+    if kernels.panel_cache:
+        kernels.panel_cache.clear()
+    if gives_back:
+        kernels.give_memory_back()
+    self.tree_cache.disable_finished_insert = True  # no sample continues another's end
+    return own(self, *args, **kwargs)
+
+
+def check_weights(scheduler, expected):
+    """
+    Raises ValueError, with names, unless the parameters of the model that the engine's schedulers run together are
+    those of `expected`, {Hugging Face's name: hash}, and have these hashes. {} is not compared.
+    """
+    found = list(dense.hugging_face_parameters(scheduler.tp_worker.model_runner.model)) if expected else []
+    hashes = {}
+    group = scheduler.tp_group
+    for cut, among in ((False, None), (True, group.device_group)):
+        if shards := [shard for shard, is_cut in found if is_cut == cut]:
+            hashes |= tensor_hashes([s.data for s in shards], shards, among)
+    wrong = [name for name in expected if hashes.get(name) != expected[name]]
+    wrong += [f"{shard.name} (nobody sends it)" for shard, _ in found if shard.name not in expected]
+    wrong = [*dict.fromkeys(itertools.chain(*from_all_ranks(wrong, group.cpu_group)))]
+    if wrong:
+        raise ValueError(", ".join(wrong[:3]) + ", .." * (len(wrong) > 3))
+
+
+def round_operators(bits):
+    """Makes what kernels.py's operators give in this process `rounded_to` these bits."""
+
+    def rounded(operator):
+        def call(*args, **kwargs):
+            out = operator(*args, **kwargs)
+            if isinstance(out, tuple):
+                return tuple(rounded_to(x, bits) for x in out)
+            return rounded_to(out, bits)
+
+        return call
+
+    for name in ("linear", "rms_norm", "norm_rope", "swiglu", "moe", "attention"):
+        setattr(kernels, name, rounded(getattr(kernels, name)))
+
+
+def leave_nothing_open():
+    """
+    No port for other machines: torch's store would accept connections from any host, without authentication; here all
+    ranks use the one that `start_engine` made. No name in /dev/shm, which a kill would leave there, of tqdm's lock.
+    """
+    from tqdm import tqdm
+
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so called
+    rendezvous._create_c10d_store = lambda host, port, *_: dist.TCPStore(host, port, timeout=FOREVER)
+    tqdm.set_lock(threading.RLock())
