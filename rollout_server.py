@@ -55,6 +55,7 @@ import torch.distributed as dist
 
 import kernels
 from configurator import close_bars, error_line, named_arguments, noise_seed
+from onecurve.cpu import host
 from onecurve.models import moe
 from onecurve.models.dense import MODEL_TYPES, hugging_face_parameters, install_operators, rope_frequencies
 from onecurve.models.start import allow_deterministic_backend, early, import_engine, output_to, start_schedulers
@@ -195,7 +196,7 @@ def adapt_to_cpu(threads):
     torch.set_num_threads(threads)
     allow_deterministic_backend()
     rotary_embedding._is_cpu = True
-    kernels.panel_cache = {}
+    host.panel_cache = {}
     os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
 
     def group_on_cpu(self, own=GroupCoordinator.__init__, **options):
@@ -258,10 +259,10 @@ def run_scheduler(config, threads, cores, inv_freq, lends, server_args, *args):
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     def flush_cache(self, *args, own=Scheduler.flush_cache, **kwargs):
-        if kernels.panel_cache:
-            kernels.panel_cache.clear()
+        if host.panel_cache:
+            host.panel_cache.clear()
         if lends and device == "cpu":
-            kernels.give_memory_back()
+            host.give_memory_back()
         self.tree_cache.disable_finished_insert = not config["agent"]  # nobody goes on from the end of other samples
         return own(self, *args, **kwargs)
 
@@ -447,7 +448,7 @@ class RolloutEngine:
 
     def _start(self, model_path, device, dtype, gpu, sockets):
         os.environ["SGLANG_PLUGINS"] = "none"  # what else is installed may not change what an engine computes
-        threads = max(kernels.threads, torch.get_num_threads())
+        threads = max(host.threads, torch.get_num_threads())
         tp = self.config["rollout_tp"]
         run = functools.partial(run_scheduler, self.config, threads, self.cores, self.inv_freq, self.lends)
         if device == "cpu":
@@ -632,7 +633,7 @@ class RolloutEngine:
         """Takes the memory again; what was in it is lost."""
         if self.asleep:
             self.asleep = False
-            kernels.give_memory_back()  # what this rank's trainer holds and does not use now
+            host.give_memory_back()  # what this rank's trainer holds and does not use now
             if self.device == "cuda":
                 self.request("resume_memory_occupation", "taking its memory again", tags=LENT)
 

@@ -60,6 +60,7 @@ from configurator import (
     roles,
 )
 from kernels import tree_sum
+from onecurve.cpu import host
 from onecurve.models.moe import per_expert
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
@@ -482,8 +483,8 @@ def share_cores():
 
 def lend_cores(waits):
     """Says that this rank waits, and the others of its machine have its cores; or that it works again."""
-    if kernels.working:
-        kernels.working[int(os.environ["LOCAL_RANK"])] = not waits
+    if host.working:
+        host.working[int(os.environ["LOCAL_RANK"])] = not waits
 
 
 # ------------------------------------------------------------------------------------------------------------------

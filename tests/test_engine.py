@@ -30,7 +30,9 @@ import rollout_server
 import sync
 import train_grpo as train
 from configurator import block
-from kernels import Sampling, murmur_hash32
+from kernels import Sampling
+from onecurve.cpu import host
+from onecurve.cpu.loops import murmur_hash32
 from onecurve.models import dense, folders
 from rewards import load_reward
 from rollout_server import Job, RolloutEngine, Sampler, load_all, sampling_seed
@@ -111,7 +113,7 @@ def watched_scheduler(*args, **kwargs):
     Scheduler.swap_draw = swap_draw
 
     def make_faulty(self, operator):
-        kernels.panel_cache = None if operator else {}  # in one call they cannot be told apart
+        host.panel_cache = None if operator else {}  # in one call they cannot be told apart
         faulty[0] = operator
 
     Scheduler.make_faulty = make_faulty
