@@ -43,6 +43,7 @@ import torch
 
 import kernels
 from configurator import close_bars, error_line, noise_seed
+from onecurve.cpu import host
 from onecurve.models.dense import rope_frequencies
 from onecurve.run.start import output_to
 from onecurve.sglang.engine import folder_for_sockets, start_engine
@@ -506,7 +507,7 @@ class RolloutEngine:
         """Takes the memory again; what was in it is lost."""
         if self.asleep:
             self.asleep = False
-            kernels.give_memory_back()  # what this rank's trainer holds and does not use now
+            host.give_memory_back()  # what this rank's trainer holds and does not use now
             if self.device == "cuda":
                 lent = self.io_struct.ResumeMemoryOccupationReqInput(tags=LENT)
                 self.request(self.manager.resume_memory_occupation(lent), "taking its memory again")

@@ -37,7 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 import kernels
 from configurator import FREE_KEYS, close_bars, error_line, require
 from kernels import tree_sum
-from onecurve.cpu.cores import lend_cores
+from onecurve.cpu.host import lend_cores
 
 FOREVER = timedelta(days=30)  # a collective may wait for a whole rollout; torchrun and the watchdogs end a dead run
 

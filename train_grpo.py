@@ -213,7 +213,7 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     import sync
     from onecurve.algorithms import critic, turns
     from onecurve.algorithms.pairs import evaluate_pairs, pair_loss
-    from onecurve.cpu.cores import share_cores
+    from onecurve.cpu.host import share_cores
     from onecurve.models import adapters, folders
     from onecurve.models.dense import build_model, check_memory, check_model
     from onecurve.models.moe import routers_of
@@ -347,8 +347,10 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
         return peak * (step + 1) / warmup_steps
     if not decay_steps:
         return peak
+    from onecurve.cpu.loops import cos_sin  # a libm's cosine follows the machine
+
     done = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
-    return min_lr + (peak - min_lr) * 0.5 * (1 + kernels.cos_sin(math.pi * done)[0])
+    return min_lr + (peak - min_lr) * 0.5 * (1 + cos_sin(math.pi * done)[0])
 
 
 # ---- samples, and the leaves they are packed into -------------------------------------------------------------------
@@ -675,7 +677,7 @@ class Trainer:
             dict(params=[w for w in self.weights if (w.dim() > 1) == matrices], weight_decay=c.weight_decay * matrices)
             for matrices in (True, False)
         ]
-        self.optimizer = kernels.AdamW(groups, betas=(c.beta1, c.beta2))
+        self.optimizer = kernels.adamw(groups, betas=(c.beta1, c.beta2))
         # AdamW would make its state at its first step; made here, it can be filled from a checkpoint.
         for w in self.weights:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}

@@ -23,6 +23,7 @@ import kernels  # noqa: E402
 import rewards  # noqa: E402
 import sync  # noqa: E402
 import train_grpo as train  # noqa: E402
+from onecurve.cpu import host, loops  # noqa: E402
 from onecurve.models import folders  # noqa: E402
 
 NUMBERS = np.random.default_rng(0)  # whole numbers alone, which no library computes in a way of its own
@@ -81,7 +82,7 @@ def operators():
     yield "draw", kernels.draw(kernels.log_softmax(z, -1, False), ids * 2**40, torch.arange(70))
     yield "bit_sum", kernels.bit_sum(x.detach().view(torch.int32), ids * 2 + 1, torch.arange(96) * 2**50 + 1)
     moved = torch.nn.Parameter(x.detach().clone())
-    optimizer = kernels.AdamW([moved], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = loops.AdamW([moved], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer.state[moved] = dict(step=torch.tensor(2.0), exp_avg=a.detach().clone(), exp_avg_sq=z.new_ones(70, 96))
     moved.grad = a.detach().clone()
     optimizer.step()
@@ -148,7 +149,7 @@ def order():
 def main():
     found = {f"torch's own {name}": digest(*x) for name, *x in formulas()}
     kernels.enable_batch_invariant(int(sys.argv[1]))
-    kernels.WORTH_THREADS = 0
+    host.WORTH_THREADS = 0
     found |= {f"formula {name}": digest(*x) for name, *x in formulas()}
     found |= {f"operator {name}": digest(*x) for name, *x in operators()}
     with tempfile.TemporaryDirectory() as folder:

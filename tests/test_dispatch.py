@@ -90,7 +90,7 @@ def operators_of_an_update(family, folder, mesh, change, monkeypatch):
     for name in SEALED:
         f = getattr(train.kernels, name)
         monkeypatch.setattr(train.kernels, name, functools.partial(Sealed.apply, f))
-    monkeypatch.setattr(train.kernels, "AdamW", torch.optim.AdamW)  # as it is on CUDA
+    monkeypatch.setattr(train.kernels, "adamw", torch.optim.AdamW)  # as it is on CUDA
     monkeypatch.setattr(dense, "is_sharded", lambda *_: True)
     hf = AutoConfig.for_model(
         family, vocab_size=98, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

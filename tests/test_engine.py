@@ -29,7 +29,9 @@ import kernels
 import sync
 import train_grpo as train
 from configurator import block
-from kernels import Sampling, murmur_hash32
+from kernels import Sampling
+from onecurve.cpu import host
+from onecurve.cpu.loops import murmur_hash32
 from onecurve.models import dense, folders
 from onecurve.sglang.engine import folder_for_sockets, unlink_shared_memory
 from onecurve.sglang.patches import load_all, run_scheduler
@@ -112,7 +114,7 @@ def watched_scheduler(*args, **kwargs):
     Scheduler.swap_draw = swap_draw
 
     def make_faulty(self, operator):
-        kernels.panel_cache = None if operator else {}  # in one call they cannot be told apart
+        host.panel_cache = None if operator else {}  # in one call they cannot be told apart
         faulty[0] = operator
 
     Scheduler.make_faulty = make_faulty

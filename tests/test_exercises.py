@@ -16,7 +16,10 @@ import check  # noqa: E402
 from cases import CRITIC, EXERCISES, PLAIN  # noqa: E402
 
 FILES = sorted((ROOT / "learn" / "exercises").glob("[1-9]_*.py"))
-HEADER = "import re\nimport torch\nimport numpy as np\nfrom kernels import fma, loop\nfrom rewards import permutation\n"
+HEADER = (
+    "import re\nimport torch\nimport numpy as np\nfrom onecurve.cpu.loops import fma, loop\n"
+    "from rewards import permutation\n"
+)
 
 # {function: [(its body, some words of what it must be told)]}: wrong answers, as students write them.
 BODIES = {

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from onecurve.cpu import host, loops
 
 SHAPES = [(128, 384), (384, 128), (128, 98), (33, 70), (1024, 256), (2560, 48)]  # K, N
 
@@ -43,7 +44,7 @@ def seeded():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    kernels.threads = 1
+    host.threads = 1
     kernels.disable_batch_invariant()
 
 
@@ -54,12 +55,12 @@ def exact(*shape):
 
 @pytest.mark.parametrize("K,N", SHAPES)
 def test_a_row_of_mm_does_not_see_its_batch_nor_the_threads(K, N, monkeypatch):
-    monkeypatch.setattr(kernels, "WORTH_THREADS", 0)
+    monkeypatch.setattr(host, "WORTH_THREADS", 0)
     x, w = torch.randn(300, K), torch.randn(N, K)
     whole = kernels.mm(x, w.t())
     assert torch.allclose(whole, (x.double() @ w.double().t()).float(), atol=1e-3)
     for threads in (1, 2, 3):
-        kernels.threads = threads
+        host.threads = threads
         for M in (*range(1, 34), 63, 64, 65, 100, 255):
             for first in (0, 41):
                 assert same(kernels.mm(x[first : first + M], w.t()), whole[first : first + M]), (threads, M, first)
@@ -552,7 +553,7 @@ def of(loop, x, results=1):
 def test_exp_is_within_one_ulp_over_all_of_float32_and_right_at_its_ends():
     every = np.arange(0, 2**32, 4001, dtype=np.uint64).astype(np.uint32).view(np.float32)
     x = np.concatenate([every[np.isfinite(every)], np.linspace(-104.5, 89.5, 1_000_001, dtype=np.float32)])
-    y = of(kernels.cpu_exp, x)
+    y = of(loops.cpu_exp, x)
     with np.errstate(over="ignore"):
         right = np.exp(x.astype(np.float64))
     finite = right < np.finfo(np.float32).max
@@ -562,20 +563,20 @@ def test_exp_is_within_one_ulp_over_all_of_float32_and_right_at_its_ends():
     assert 0.5 < error.max() < 1 and (y[(x > -103.9) & (x < -88)] > 0).all()  # denormal, and not flushed to 0
     tiny = np.float32(1e-45)
     ends = np.array([-np.inf, -104, 0, -0.0, tiny, -tiny, 89, np.inf, np.nan], np.float32)
-    assert str(of(kernels.cpu_exp, ends).tolist()) == str([0.0, 0.0, 1.0, 1.0, 1.0, 1.0, np.inf, np.inf, np.nan])
+    assert str(of(loops.cpu_exp, ends).tolist()) == str([0.0, 0.0, 1.0, 1.0, 1.0, 1.0, np.inf, np.inf, np.nan])
 
 
 def test_log_is_within_one_ulp_of_float64_and_right_at_its_ends():
     rng = np.random.default_rng(0)
     x = [rng.random(2000), np.exp(rng.random(1000) * 1400 - 700), 1 + (rng.random(500) - 0.5) * 1e-6]
     x = np.concatenate([*x, [5e-324, 1e-310, 2.2250738585072014e-308, 1.7976931348623157e308]])
-    y = of(kernels.cpu_log, x)
+    y = of(loops.cpu_log, x)
     with localcontext() as context:
         context.prec = 40
         right = [Decimal(float(v)).ln() for v in x]
         errors = [abs(Decimal(float(a)) - b) / Decimal(np.spacing(abs(float(b)))) for a, b in zip(y, right)]
     assert max(errors) < 1
-    ends = of(kernels.cpu_log, np.array([0.0, -0.0, 1, np.inf, -1, -np.inf, np.nan]))
+    ends = of(loops.cpu_log, np.array([0.0, -0.0, 1, np.inf, -1, -np.inf, np.nan]))
     assert str(ends.tolist()) == str([-np.inf, -np.inf, 0.0, np.inf, np.nan, np.nan, np.nan])
 
 
@@ -586,7 +587,7 @@ def test_cos_and_sin_are_within_two_units_of_float64s_last_place_at_1():
     x = np.concatenate([rng.random(1000) * 1e6, rng.random(1000) * 10, np.arange(500) * (np.pi / 2), [1e-300]])
     x = np.concatenate([x, -x])
     with mpmath.workprec(120):
-        for ours, right in zip(of(kernels.cpu_rope_table, x, 2), (mpmath.cos, mpmath.sin)):
+        for ours, right in zip(of(loops.cpu_rope_table, x, 2), (mpmath.cos, mpmath.sin)):
             assert max(abs(mpmath.mpf(float(a)) - right(mpmath.mpf(float(b)))) for a, b in zip(ours, x)) < 2**-52
 
 
@@ -602,7 +603,7 @@ def matmul_is_in_order(module):
 
 def dot_is_in_order(module):
     x, y = exact(75).numpy(), exact(75).numpy()
-    return module.dot(x, 0, y, 0, 75) == kernels.naive_dot(x, y)
+    return module._loops().dot(x, 0, y, 0, 75) == kernels.naive_dot(x, y)
 
 
 def attention_is_in_order(module):
@@ -631,7 +632,7 @@ def mixture_is_in_order(module):
     with torch.no_grad():
         z = torch.from_numpy(kernels.naive_matmul(x.numpy(), router.t().numpy()))
         ranked, experts = z.sort(stable=True, descending=True)
-        p = torch.tensor([kernels.exp(n) for n in (ranked - ranked[:, :1])[:, :3].flatten().numpy()]).view(40, 3)
+        p = torch.tensor([loops.exp(n) for n in (ranked - ranked[:, :1])[:, :3].flatten().numpy()]).view(40, 3)
         w = p / ((p[:, 0] + p[:, 2]) + p[:, 1])[:, None]  # `naive_dot` of p and ones
         right, d_down = torch.zeros(40, 24), []
         for t, j in np.ndindex(40, 3):
@@ -651,29 +652,31 @@ def test_a_matmul_a_dot_an_attention_and_a_mixture_add_in_the_order_of_the_naive
     assert matmul_is_in_order(kernels) and dot_is_in_order(kernels) and attention_is_in_order(kernels)
     assert mixture_is_in_order(kernels)
     x = exact(75).numpy()
-    assert kernels.sum_of(x, 0, 75) == kernels.naive_dot(x, np.ones(75, np.float32))
+    assert loops.sum_of(x, 0, 75) == kernels.naive_dot(x, np.ones(75, np.float32))
 
 
 def changed(folder, *changes):
-    """kernels.py with its text changed, as a module of its own."""
-    text = Path(kernels.__file__).read_text()
-    for old, new in changes:
-        assert text.count(old) >= 1, f"not in kernels.py: {old}"
-        text = text.replace(old, new)
-    path = folder / f"changed_{os.urandom(4).hex()}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """kernels.py and its loops with their text changed, as modules of their own."""
+    modules = []
+    for file in (kernels.__file__, loops.__file__):
+        text = Path(file).read_text()
+        for old, new in changes:
+            text = text.replace(old, new)
+        path = folder / f"changed_{os.urandom(4).hex()}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        modules.append(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(modules[-1])
+    modules[0]._loops = lambda: modules[1]
+    return modules[0]
 
 
 MUTANTS = {
     "K from its end": (matmul_is_in_order, "for k in range(K):", "for k in range(K - 1, -1, -1):"),
     "K in two chains": (
         matmul_is_in_order,
-        "return cpu_matmul(a, b, out)",
-        "return cpu_matmul(a[:, :9], b[:9], out) + cpu_matmul(a[:, 9:], b[9:])",
+        "return _loops().cpu_matmul(a, b, out)",
+        "return _loops().cpu_matmul(a[:, :9], b[:9], out) + _loops().cpu_matmul(a[:, 9:], b[9:])",
     ),
     "a product and a sum, each rounded": (
         matmul_is_in_order,
@@ -755,10 +758,10 @@ def decoder_layers(k, in_one_call):
         if E:
             weights = torch.randn(E, 2 * F, C) / 8, torch.randn(E, C, F) / 8
             linear[2:] = (types.SimpleNamespace(weight=weight, bias=None) for weight in weights)
-            mixture = [(k.panels_of(router.t()), E, 2)]
+            mixture = [(k._loops().panels_of(router.t()), E, 2)]
         if in_one_call:
             norms = first, second, *of_heads
-            layers.append(k.layer_on_cpu(norms, linear, kv, 1e-6, H, HK, D, F, 0.25, *mixture))
+            layers.append(k._loops().layer_on_cpu(norms, linear, kv, 1e-6, H, HK, D, F, 0.25, *mixture))
             continue
         to_qkv, to_out, to_gate_up, to_down = (
             functools.partial(k.linear, weight=m.weight, bias=m.bias) for m in linear
@@ -773,7 +776,7 @@ def decoder_layers(k, in_one_call):
         else:
             x = to_down(k.swiglu(*to_gate_up(x).chunk(2, -1)))
     if in_one_call:
-        x, residual = k.layers_on_cpu(x, rope, where, plan, layers)
+        x, residual = k._loops().layers_on_cpu(x, rope, where, plan, layers)
     return x, residual, *caches
 
 
@@ -806,7 +809,7 @@ def operators(k):
     outs += [logits, k.draw(logits, targets, targets), k.matmul(x.t(), up), k.matmul(x.detach(), w.detach().t())]
     outs += [k.bit_sum(whole, targets, torch.arange(70)), k.row_sums(x.detach().double())]
     moved = torch.nn.Parameter(x.detach().clone())
-    optimizer = k.AdamW([moved], lr=1e-2, weight_decay=0.1)
+    optimizer = k._loops().AdamW([moved], lr=1e-2, weight_decay=0.1)
     optimizer.state[moved] = dict(step=one(0.0), exp_avg=up.detach() * 2, exp_avg_sq=up.detach() ** 2)
     moved.grad = up.detach().clone()
     optimizer.step()
@@ -816,24 +819,24 @@ def operators(k):
 def test_no_operator_forward_or_backward_sees_the_number_of_threads(monkeypatch):
     expected = operators(kernels)
     assert len(expected) > 20 and all(x.double().abs().sum() > 0 for x in expected)
-    shared, share = [], kernels._share
-    monkeypatch.setattr(kernels, "WORTH_THREADS", 0)
-    monkeypatch.setattr(kernels, "_share", lambda loop, *args: (shared.append(loop.__name__), share(loop, *args))[1])
+    shared, share = [], host.share
+    monkeypatch.setattr(host, "WORTH_THREADS", 0)
+    monkeypatch.setattr(host, "share", lambda loop, *args: (shared.append(loop.__name__), share(loop, *args))[1])
     # 40 are more than a prefill of one request has units: none may get a share without any
     for threads in (2, 3, 40):
-        kernels.threads = threads
+        host.threads = threads
         assert all(torch.equal(a, b) for a, b in zip(operators(kernels), expected, strict=True)), threads
-    text = Path(kernels.__file__).read_text()
-    loops = re.findall(r"^def (cpu_\w+)\(\s*_?first, _?last,", text, re.M)
-    assert set(shared) == set(loops)  # all of them
+    text = Path(loops.__file__).read_text()
+    written = re.findall(r"^def (cpu_\w+)\(\s*_?first, _?last,", text, re.M)
+    assert set(shared) == set(written)  # all of them
 
 
 def test_no_operator_sees_the_tile_of_a_matmul_nor_the_blocks_of_rows(tmp_path):
     """Other tiles are what a CPU with other registers has."""
     other, sizes = changed(tmp_path), dict(TILE_ROWS=5, TILE_VECTORS=3, PANEL=48, BLOCK_ROWS=24, DEPTH=7, QUERIES=20)
-    for name, size in (sizes | dict(WORTH_THREADS=0)).items():  # before the loops are compiled
-        assert getattr(kernels, name) != size
-        setattr(other, name, size)
+    for name, size in sizes.items():  # before the loops are compiled
+        assert getattr(loops, name) != size
+        setattr(other._loops(), name, size)
     assert all(torch.equal(a, b) for a, b in zip(operators(other), operators(kernels), strict=True))
 
 
@@ -844,7 +847,7 @@ def test_adamw_is_torchs_up_to_rounding():
     w, grads = torch.randn(30, 20), torch.randn(5, 30, 20)
     ours, theirs = (torch.nn.Parameter(x.clone()) for x in (w, w.double()))
     options = dict(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    a, b = kernels.AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
+    a, b = loops.AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
     a.state[ours] = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(w), exp_avg_sq=torch.zeros_like(w))
     for g in grads:
         ours.grad, theirs.grad = g.clone(), g.double()
@@ -909,8 +912,8 @@ ENDS = {2**32 - 1: (1, 36_420, 317, 22.180709777801834), 0: (11, 5_371, 860, -70
 def ends(hash32):
     """(logprobs, seeds, positions) and the tokens: column 0, or that of this hash, is likelier by 1e-3."""
     seed, position, column, noise = ENDS[hash32]
-    assert kernels.murmur_hash32(seed, position, column) == hash32
-    other = -math.log(-math.log(kernels.murmur_hash32(seed, position, 0) / (2**32 - 1)))
+    assert loops.murmur_hash32(seed, position, column) == hash32
+    other = -math.log(-math.log(loops.murmur_hash32(seed, position, 0) / (2**32 - 1)))
     logprobs = torch.full((2, 1100), -torch.inf)
     logprobs[:, 0], logprobs[:, column] = 0, other - noise + torch.tensor([-1e-3, 1e-3])
     return (logprobs, torch.tensor([seed] * 2), torch.tensor([position] * 2)), torch.tensor([[0], [column]])
@@ -1039,32 +1042,41 @@ def test_operands_that_do_not_fit_are_refused_by_name(message):
     assert message in str(error.value)
 
 
-# ---- the compiled loops' cache
+# ---- the compiled loops: when they are imported, and their cache
+
+EXP_OF_ZERO = "import torch; from onecurve.cpu import loops; x = torch.zeros(1).numpy(); loops.cpu_exp(x, x); print(x)"
 
 
-def in_a_new_process(folder, source=Path(kernels.__file__).parent, **env):
+def in_a_new_process(folder, source=Path(kernels.__file__).parent, code=EXP_OF_ZERO, **env):
     """(what exp(0) gives, the lines on stderr) of a process that is to keep its compiled loops in this folder."""
-    code = "import kernels, torch; x = torch.zeros(1).numpy(); kernels.cpu_exp(x, x); print(x)"
     env = os.environ | dict(NUMBA_CACHE_DIR=str(folder)) | env
     run = subprocess.run([sys.executable, "-c", code], cwd=source, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip(), run.stderr.splitlines()
 
 
+def test_numba_is_imported_when_the_first_tensor_on_a_cpu_comes(tmp_path):
+    code = "import sys, torch, sync, kernels; kernels.enable_batch_invariant(); print('numba' in sys.modules); "
+    code += "torch.ones(2).sum(); print('numba' in sys.modules)"
+    assert in_a_new_process(tmp_path, code=code)[0].split() == ["False", "True"]
+
+
 def test_the_first_start_says_in_one_line_that_it_compiles_and_the_second_does_not(tmp_path):
     out, said = in_a_new_process(tmp_path)
-    assert out == "[1.]" and said == ["kernels.py: compiling its loops for this CPU, once: up to half a minute"]
+    assert out == "[1.]" and said == ["onecurve/cpu/loops.py: compiling for this CPU, once: up to half a minute"]
     assert in_a_new_process(tmp_path) == ("[1.]", [])
 
 
 def test_without_a_folder_for_the_cache_the_loops_are_compiled_at_each_start_and_one_line_says_so(tmp_path):
     """Neither the one that is asked for, nor beside the file, nor the user's can be made: a file is in their place."""
     source = tmp_path / "source"
-    source.mkdir()
-    shutil.copy(kernels.__file__, source)
-    for name in ("file", "source/__pycache__"):
+    folder = source / "onecurve/cpu"
+    folder.mkdir(parents=True)
+    for module in (host, loops):
+        shutil.copy(module.__file__, folder)
+    for name in ("file", "source/onecurve/cpu/__pycache__"):
         (tmp_path / name).write_text("")
     for _ in range(2):
         out, said = in_a_new_process(tmp_path / "file/a", source, XDG_CACHE_HOME=str(tmp_path / "file/b"))
         assert out == "[1.]" and len([x for x in said if "no folder for compiled loops" in x]) == 1, said
-        assert len(said) == 2 and "compiling its loops" in said[1], said
+        assert len(said) == 2 and "compiling for this CPU" in said[1], said

@@ -69,6 +69,7 @@ from transformers import AutoTokenizer
 import kernels
 import sync
 import train_grpo as train
+from onecurve.cpu.loops import cpu_features
 from onecurve.models import folders
 
 
@@ -567,7 +568,7 @@ SETTINGS = {
     "SSE2": (3, SSE2 | dict(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="1")),
 }
 on_a_cpu = pytest.mark.skipif(
-    torch.cuda.is_available() or platform.machine() != "x86_64" or "+avx2" not in kernels.cpu_features(),
+    torch.cuda.is_available() or platform.machine() != "x86_64" or "+avx2" not in cpu_features(),
     reason="the other settings are those of an x86 CPU with AVX2",
 )
 

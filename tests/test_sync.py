@@ -28,11 +28,11 @@ from conftest import wait_for
 from psutil import net_if_addrs
 from safetensors.torch import save, save_file
 
-import kernels
 import sync
 from kernels import CAPABILITIES, Sampling
 from onecurve.agents.sampler import Agent
-from onecurve.cpu.cores import lend_cores, share_cores
+from onecurve.cpu import host
+from onecurve.cpu.host import lend_cores, share_cores
 from onecurve.models import folders
 from onecurve.run.checkpoint import (
     checkpoints,
@@ -488,20 +488,20 @@ def test_a_rank_that_waits_lends_its_cores_until_it_has_what_it_waits_for(alone,
     for key, value in dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="2").items():
         monkeypatch.setenv(key, value)
     with open(share_cores(sync.from_all_ranks), "r+b") as file:
-        monkeypatch.setattr(kernels, "working", mmap.mmap(file.fileno(), 0))
-    kernels.working[0] = 1  # as the first rank says of itself
+        monkeypatch.setattr(host, "working", mmap.mmap(file.fileno(), 0))
+    host.working[0] = 1  # as the first rank says of itself
     lend_cores(False)
 
     def shares_of_a_loop():
         shares = []
-        kernels._share(lambda first, last: shares.append(last - first), 8, kernels.WORTH_THREADS)
+        host.share(lambda first, last: shares.append(last - first), 8, host.WORTH_THREADS)
         return shares
 
     queue = sync.Queue(tmp_path, None, "abc", 5, [tmp_path / "engine_0.alive"], dist.HashStore())
     assert shares_of_a_loop() == [4, 4]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(queue._wait, tmp_path, ["samples"])
-        wait_for(lambda: not kernels.working[1], 5)
+        wait_for(lambda: not host.working[1], 5)
         assert shares_of_a_loop() == [2, 2, 2, 2]
         queue.store.set("samples", "done")
         waiting.result()

@@ -439,7 +439,7 @@ def test_an_update_is_adamws_with_the_clipped_gradient_and_what_was_used_is_hash
 
 def test_an_optimizer_whose_state_no_checkpoint_has_ends_in_one_line(ranks, scratch, tmp_path, monkeypatch, capsys):
     """SGD's momentum was in no checkpoint, and a resume parted without a word."""
-    monkeypatch.setattr(train.kernels, "AdamW", lambda groups, betas: torch.optim.SGD(groups, momentum=betas[0]))
+    monkeypatch.setattr(train.kernels, "adamw", lambda groups, betas: torch.optim.SGD(groups, momentum=betas[0]))
     trainer = make_trainer(ranks, scratch)
     for w in trainer.weights:
         w.grad = torch.ones_like(w)

@@ -32,6 +32,7 @@ from test_kernels import (
 from test_triton import REVERSED_K, SPLIT_K, mutant
 
 import kernels
+from onecurve.cpu import host
 
 assert kernels.INTERPRET, "TRITON_INTERPRET=1 is needed"
 
@@ -913,16 +914,17 @@ def test_adamw_by_torch_as_on_a_gpu_moves_weights_as_the_cpus_loop_does(monkeypa
 
     def moved(path, b2=0.95):
         monkeypatch.setattr(kernels, "INTERPRET", path == "torch")
-        monkeypatch.setattr(kernels, "_share", share if path == "loop" else None)
+        monkeypatch.setattr(host, "share", share if path == "loop" else None)
         p = torch.nn.Parameter(w.clone())
-        optimizer = kernels.AdamW([p], lr=1e-2, betas=(0.9, b2), weight_decay=0.1, foreach=True)  # CUDA's default
+        options = dict(lr=1e-2, betas=(0.9, b2), weight_decay=0.1, foreach=True)  # CUDA's default
+        optimizer = kernels.adamw([dict(params=[p])], **options)
         optimizer.state[p] = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(w), exp_avg_sq=torch.zeros_like(w))
         for g in grads:
             p.grad = g.clone()
             optimizer.step()
         return p.detach(), *(optimizer.state[p][name] for name in ("step", "exp_avg", "exp_avg_sq"))
 
-    share = kernels._share
+    share = host.share
     torchs, ours, other = moved("torch"), moved("loop"), moved("torch", b2=0.951)
     bound = 1e-6  # some roundings of numbers of about 1
     assert all(torch.allclose(a, b, atol=bound, rtol=bound) for a, b in zip(torchs, ours))

@@ -36,11 +36,11 @@ with lean_imports():
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
-    import kernels
     import train_grpo  # noqa: F401
+    from onecurve.cpu import loops
 
 OURS = {path.stem for path in ROOT.iterdir()}
-LOOPS = [x for x in vars(kernels).values() if isinstance(x, Dispatcher)]
+LOOPS = [x for x in vars(loops).values() if isinstance(x, Dispatcher)]
 
 
 def load_loops():

@@ -210,6 +210,7 @@ def experts(C=256, F=512, E=8, k=2):
     from gpu_bits import machine
 
     import kernels
+    from onecurve.cpu import host
 
     weight, dense_weight = torch.randn(E, 2 * F, C, requires_grad=True), torch.randn(k * 2 * F, C)
     for rows in (64, 256, 1024, 4096):
@@ -231,7 +232,7 @@ def experts(C=256, F=512, E=8, k=2):
             plain(), kernels.matmul(dense_grad, dense_weight), kernels.matmul(dense_grad.t(), x)
 
         for cache, products, calls in ((None, 3, (grouped_in_trainer, plain_in_trainer)), ({}, 1, (grouped, plain))):
-            kernels.panel_cache = cache
+            host.panel_cache = cache
             seconds = [[], []]
             for _ in range(3 + max(10, 8192 // rows)):
                 for call, found in zip(calls, seconds):

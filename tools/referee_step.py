@@ -13,6 +13,7 @@ from referee_hypotheses import THROUGHOUT, Reference, judge, logprobs
 
 import kernels
 from configurator import require
+from onecurve.cpu import host
 from train_grpo import advantages_of, aggregate, policy_loss
 
 SCALES = {0.125: "an eighth", 0.25: "a quarter", 0.5: "half", 2: "twice", 4: "four times", 8: "eight times"}
@@ -79,7 +80,7 @@ def mistaken(reference, rows, args, before, grads, factor):
 
     kernels.disable_batch_invariant()
     coarse = gradients(reference.rounded, rows, args)
-    kernels.enable_batch_invariant(kernels.threads)
+    kernels.enable_batch_invariant(host.threads)
     yield THROUGHOUT, update(before, coarse, args)
     yield f"the update times {factor:.3g}", factor * update(before, grads, args)
     yield "weight decay on norms and biases, too", update(before, grads, args, norms=True)

@@ -20,6 +20,7 @@ import kernels
 import rewards
 import train_grpo
 from onecurve.algorithms.critic import gae
+from onecurve.cpu import host
 
 # The second set of flags has what the first does not use: a critic, a KL to a reference, which is the warmed-up model
 # that REFERENCE makes, and two updates of a batch, so that some ratios are clipped.
@@ -495,7 +496,7 @@ def whole_product(answer):
     def matmul(a, b, out_dtype=None, out=None):
         c = a.new_zeros(a.shape[0], b.shape[1]) if out is None else out
         # Not Tensor.numpy(), after which FSDP2 cannot resize the tensor's storage.
-        answer(*(kernels._flat(x.contiguous()).reshape(x.shape) for x in (a, b, c)))
+        answer(*(host.flat(x.contiguous()).reshape(x.shape) for x in (a, b, c)))
         return c
 
     return matmul

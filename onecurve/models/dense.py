@@ -15,6 +15,7 @@ from torch import Tensor
 
 import kernels
 from configurator import MODES, require
+from onecurve.cpu import host
 from onecurve.models import moe
 from onecurve.models.adapters import add_adapters, read_adapter_config
 from onecurve.run.machine import least_memory, machine_memory
@@ -313,10 +314,12 @@ def paged_attention(inv_freq):
 
 
 def layer_on_cpu(layer, pool):
-    """The `kernels.layer_on_cpu` of an SGLang layer with its keys and values in this pool."""
+    """The `loops.layer_on_cpu` of an SGLang layer with its keys and values in this pool."""
+    from onecurve.cpu import loops
+
     attention = layer.self_attn
     norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-    return kernels.layer_on_cpu(
+    return loops.layer_on_cpu(
         (*norms, *(head_norms(attention)[:2] or (None, None))),
         (attention.qkv_proj, attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj),
         pool.get_kv_buffer(attention.attn.layer_id),
@@ -369,7 +372,7 @@ def layer_in_engine(tp_split, in_one_call):
         return row_parallel(attention.o_proj, y.flatten(1))
 
     def layer(self, positions, x, batch, residual, **_):
-        if in_one_call and kernels.panel_cache is not None:  # the first layer's call does the work of all
+        if in_one_call and host.panel_cache is not None:  # the first layer's call does the work of all
             return layers_on_cpu(x, batch) if residual is None else (x, residual)
         ln = self.input_layernorm
         x, residual = (norm_in_engine(ln, x), x) if residual is None else norm_in_engine(ln, x, residual)
@@ -381,11 +384,13 @@ def layer_in_engine(tp_split, in_one_call):
         return row_parallel(self.mlp.down_proj, hidden), residual
 
     def layers_on_cpu(x, batch):
+        from onecurve.cpu import loops
+
         backend = get_attn_backend()
-        if "layers" not in kernels.panel_cache:
-            kernels.panel_cache["layers"] = [layer_on_cpu(m, backend.token_to_kv_pool) for m in backend.layers]
+        if "layers" not in host.panel_cache:
+            host.panel_cache["layers"] = [layer_on_cpu(m, backend.token_to_kv_pool) for m in backend.layers]
         plan = backend.rope_table, batch.out_cache_loc, backend.plan
-        return kernels.layers_on_cpu(x, *plan, kernels.panel_cache["layers"])
+        return loops.layers_on_cpu(x, *plan, host.panel_cache["layers"])
 
     return layer
 

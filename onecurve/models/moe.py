@@ -130,11 +130,13 @@ def routers_of(model, c):
 
 
 def sizes_on_cpu(mlp):
-    """What `kernels.layer_on_cpu` wants to know of a mixture; () of a dense MLP."""
+    """What `loops.layer_on_cpu` wants to know of a mixture; () of a dense MLP."""
     if not is_mixture(mlp):
         return ()
+    from onecurve.cpu import loops
+
     router = mlp.gate.weight
-    return ((kernels.panels_of(router.t()), len(router), mlp.topk.topk_config.top_k),)
+    return ((loops.panels_of(router.t()), len(router), mlp.topk.topk_config.top_k),)
 
 
 def load_weights(own, self, weights):

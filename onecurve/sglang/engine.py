@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-import kernels
 from configurator import named_arguments
+from onecurve.cpu import host
 from onecurve.sglang.patches import ATTENTION_BACKEND, run_scheduler
 from onecurve.sglang.start import started_early
 from sync import content_hash, listening_store
@@ -30,7 +30,7 @@ def start_engine(config, model_path, device, dtype, gpu, lends, cores, inv_freq,
     sockets: a folder for them. died: is called where one of SGLang's processes has.
     """
     os.environ["SGLANG_PLUGINS"] = "none"  # what else is installed may not change what an engine computes
-    threads = max(kernels.threads, torch.get_num_threads())
+    threads = max(host.threads, torch.get_num_threads())
     tp = config["rollout_tp"]
     run = functools.partial(run_scheduler, config, threads, cores, inv_freq, lends, patches)
     if device == "cpu":

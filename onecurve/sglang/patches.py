@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
+from onecurve.cpu import host
 from onecurve.models import dense, moe
 from onecurve.sglang.start import allow_deterministic_backend
 from sync import FOREVER, from_all_ranks, rounded_to, tensor_hashes
@@ -122,7 +123,7 @@ def run_scheduler(config, threads, cores, inv_freq, lends, more, server_args, *a
     if device == "cpu":
         torch.set_num_threads(threads)
         allow_deterministic_backend()
-        kernels.panel_cache = {}
+        host.panel_cache = {}
         os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # no copy into buffers that only a graph would need
     if inv_freq:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -207,10 +208,10 @@ def load_all(own, model, weights, device):
 
 def flush_cache(gives_back, own, self, *args, **kwargs):
     """As with every change of the weights. gives_back: memory that this process does not use now."""
-    if kernels.panel_cache:
-        kernels.panel_cache.clear()
+    if host.panel_cache:
+        host.panel_cache.clear()
     if gives_back:
-        kernels.give_memory_back()
+        host.give_memory_back()
     self.tree_cache.disable_finished_insert = True  # no sample continues another's end
     return own(self, *args, **kwargs)
 

@@ -76,6 +76,8 @@ def start_engine_early(config):
     tp = config["rollout_tp"]
     place = int(os.environ.get("RANK", 0)) - world + roles(config, world)[1] * tp  # among the ranks that sample
     if on_cpu(config) and place >= 0 and place % tp == 0:
+        import onecurve.cpu.loops  # noqa: F401  # before the fork: once for both
+
         start_schedulers(tp, "fork")
 
 
