@@ -315,6 +315,14 @@ def test_an_invented_ledger_and_a_mode_without_samples_are_not_verified(tool, tw
         assert status == 2 and why in said and said.count("\n") == 1, said
 
 
+def test_a_config_that_no_run_can_have_is_nothing_to_verify(tool, tmp_path):
+    config = DEFAULTS | dict(scratch_args=f"num_hidden_layers={10**12}")
+    (tmp_path / "config.py").write_text(configurator.config_source(config, {}))
+    sync.Ledger(tmp_path / "ledger.jsonl").append(phase="rl", step=0)
+    status, said = tool("verify", tmp_path)
+    assert status == 2 and "its weights do not fit into this machine" in error_line(said)
+
+
 @pytest.mark.parametrize("name", ["verify", "branch"])
 def test_a_run_with_links_in_it_is_refused(tool, name, tmp_path):
     (tmp_path / "ledger.jsonl").touch()
@@ -322,6 +330,15 @@ def test_a_run_with_links_in_it_is_refused(tool, name, tmp_path):
     (tmp_path / "queue").symlink_to("/etc")
     status, said = tool(name, tmp_path, *["--step=1", "--out_dir=x"] * (name == "branch"))
     assert status == 2 and f"{tmp_path}/queue: a symbolic link" in said and said.count("\n") == 1
+
+
+def test_of_a_strangers_queue_folders_of_steps_alone_are_copied(tmp_path):
+    """Others ended in a traceback, here or in the run."""
+    for name in ("rl_000000", "rl_x", "rl_1x"):
+        (tmp_path / "run" / "queue" / name).mkdir(parents=True)
+    (tmp_path / "run" / "queue" / "rl_000009").touch()
+    verify.copy_run(tmp_path / "run", tmp_path / "again", None)
+    assert [path.name for path in (tmp_path / "again" / "queue").iterdir()] == ["rl_000000"]
 
 
 def test_the_seed_chooses_the_steps():

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from runs import lines, saved_config
+from runs import check_links, lines, saved_config
 from safetensors.torch import load_file
 
 from configurator import FREE_KEYS, fail, require
@@ -65,6 +65,7 @@ BY_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that follow from a group's 
 POINTS = 2000  # of a curve, at most about
 MOST = 2**60  # of a whole number; a stranger's may have any number of digits
 SHADES = 8  # of a token's log-prob, from 0 to -SHADES / 2
+STRANGE = (LookupError, TypeError, ValueError)  # what files that no run wrote may lead to
 
 
 class Run(NamedTuple):
@@ -81,6 +82,7 @@ class Run(NamedTuple):
 def read_run(folder, name):
     if not folder.is_dir():
         fail(f"{folder}: no such run")
+    check_links(folder)
     config = saved_config(folder) if (folder / "config.py").is_file() else {}
     run = Run(folder, name, lines(folder), lines(folder, "ledger.jsonl"), config)
     seconds = ["step_seconds", *(f"{part}_seconds" for part in PHASES)]
@@ -331,7 +333,7 @@ def group_html(t, meta, config, decode):
 
 def samples_html(run, names, wanted, prompts):
     """The first `prompts` groups of the wanted steps of a run; without any: of the first, the middle and the last."""
-    queue = Path(run.config.get("queue_dir") or run.folder / "queue")
+    queue = run.folder / "queue"  # a stranger's config may name any folder as its queue_dir
     there = sorted(int(path.name[3:]) for path in queue.glob("rl_*") if any(path.glob("group_*")))
     steps, decode = wanted or sorted({there[i] for i in (0, len(there) // 2, -1)} if there else ()), find_decoder(run)
     parts = [f"<h2>Samples of {html.escape(' and '.join(names))}</h2>"]
@@ -412,7 +414,7 @@ def live_page(args):
     try:
         runs = read_all(args.runs)
         words, figures, shown = compose(runs, args.steps, args.prompts)
-    except (SystemExit, FileNotFoundError) as e:  # a run may delete a rollout file while it is read
+    except (SystemExit, FileNotFoundError, *STRANGE) as e:  # a run may delete a rollout file while it is read
         why = "its files cannot be read; the terminal says why" if e.args == (2,) else sync.reason(e)
         return page(runs, [f"Not now: {why}"], [], "", again)
     return page(runs, words, panels_of(figures), shown, again)
@@ -490,6 +492,8 @@ def main(argv=None):
         words, figures, shown = compose(runs, args.steps, args.prompts)
     except sync.RunError as e:
         fail(str(e).removeprefix("error: "))
+    except STRANGE as e:
+        fail(f"{', '.join(map(str, args.runs))}: not as a run writes its files: {sync.reason(e)}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file, figure in figures.items():

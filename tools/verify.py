@@ -150,7 +150,7 @@ def copy_run(run, folder, start, without=()):
             shutil.copy2(run / name, folder)
     if start:
         shutil.copytree(start, folder / "ckpt" / start.name, copy_function=link)
-    for step in sorted(run.glob("queue/rl_*")):
+    for step in sorted(run.glob(f"queue/rl_{6 * '[0-9]'}/")):
         if step.name not in {f"rl_{i:06d}" for i in without}:
             journals = shutil.ignore_patterns("journal_*")  # which are written on
             shutil.copytree(step, folder / "queue" / step.name, copy_function=link, ignore=journals)
@@ -165,6 +165,7 @@ def go_on(folder, steps, flags, nproc=1):
     before = config["warmup_sft_steps"] * (MODES[config["mode"]].steps == "rl")
     words = command("--init_from=resume", f"--out_dir={folder}", f"--max_steps={steps}", *flags, ranks=nproc)
     status, output = launch_with_bar(words, folder, f"{folder.name}: making steps", before + steps)
+    require(status != 2, problem(output))  # of a config that no run can have
     return problem(output) if status else ""
 
 
