@@ -78,6 +78,7 @@ MOST_STOP = 256  # characters of each
 MOST_SCHEMA = 2**16  # characters of a grammar's
 MOST_CHOICES = 1024  # of all its prompts
 MOST_TOP = 20  # likeliest tokens
+MOST_ECHOED = 2**18  # log-probs of prompts
 MOST_OPEN = 4096  # sessions, and requests outside of one
 MOST_COUNTED = 2**17  # requests without a seed, of which the server knows how often they came
 IDLE = 600.0  # seconds after which a session ends, if others need its place
@@ -347,6 +348,9 @@ def read(body, chat=True, exact=False):
     prompts = [asked.messages] if chat else [[told_user(prompt)] for prompt in asked.prompt]
     if len(prompts) * asked.n > MOST_CHOICES:
         raise refused("n", asked.n, f"with {len(prompts)} prompts; the most are {MOST_CHOICES} choices")
+    if asked.echo and (size := sum(map(len, asked.prompt))) * asked.n * (1 + (asked.top or 0)) > MOST_ECHOED:
+        why = f"{size} characters or ids, times n, times 1 + logprobs; the most are {MOST_ECHOED}: send fewer prompts"
+        raise refused("echo", True, why)
     return [asked.model_copy(update=dict(messages=messages)) for messages in prompts]
 
 
@@ -711,7 +715,18 @@ class Endpoint:
             refusal = refusal_of(error)
             return JSONResponse(refusal.content(), refusal.status)
 
-        app = Starlette(routes=routes, exception_handlers=dict.fromkeys((Refusal, HTTPException, Exception), refused))
+        routed = Starlette(
+            routes=routes, exception_handlers=dict.fromkeys((Refusal, HTTPException, Exception), refused)
+        )
+
+        async def app(scope, *channels):
+            if {b"content-length", b"transfer-encoding"} <= {*dict(scope["headers"])}:
+                # a proxy before us may go by the other length, and not see what we would take for a second request
+                refusal = Refusal(400, "Content-Length and Transfer-Encoding: a request has one of them")
+                await JSONResponse(refusal.content(), 400, {"Connection": "close"})(scope, *channels)
+            else:
+                await routed(scope, *channels)
+
         config = uvicorn.Config(
             app, log_config=None, log_level="critical", access_log=False, lifespan="off", backlog=MOST_OPEN,
             http=Connection, timeout_keep_alive=60, timeout_graceful_shutdown=1,
@@ -727,10 +742,10 @@ class Endpoint:
         return hmac.new(self.key.encode(), f"{use} {session}".encode(), hashlib.sha256).hexdigest()
 
     def _check_key(self, request, use="ask"):
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        given = request.headers.get("authorization", "").encode()
         session = request.path_params.get("session")
         keys = [self.key] if session is None else [self.key, self.key_of(session, use)]
-        if not any([hmac.compare_digest(given, key.encode()) for key in keys]):
+        if not any([hmac.compare_digest(given, f"Bearer {key}".encode()) for key in keys]):
             wanted = f"Authorization: Bearer <{'REWARD_KEY' if use == 'reward' else 'OPENAI_API_KEY'}>"
             raise Refusal(401, f"wrong key: the header must be '{wanted}'", "invalid_api_key")
 

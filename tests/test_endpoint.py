@@ -778,6 +778,39 @@ def test_calls_are_counted_before_anything_is_done_for_them(monkeypatch):
         endpoint.read(dict(messages=[dict(role="assistant", tool_calls=calls), dict(role="user", content="a")]))
 
 
+def test_log_probs_of_prompts_are_counted_before_anything_is_done_for_them():
+    """Those of 128 prompts of 600 tokens were 40 MB, and made all others wait for 15 s."""
+    asked = dict(prompt=[[1] * 600] * 128, echo=True)
+    for more in (dict(logprobs=20), dict(logprobs=1, n=2)):
+        with pytest.raises(endpoint.Refusal, match="echo=true: 76800 characters or ids, .* the most are 262144"):
+            endpoint.read(asked | more, chat=False)
+    for more in (dict(logprobs=1), dict(logprobs=20, echo=False), {}):
+        assert len(endpoint.read(asked | more, chat=False)) == 128
+
+
+def test_a_key_without_its_scheme_and_a_request_of_two_lengths_are_refused():
+    """It was answered as two, of which a proxy before us may have seen one."""
+    two = b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def run():
+        server = endpoint.Endpoint(endpoint.listen("127.0.0.1", 0), KEY, ["policy"], str)
+        reader, writer = await asyncio.open_connection(*server.url[7:].split(":"))
+        writer.write(two + one)
+        said = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        async with httpx.AsyncClient(base_url=server.url) as http:
+            keys = (KEY, f"Basic {KEY}", f"Bearer {KEY}")
+            answers = [await http.get("/v1/models", headers={"Authorization": key}) for key in keys]
+        await server.close()
+        return said, answers
+
+    said, answers = asyncio.run(run())
+    assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 400") and b"a request has one of them" in said
+    assert [answer.status_code for answer in answers] == [401, 401, 200]
+    assert "must be 'Authorization: Bearer <OPENAI_API_KEY>'" in answers[0].json()["error"]["message"]
+
+
 def test_what_is_too_long_is_refused_before_it_is_rendered(template, monkeypatch):
     monkeypatch.setattr(template, "first", None)  # would be a TypeError
 
