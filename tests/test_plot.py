@@ -212,6 +212,13 @@ def test_without_a_tokenizer_tokens_are_numbers_and_without_rollout_files_a_line
     assert "‹1›" in draw(run)[1] and "Its rollout files are not kept" in draw(run, "--steps=7")[1]
 
 
+def test_the_samples_are_those_of_the_runs_own_folder_whatever_its_config_names(draw, tmp_path):
+    run, other = make_run(tmp_path / "run", ["mine"]), make_run(tmp_path / "other", ["secret"])
+    (run / "config.py").write_text(f"advantage = 'grpo'\nqueue_dir = {str(other / 'queue')!r}\n")
+    shutil.rmtree(run / "queue/rl_000001")
+    assert "mine" in draw(run)[1] and "Its rollout files are not kept" in draw(run, "--steps=1")[1]
+
+
 def test_a_run_that_is_still_going_may_have_written_half_a_line(draw, tmp_path):
     run = make_run(tmp_path / "run", ["a"])
     with open(run / "metrics.jsonl", "a") as file:
@@ -228,6 +235,7 @@ def test_a_run_that_is_still_going_may_have_written_half_a_line(draw, tmp_path):
     (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": "x"}\n'), "a line that has no phase"),
     (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n'), "sync_seconds: no number"),
     (lambda run: (run / "config.py").write_text("seed = print(1)"), "not only lines 'key = literal'"),
+    (lambda run: (run / "queue/rl_000009").symlink_to(run / "queue/rl_000000"), "rl_000009: a symbolic link"),
     (lambda run: (run / "queue/rl_000000/group_0000.safetensors").write_text("a"), "torn or not a rollout file"),
 ])  # fmt: skip
 def test_what_is_no_run_ends_in_one_line(tmp_path, capsys, spoil, line):

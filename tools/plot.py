@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from runs import lines, saved_config
+from runs import check_links, lines, saved_config
 from safetensors.torch import load_file
 
 from configurator import FREE_KEYS, fail, require
@@ -81,6 +81,7 @@ class Run(NamedTuple):
 def read_run(folder, name):
     if not folder.is_dir():
         fail(f"{folder}: no such run")
+    check_links(folder)
     config = saved_config(folder) if (folder / "config.py").is_file() else {}
     run = Run(folder, name, lines(folder), lines(folder, "ledger.jsonl"), config)
     seconds = ["step_seconds", *(f"{part}_seconds" for part in PHASES)]
@@ -331,7 +332,7 @@ def group_html(t, meta, config, decode):
 
 def samples_html(run, names, wanted, prompts):
     """The first `prompts` groups of the wanted steps of a run; without any: of the first, the middle and the last."""
-    queue = Path(run.config.get("queue_dir") or run.folder / "queue")
+    queue = run.folder / "queue"  # a stranger's config may name any folder as its queue_dir
     there = sorted(int(path.name[3:]) for path in queue.glob("rl_*") if any(path.glob("group_*")))
     steps, decode = wanted or sorted({there[i] for i in (0, len(there) // 2, -1)} if there else ()), find_decoder(run)
     parts = [f"<h2>Samples of {html.escape(' and '.join(names))}</h2>"]
