@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from configurator import require, scratch_sizes, seed_of
 from models.moe import KIND, per_expert
 from models.start import lean_imports
-from sync import reason, shards, write_tensors
+from sync import machine_memory, reason, shards, write_tensors
 
 HEADS = ("value_head", "score.weight")  # the critic's and the reward model's; a language model has neither
+LEAST_LAYER = 2**18  # weights for which a layer counts, however small it is: it has objects, too
 
 # A scratch model's dialogues, as short as can be; a call of a tool is [add(a=1, b=2)], SGLang's format 'pythonic'.
 CHAT_TEMPLATE = """
@@ -29,7 +30,20 @@ CHAT_TEMPLATE = """
 
 
 def make_scratch_model(folder, config):
-    """A small Qwen3 or Qwen3-MoE with random weights and a character tokenizer, as an ordinary Hugging Face folder."""
+    """
+    A small Qwen3 or Qwen3-MoE with random weights and a character tokenizer, as an ordinary Hugging Face folder. Ends
+    the run with one line, before anything is made, if this machine has no memory for it.
+    """
+    sizes = scratch_sizes(config)
+    experts = sizes.pop("num_experts")
+    active = sizes.pop("num_experts_per_tok")
+    layers, H, heads, kv_heads, head_dim, F = sizes.values()
+    layer = H * (2 * head_dim * (heads + kv_heads) + 3 * F * max(1, experts))
+    has = machine_memory()
+    # in float32; for a matrix of random numbers twelve of 8 bytes, which is at most 24 layers
+    fits = 4 * (layers + 24) * max(layer, LEAST_LAYER) <= has
+    why = f"its weights do not fit into this machine's {has / 1e9:.1f} GB; use smaller sizes"
+    require(fits, f"scratch_args={config['scratch_args']!r}: {why}")
     with lean_imports():
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -47,11 +61,7 @@ def make_scratch_model(folder, config):
         chat_template=CHAT_TEMPLATE if roles else None,
     )  # fmt: skip
     write_tokenizer(folder, tokenizer)
-    sizes = scratch_sizes(config)
-    experts = sizes.pop("num_experts")
-    active = sizes.pop("num_experts_per_tok")
     if experts:
-        F = sizes["intermediate_size"]
         sizes |= dict(num_experts=experts, num_experts_per_tok=active, norm_topk_prob=True, moe_intermediate_size=F)
     hf = AutoConfig.for_model(
         KIND if experts else "qwen3", vocab_size=len(characters), max_position_embeddings=4096,

@@ -313,6 +313,14 @@ def test_an_invented_ledger_and_a_mode_without_samples_are_not_verified(tool, tw
         assert status == 2 and why in said and said.count("\n") == 1, said
 
 
+def test_a_config_that_no_run_can_have_is_nothing_to_verify(tool, tmp_path):
+    config = DEFAULTS | dict(scratch_args=f"num_hidden_layers={10**12}")
+    (tmp_path / "config.py").write_text(configurator.config_source(config, {}))
+    sync.Ledger(tmp_path / "ledger.jsonl").append(phase="rl", step=0)
+    status, said = tool("verify", tmp_path)
+    assert status == 2 and "its weights do not fit into this machine" in error_line(said)
+
+
 @pytest.mark.parametrize("name", ["verify", "branch"])
 def test_a_run_with_links_in_it_is_refused(tool, name, tmp_path):
     (tmp_path / "ledger.jsonl").touch()

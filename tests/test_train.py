@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import error_line
 
 import train_grpo as train
 from configurator import CHOICES, MODES, check_config, configure
@@ -423,6 +424,15 @@ def test_the_order_of_the_data_and_the_first_weights_have_seeds_of_their_own(tmp
     assert prompts() != prompts(seeds="data=2") == prompts(seed=2)
     assert weights("a") == weights("b", seeds="data=2, noise=7, eval=3") == weights("c", seed=9, seeds="init=1")
     assert weights("d", seeds="init=2") == weights("e", seed=2) != (tmp_path / "a" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("sizes", [f"num_hidden_layers={10**12}", f"head_dim={'9' * 4000}, num_hidden_layers=1"])
+def test_a_scratch_model_that_no_memory_holds_is_refused_before_anything_is_made(sizes, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        train.folders.make_scratch_model(tmp_path, train.DEFAULTS | dict(scratch_args=sizes))
+    line = error_line(capsys.readouterr().err)
+    assert end.value.code == 2 and "scratch_args=" in line and "its weights do not fit into this machine" in line
+    assert not [*tmp_path.iterdir()]
 
 
 class Segments:

@@ -163,6 +163,7 @@ def go_on(folder, steps, flags, nproc=1):
     before = config["warmup_sft_steps"] * (MODES[config["mode"]].steps == "rl")
     words = command("--init_from=resume", f"--out_dir={folder}", f"--max_steps={steps}", *flags, ranks=nproc)
     status, output = launch_with_bar(words, folder, f"{folder.name}: making steps", before + steps)
+    require(status != 2, problem(output))  # of a config that no run can have
     return problem(output) if status else ""
 
 
