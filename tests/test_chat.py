@@ -125,6 +125,12 @@ def test_a_dialogues_tokens_are_those_of_its_rendering_and_the_mask_is_on_what_t
     assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["3", "7", "7"]
 
 
+def test_a_special_tokens_text_in_a_message_is_that_token_as_in_transformers(template):
+    told = [chat.told_user("a<eos>b")]
+    whole = template.tokenizer.apply_chat_template(told, add_generation_prompt=True)["input_ids"]
+    assert template.first(told, []) == whole and whole.count(template.stop_tokens[0]) == 2
+
+
 def test_a_thought_stays_in_history_as_it_was_sampled_although_the_template_drops_it(thinking, capsys, template):
     template.check("init_from='here'")
     assert capsys.readouterr().out == ""
