@@ -235,6 +235,9 @@ def test_a_run_that_is_still_going_may_have_written_half_a_line(draw, tmp_path):
     (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": "x"}\n'), "a line that has no phase"),
     (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n'), "sync_seconds: no number"),
     (lambda run: (run / "config.py").write_text("seed = print(1)"), "not only lines 'key = literal'"),
+    (lambda run: (run / "queue/rl_000000").rename(run / "queue/rl_x"), "not as a run writes its files: invalid lit"),
+    (lambda run: (run / "config.py").write_text("init_from = 5\n"), "not as a run writes its files: expected str"),
+    (lambda run: (run / "ledger.jsonl").write_text('{"phase": "rl", "step": 0}\n'), "writes its files: 'chain'"),
     (lambda run: (run / "queue/rl_000009").symlink_to(run / "queue/rl_000000"), "rl_000009: a symbolic link"),
     (lambda run: (run / "queue/rl_000000/group_0000.safetensors").write_text("a"), "torn or not a rollout file"),
 ])  # fmt: skip

@@ -65,6 +65,7 @@ BY_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that follow from a group's 
 POINTS = 2000  # of a curve, at most about
 MOST = 2**60  # of a whole number; a stranger's may have any number of digits
 SHADES = 8  # of a token's log-prob, from 0 to -SHADES / 2
+STRANGE = (LookupError, TypeError, ValueError)  # what files that no run wrote may lead to
 
 
 class Run(NamedTuple):
@@ -413,7 +414,7 @@ def live_page(args):
     try:
         runs = read_all(args.runs)
         words, figures, shown = compose(runs, args.steps, args.prompts)
-    except (SystemExit, FileNotFoundError) as e:  # a run may delete a rollout file while it is read
+    except (SystemExit, FileNotFoundError, *STRANGE) as e:  # a run may delete a rollout file while it is read
         why = "its files cannot be read; the terminal says why" if e.args == (2,) else sync.reason(e)
         return page(runs, [f"Not now: {why}"], [], "", again)
     return page(runs, words, panels_of(figures), shown, again)
@@ -491,6 +492,8 @@ def main(argv=None):
         words, figures, shown = compose(runs, args.steps, args.prompts)
     except sync.RunError as e:
         fail(str(e).removeprefix("error: "))
+    except STRANGE as e:
+        fail(f"{', '.join(map(str, args.runs))}: not as a run writes its files: {sync.reason(e)}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file, figure in figures.items():
