@@ -330,6 +330,15 @@ def test_a_run_with_links_in_it_is_refused(tool, name, tmp_path):
     assert status == 2 and f"{tmp_path}/queue: a symbolic link" in said and said.count("\n") == 1
 
 
+def test_of_a_strangers_queue_folders_of_steps_alone_are_copied(tmp_path):
+    """Others ended in a traceback, here or in the run."""
+    for name in ("rl_000000", "rl_x", "rl_1x"):
+        (tmp_path / "run" / "queue" / name).mkdir(parents=True)
+    (tmp_path / "run" / "queue" / "rl_000009").touch()
+    verify.copy_run(tmp_path / "run", tmp_path / "again", None)
+    assert [path.name for path in (tmp_path / "again" / "queue").iterdir()] == ["rl_000000"]
+
+
 def test_the_seed_chooses_the_steps():
     assert chosen("a", range(100), 5) != chosen("b", range(100), 5) == sorted(chosen("b", range(100), 5))
     assert chosen("a", range(7), 9) == [*range(7)]

@@ -148,7 +148,7 @@ def copy_run(run, folder, start, without=()):
             shutil.copy2(run / name, folder)
     if start:
         shutil.copytree(start, folder / "ckpt" / start.name, copy_function=link)
-    for step in sorted(run.glob("queue/rl_*")):
+    for step in sorted(run.glob(f"queue/rl_{6 * '[0-9]'}/")):
         if step.name not in {f"rl_{i:06d}" for i in without}:
             journals = shutil.ignore_patterns("journal_*")  # which are written on
             shutil.copytree(step, folder / "queue" / step.name, copy_function=link, ignore=journals)
