@@ -8,6 +8,7 @@ tests/referee_others.py does the same with TRL, SGLang and transformers; CI does
 
 import json
 import math
+import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -87,6 +88,16 @@ def judge(model, tmp_path):
         return words, found
 
     return call
+
+
+def test_nothing_is_fetched_that_a_models_folder_names(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | dict(attn_implementation="nobody/nothing")
+    (folder / "config.json").write_text(json.dumps(config))
+    adapters = dict(peft_type="LORA", base_model_name_or_path="nobody/nothing")
+    (folder / "adapter_config.json").write_text(json.dumps(adapters))
+    found = Reference(folder, "model")
+    assert torch.equal(found.rounded.lm_head.weight, found.model.lm_head.weight.bfloat16())
 
 
 def with_logprobs(rows, change, **more):
