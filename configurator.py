@@ -112,8 +112,8 @@ def configure(namespace, argv=None):
         assigned = {flag: text if equals else True} if is_flag else _run_file(arg, script.parent, defaults)
         for key, value in assigned.items():
             where = "--" if is_flag else f"{arg}: "
-            cure = f": {REMOVED[key]}" if key in REMOVED else f"{suggestion(key, defaults)}  (--help lists all keys)"
-            require(key in defaults, f"{where}{key}: no such key{cure}")
+            near = suggestion(key, defaults)
+            require(key in defaults, f"{where}{key}: no such key{near}  (--help lists all keys)")
             kind = type(defaults[key])
             try:
                 config[key] = _typed(value, kind, is_text=is_flag and value is not True)
@@ -130,7 +130,7 @@ def resume_config(config, path, free):
     (the config saved in `path`, the config to resume with): the saved one with what the command line and its files set
     for the keys `free`. Ends the run with one line that names the other keys for which they set new values.
     """
-    saved = {key: x for key, x in saved_config(path).items() if key not in REMOVED}
+    saved = saved_config(path)
     unknown = [key for key in config if key not in saved]
     require(not unknown, f"{path}: has no {', '.join(unknown)}; it was saved by another version of this program")
     changed = ", ".join(
@@ -231,27 +231,6 @@ FREE_KEYS = """
     rollout_tp engine_memory engine_args engine_timeout strict
     weight_sync checkpoint_every keep_checkpoints keep_rollouts sample_every eval_samples pass_reward
     judge judge_tries watch""".split()
-# keys, and values of keys, that are gone: what does their work now
-MOVED = {
-    "track": "tools/track.py out/run --to=wandb, or tensorboard, follows the run's metrics.jsonl",
-    "teacher": "--reference=model folder names the teacher of advantage='distill', too",
-    "truth_reward": "--reward='mine.py:f + 0*numeric' notes it: a term of weight 0",
-    "radix_cache cuda_graphs engine_kv_tokens engine_max_running engine_prefill_chunk": "--engine_args has SGLang's: "
-    "disable_radix_cache, disable_cuda_graph, max_total_tokens, max_running_requests, chunked_prefill_size",
-    "watch_kl_coef": "it is --healthy_kl_coef of tools/rollback.py",
-    "overlap": "with a lag, ranks that only train and ranks that only sample always overlap; one process alternates",
-    "loss=decoupled": "--importance=full is the same: PPO with importance weights without bounds",
-    "watch=rollback": "tools/rollback.py starts a run and turns it back where watch='stop' stops it",
-    "api_key": "it is in the environment of tools/serve.py: ONECURVE_API_KEY",
-    "max_calls max_forks max_result_chars": "MOST_CALLS, MOST_FORKS and MOST_RESULT in onecurve/agents/chat.py",
-    "sandbox_memory": "MOST_MEMORY in onecurve/graders/sandbox.py",
-    "scratch_layers scratch_hidden scratch_heads scratch_kv_heads scratch_head_dim scratch_mlp scratch_experts "
-    "scratch_experts_per_token": "--scratch_args='num_hidden_layers=8, hidden_size=256', in Hugging Face's names",
-    "arithmetic_min arithmetic_size": "--dataset=arithmetic:10:50 are sums of numbers from 10 up to 49",
-    "mode=serve host port": "a program of its own: python tools/serve.py --init_from=..",
-    "mode=reject reject_best": "use --mode=rollout, and then tools/best.py --count=2 on its folder",
-}
-REMOVED = {key: cure for keys, cure in MOVED.items() for key in keys.split()}
 
 
 class Mode(NamedTuple):
@@ -429,16 +408,15 @@ def roles(config, world):
 def holds(condition, values):
     """Whether one of a condition's parts does: 'mode=rm or dpo' (one of these), 'agent or --chat_template' (not 0)."""
     parts = (part.partition("=") for part in condition.split(" or --"))
-    return any(str(values[key]) in known if known else values[key] for key, _, known in parts)
+    return any(str(values[key]) in re.split(", | or ", known) if known else values[key] for key, _, known in parts)
 
 
 def key_rules(c, world, defaults):
     """Each key by itself, and what a run's ranks can do."""
     values = vars(c)
     for key, known in CHOICES.items():
-        gone = REMOVED.get(f"{key}={values[key]}")
         fits = values[key] in [defaults[key], *known.split()] or key in OWN and ".py:" in values[key]
-        yield key, fits, gone or f"use {known.replace(' ', ', ')}" + ", or 'mine.py:f'" * (key in OWN)
+        yield key, fits, f"use {known.replace(' ', ', ')}" + ", or 'mine.py:f'" * (key in OWN)
     for key in POSITIVE:
         yield key, values[key] > 0, "must be more than 0"
     for key in NOT_NEGATIVE:

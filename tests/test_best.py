@@ -14,7 +14,6 @@ from conftest import error_line
 
 import configurator
 import sync
-from configurator import check_config, configure
 from train_grpo import DEFAULTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
@@ -55,16 +54,3 @@ def test_an_agents_samples_are_refused_in_one_line(run, capsys):
     with pytest.raises(SystemExit):
         run(agent="agents/calculator.py:solve")
     assert "best.py takes those of one turn" in error_line(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    "flag,line",
-    [
-        ("--reject_best=2", "error: --reject_best: no such key: use --mode=rollout, and then tools/best.py --count=2"),
-        ("--mode=reject", "error: mode='reject': use --mode=rollout, and then tools/best.py"),
-    ],
-)
-def test_what_it_did_as_a_mode_is_answered_by_its_name(flag, line, capsys):
-    with pytest.raises(SystemExit):
-        check_config(configure(dict(DEFAULTS), [flag]), 1, DEFAULTS)
-    assert error_line(capsys.readouterr().err).startswith(line)

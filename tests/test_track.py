@@ -19,9 +19,6 @@ import pytest
 from conftest import error_line, launch_warm, wait_for
 from prove import lines
 
-from configurator import configure
-from train_grpo import DEFAULTS
-
 TOOL = Path(__file__).parent.parent / "tools" / "track.py"
 sys.path.insert(0, str(TOOL.parent))
 import track  # noqa: E402
@@ -193,10 +190,3 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path):
     assert (
         status == 2 and output == f"error: {tmp_path}: no metrics.jsonl in it, or an empty one; name a run's folder\n"
     )
-
-
-def test_the_key_that_did_this_is_answered_by_the_tools_name(capsys):
-    with pytest.raises(SystemExit):
-        configure(dict(DEFAULTS), ["--track=wandb"])
-    line = error_line(capsys.readouterr().err)
-    assert line.startswith("error: --track: no such key: tools/track.py out/run --to=wandb, or tensorboard, follows")
