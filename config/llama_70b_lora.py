@@ -16,9 +16,7 @@ Memory of an engine's card: a quarter of the weights 35.3 GB; 85 % of what is fr
 Wall time and result: not measured yet.
 """
 
-from pathlib import Path
-
-exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+from config.gsm8k import *  # the data, and its steps
 
 out_dir = "out/llama_70b_lora"
 init_from = "meta-llama/Llama-3.3-70B-Instruct"

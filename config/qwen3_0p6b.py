@@ -12,9 +12,7 @@ lanes = 1 would save 4.8 GB.
 Wall time and result: not measured yet.
 """
 
-from pathlib import Path
-
-exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+from config.gsm8k import *  # the data, and its steps
 
 out_dir = "out/qwen3_0p6b"
 init_from = "Qwen/Qwen3-0.6B"

@@ -19,9 +19,7 @@ while it trains, 22 GB while weights are published.
 Wall time and result: not measured yet.
 """
 
-from pathlib import Path
-
-exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+from config.gsm8k import *  # the data, and its steps
 
 out_dir = "out/qwen3_1p7b_lora"
 init_from = "Qwen/Qwen3-1.7B"

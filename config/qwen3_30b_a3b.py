@@ -18,9 +18,7 @@ at their full length.
 Wall time and result: not measured yet.
 """
 
-from pathlib import Path
-
-exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+from config.gsm8k import *  # the data, and its steps
 
 out_dir = "out/qwen3_30b_a3b"
 init_from = "Qwen/Qwen3-30B-A3B"

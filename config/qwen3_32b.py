@@ -15,9 +15,7 @@ at 128 KiB a token, 658,000 tokens in the two of them: all 64 samples of an engi
 Wall time and result: not measured yet.
 """
 
-from pathlib import Path
-
-exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+from config.gsm8k import *  # the data, and its steps
 
 out_dir = "out/qwen3_32b"
 init_from = "Qwen/Qwen3-32B"

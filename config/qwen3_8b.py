@@ -18,9 +18,7 @@ Memory of an engine: bfloat16 weights 16.4 GB; 85 % of what is free less these l
 Wall time and result: not measured yet.
 """
 
-from pathlib import Path
-
-exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+from config.gsm8k import *  # the data, and its steps
 
 out_dir = "out/qwen3_8b"
 init_from = "Qwen/Qwen3-8B"

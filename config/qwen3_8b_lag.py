@@ -14,9 +14,7 @@ before there are gradients. An engine: 16.4 GB of weights, 51 GB of cache, 344,0
 Wall time and result: not measured yet.
 """
 
-from pathlib import Path
-
-exec(Path(__file__).with_name("qwen3_8b.py").read_text())
+from config.qwen3_8b import *
 
 out_dir = "out/qwen3_8b_lag"
 lag = 1

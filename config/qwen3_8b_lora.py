@@ -19,9 +19,7 @@ gradients went to the tensor cores and FSDP2 was left out (docs/results.md).
 Wall time and result of this preset: not measured yet.
 """
 
-from pathlib import Path
-
-exec(Path(__file__).with_name("gsm8k.py").read_text())  # the data, and its steps
+from config.gsm8k import *  # the data, and its steps
 
 out_dir = "out/qwen3_8b_lora"
 init_from = "Qwen/Qwen3-8B"

@@ -265,4 +265,4 @@ class RewardModel:
         lengths = torch.tensor([len(x) for x in ids])
         packed = dict(ids=torch.cat(ids), positions=torch.cat([*map(torch.arange, lengths)]), lengths=lengths)
         leaf = types.SimpleNamespace(**{name: x.to(self.device) for name, x in packed.items()})
-        return self.model.token_logprobs(leaf, shared=self.config["batch_invariant"])[-1].tolist()
+        return self.model.token_logprobs(leaf, shared=self.config["batch_invariant"]).scores.tolist()
