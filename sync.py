@@ -369,7 +369,7 @@ class WeightSync:
     the trainers'. Collective over all ranks; without a trainer `shards` is (), without an engine `engine` is None.
 
     broadcast   each trainer sends its rows to all engines' workers, in a group of its own with them: so nobody waits
-                for another trainer, and no card holds more than its rows (rollout_server.receive_rows)
+                for another trainer, and no card holds more than its rows (onecurve/sglang/patches.py)
     ipc         a rank that has both hands its engine the memory itself (CUDA's handles; shared memory on a CPU)
 
     how: one of these; '' is ipc where every rank has a GPU, a trainer and an engine, else broadcast. dtype: of what is
