@@ -104,7 +104,7 @@ judge_prompt = ""
 judge_tries = 3  # requests for one verdict; the run ends if the last fails, too
 sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
 sandbox_seconds = 2.0  # seconds of CPU time that a program may take
-watch = ""  # 'stop': ends the run, with status 3, when the reward looks gamed (rewards.hacking)
+watch = ""  # 'stop': ends the run, with status 3, when the reward looks gamed (onecurve/graders/watch.py)
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: no penalty
 overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards still count in the group
 dynamic_sampling = 0  # number of further rounds, at most, that replace groups of equal rewards; 0: such groups are kept
@@ -214,6 +214,7 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     from onecurve.algorithms import critic, turns
     from onecurve.algorithms.pairs import evaluate_pairs, pair_loss
     from onecurve.cpu.host import share_cores
+    from onecurve.graders.watch import hacking, nothing_to_learn, text_metrics
     from onecurve.models import adapters, folders
     from onecurve.models.dense import build_model, check_memory, check_model
     from onecurve.models.moe import routers_of
@@ -1307,7 +1308,7 @@ if __name__ == "__main__":
         if record:
             metrics |= rewards.reward_metrics(batch.sampled)
             if watch:
-                metrics |= rewards.text_metrics(batch.sampled)
+                metrics |= text_metrics(batch.sampled)
             line = record.step(s, batch, metrics, hashes, times)
             if trainer and trainer.token_table:
                 own = folder / "queue" / f"rl_{s:06d}"
@@ -1315,10 +1316,10 @@ if __name__ == "__main__":
                 write_file(own / "trainer.safetensors", trainer.token_table)
             bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
             bar.update()
-            if why := rewards.nothing_to_learn(record.steps, advantage, template_skipped):
+            if why := nothing_to_learn(record.steps, advantage, template_skipped):
                 tqdm.write(f"warning: {why}", file=sys.stderr)
         if watch:
-            alarm = sync.from_all_ranks(record and rewards.hacking(record.steps, reward), alarm_group)[0]
+            alarm = sync.from_all_ranks(record and hacking(record.steps, reward), alarm_group)[0]
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
         if evaluates and due(s + 1, eval_every, rl_steps):
             evaluate(queue, s + 1, eval_rows, c, s + 1, record)

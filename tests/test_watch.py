@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import finish, launch_warm, shared_memory
 
-from rewards import hacking, nothing_to_learn, text_metrics
+from onecurve.graders.watch import hacking, nothing_to_learn, text_metrics
 from sync import Group
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))

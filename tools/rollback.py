@@ -19,8 +19,8 @@ from pathlib import Path
 from branch import branch
 from runs import command, lines, saved_config
 
-import rewards
 from configurator import require
+from onecurve.graders.watch import hacking
 from onecurve.run.checkpoint import healthy_checkpoint
 from onecurve.run.machine import report_error
 
@@ -31,7 +31,7 @@ def signal(folder):
     """What the watch says of a run as far as it is recorded, in words; '' if nothing."""
     if not (folder / "metrics.jsonl").exists():
         return ""
-    return rewards.hacking(lines(folder, phase="rl"), saved_config(folder)["reward"])
+    return hacking(lines(folder, phase="rl"), saved_config(folder)["reward"])
 
 
 def run(folder, args, nproc):
