@@ -150,7 +150,8 @@ def terms_of(spec):
 def load_reward(spec, config={}):
     """
     The reward function for `spec` (see `terms_of`). A file is looked up in the working directory, then beside this
-    file; a path cannot contain + or *. The function returns (the sum, {term: {"reward": number, ..}}).
+    file; a path cannot contain + or *. The function returns (the sum, {term: {"reward": number, ..}}). Its `prompt` is
+    what the model reads; a function of the user's gets `written`, the prompt as it is in the data.
     config: the run's. Ends the run with one line if there is no such function, or if what it needs is not there.
     """
     SETTINGS.update(config)
@@ -159,22 +160,24 @@ def load_reward(spec, config={}):
     except ValueError as error:
         require(False, f"reward={spec!r}: {error}")
 
-    readers = [name for _, name, f in terms if ".py:" in name and "row" in parameters_of(f)]
+    wanted = {name: {"row", "prompt_text"} & {*parameters_of(f)} for _, name, f in terms if ".py:" in name}
 
-    def weighted_sum(prompt, response, answer, row=None, terms=terms):
+    def weighted_sum(prompt, response, answer, written=None, row=None, terms=terms):
+        more = dict(row=row, prompt_text=prompt)
         noted = {}
         summands = []
         for weight, name, f in terms:
             # User code is not asked to be thread-safe; what is built in may wait for another process or machine.
             with ONE_AT_A_TIME if ".py:" in name else nullcontext():
-                value, notes = verdict(f(prompt, response, answer, **{"row": row} if name in readers else {}), name)
+                shown = written if name in wanted and written is not None else prompt
+                value, notes = verdict(f(shown, response, answer, **{x: more[x] for x in wanted.get(name, ())}), name)
             summands.append(weight * value)
             noted[name] = {"reward": value, **notes}
         return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
     weighted_sum.reads = [f.reads for _, _, f in terms if hasattr(f, "reads")]
     weighted_sum.waits = any(name in ELSEWHERE for _, name, _ in terms)
-    weighted_sum.reads_row = bool(readers)
+    weighted_sum.reads_row = any("row" in names for names in wanted.values())
     weighted_sum.own = partial(weighted_sum, terms=[term for term in terms if ".py:" in term[1]])
     return weighted_sum
 
@@ -221,8 +224,8 @@ def try_own(rewards, rows):
         first.setdefault(row.get("source", ""), row)
     for source, row in first.items():
         try:
-            own = partial(rewards[source].own, row=row.get("columns"))
-            score(own, row["prompt"], row["answer"], row["answer"], "the first row, with its answer as the response")
+            own = partial(rewards[source].own, written=row["prompt"], row=row.get("columns"))
+            score(own, text_of(row), row["answer"], row["answer"], "the first row, with its answer as the response")
         except RewardError as error:
             require(False, str(error))
 
@@ -651,9 +654,14 @@ def encode_prompts(rows, what, tokenizer, config):
                 messages = [dict(role="user", content=messages)]
             if messages[0]["role"] != "system":
                 messages = system + messages
-            row["prompt"] = tokenizer.apply_chat_template(messages, **options)
-    ids = prompt_ids([row["prompt"] for row in rows], tokenizer, config)
+            row["prompt_text"] = tokenizer.apply_chat_template(messages, **options)
+    ids = prompt_ids([*map(text_of, rows)], tokenizer, config)
     return _with_ids(rows, "prompt_tokens", ids, "max_prompt_tokens", f"{what} prompts", config)
+
+
+def text_of(row):
+    """A row's prompt as the model reads it: with chat_template what the template made of it."""
+    return row.get("prompt_text", row["prompt"])
 
 
 def encode_answers(rows, tokenizer, stop_tokens, config):

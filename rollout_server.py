@@ -47,7 +47,7 @@ from onecurve.cpu import host
 from onecurve.models.dense import rope_frequencies
 from onecurve.run.start import output_to
 from onecurve.sglang.engine import folder_for_sockets, start_engine
-from rewards import MODELS, RewardError, draw_rows, score_all
+from rewards import MODELS, RewardError, draw_rows, score_all, text_of
 from sync import RunError, group_path, hidden_torchrun, rank_is_lost, write_group
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Sampler:
                 step=job.step,
                 prompt=index,
                 version=job.version,
-                prompt_text=row["prompt"],
+                prompt_text=text_of(row),
                 answer=row["answer"],
                 source=row.get("source", ""),
                 engine=self.engine.index,
@@ -252,8 +252,8 @@ class Sampler:
         if finished:
             where = f"{job.stream} step {job.step}, prompt {index}, sample "
             reward = self.rewards[row.get("source", "")]
-            call = functools.partial(reward, row=row["columns"]) if "columns" in row else reward
-            calls = [(call, row["prompt"], x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
+            call = functools.partial(reward, written=row["prompt"], row=row.get("columns"))
+            calls = [(call, text_of(row), x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
             # Those that wait for a process or an answer do so side by side; others would only wake each other.
             parts = [[call] for call in calls] if reward.waits else [calls]
             run = functools.partial(asyncio.get_running_loop().run_in_executor, SCORERS, score_all)

@@ -14,6 +14,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -608,8 +609,17 @@ def test_a_prompt_may_be_messages_which_the_chat_template_writes(tmp_path):
     read, _ = load_rows(config)
     assert [row["answer"] for row in read] == ["4", "4"]
     read.append(rewards.row_of(rows[2], config))
-    written = [row["prompt"] for row in encode_prompts(read, "training", tokenizer, config)]
-    assert written == ["<system>Think.<user>1+1?", "<system>Be brief.<user>1+1?", "<system>Think.<user>2+2?"]
+    encoded = encode_prompts(read, "training", tokenizer, config)
+    written = ["<system>Think.<user>1+1?", "<system>Be brief.<user>1+1?", "<system>Think.<user>2+2?"]
+    assert [rewards.text_of(row) for row in encoded] == written
+    assert [row["prompt"] for row in encoded] == [*prompts]
+    # a function of the user's gets what is in the data, and the other if it wants it; what is built in gets the other
+    (tmp_path / "mine.py").write_text("def f(prompt, r, a, prompt_text): return prompt != prompt_text == r\n")
+    row, name = encoded[0], f"{tmp_path}/mine.py:f"
+    call = partial(load_reward(f"{name} + format"), written=row["prompt"])
+    assert score(call, row["prompt_text"], row["prompt_text"], "4", "here")[1][name]["reward"] == 1
+    assert score(call, row["prompt_text"], "4", "4", "here")[1][name]["reward"] == 0
+    rewards.try_own({"": load_reward(name)}, encoded)
 
 
 @pytest.mark.parametrize(
