@@ -161,7 +161,7 @@ def check_values(name, answer, path):
 
 def train(folder, flags, file=None, run=launch):
     """The digest of a new run in the folder, with a file's functions in place. Raises Wrong if it fails."""
-    script = [ROOT / "exercises" / "train.py", file.resolve()] if file else [ROOT / "train_grpo.py"]
+    script = [ROOT / "learn" / "exercises" / "train.py", file.resolve()] if file else [ROOT / "train_grpo.py"]
     if flags == CRITIC:
         reference = folder.with_name("reference")
         if not (reference / "ckpt" / "step_000060").is_dir():
