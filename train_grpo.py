@@ -793,10 +793,10 @@ class Trainer:
 
     def passes(self, samples, model, objective=POLICY, weights=()):
         """
-        Forward passes over this rank's leaves of a step: yields (the indices of a leaf's samples, the Leaf, its
-        Output). Leaf i belongs to rank i % ranks: the ranks work on a row of leaves side by
-        side. FSDP2's gathers and scatters need all of them, so an empty leaf is computed like any other. weights:
-        shards that the policy has during these passes; () for its own.
+        Forward passes over this rank's leaves of a step: yields (a leaf's samples by index, the Leaf, its Output).
+        Leaf i belongs to rank i % ranks: the ranks work on a row of leaves side by side. FSDP2's gathers and scatters
+        need all of them, so an empty leaf is computed like any other. weights: shards that the policy has during these
+        passes; () for its own.
         """
         c = self.c
         sampling = kernels.Sampling() if objective is ANSWERS else self.sampling
