@@ -14,7 +14,7 @@ The life of one prompt:
     score      the reward function sees the texts while other prompts are generated; user code, one text at a time
     write      group_0003.safetensors appears whole: tokens, log-probs, rewards and weight version under one checksum
     take       all ranks wait until every engine has said that its files are there, and read them in the order of the
-               prompts (sync.Queue)
+               prompts
 
 A group whose file exists is never made again.
 
@@ -85,15 +85,27 @@ def sampling_of(c):
     return kernels.Sampling(c.temperature, c.top_p, c.top_k, c.min_p)
 
 
-def sample_step(queue, step, rows, c, version, flight):
+def groups_of(queue, sampler, job):
     """
-    Has the engines make samples (Queue.sample, Sampler.sample, SGLang's async_generate); returns the Batch of RL step
-    `step` on every rank, in the order of the prompts. With dynamic sampling (DAPO, equation 11) groups of equal rewards
-    are replaced by the next round's; if groups are missing after the last round, the first of those dropped fill up the
-    batch. Each round has its own prompts, so the number of rounds in a step changes no other step's prompts.
+    The job's Groups in prompt order, on every rank: each engine makes its share, all ranks wait, all read. sampler: of
+    this rank's engine; None without one.
+    """
+    if sampler:
+        sampler.sample(queue.open(job), job, queue.share(job))
+        queue.done(job, sampler.engine.index)
+    return queue.take(job)
+
+
+def sample_step(sample, step, rows, c, version, flight):
+    """
+    Has the engines make samples (`groups_of`, Sampler.sample, SGLang's async_generate); returns the Batch of RL step
+    `step` on every rank, in the order of the prompts. sample: Job -> its Groups. With dynamic sampling (DAPO, equation
+    11) groups of equal rewards are replaced by the next round's; if groups are missing after the last round, the first
+    of those dropped fill up the batch. Each round has its own prompts, so the number of rounds in a step changes no
+    other step's prompts.
     """
     if c.segment_tokens:
-        return sample_segments(queue, step, rows, c, version, flight)
+        return sample_segments(sample, step, rows, c, version, flight)
     kept = []
     dropped = []
     rounds = 1 + c.dynamic_sampling
@@ -103,7 +115,7 @@ def sample_step(queue, step, rows, c, version, flight):
         places = draw_rows(rows, P, step * rounds + k, c, "rl", flight.seen)
         # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
         prompts = {i: rows[source][row] for i, (source, row) in enumerate(places, k * P)}
-        groups = queue.sample(Job("rl", step, version, prompts, c.group_size, sampling_of(c)))
+        groups = sample(Job("rl", step, version, prompts, c.group_size, sampling_of(c)))
         for place, group in zip(places, groups):
             rewards = group.tensors["rewards"]
             equal = c.dynamic_sampling and len(rewards.unique()) == 1
@@ -116,7 +128,7 @@ def sample_step(queue, step, rows, c, version, flight):
     return Batch(sampled[:P], sampled, flight._replace(seen=seen))
 
 
-def sample_segments(queue, step, rows, c, version, flight):
+def sample_segments(sample, step, rows, c, version, flight):
     """
     The same with partial rollouts (Kimi k1.5, arXiv:2501.12599, 3.2; APRIL, arXiv:2509.18521), cut by counts alone.
     Each step every unfinished sample in flight gets up to `segment_tokens` more, and goes on from its own tokens; fresh
@@ -136,7 +148,7 @@ def sample_segments(queue, step, rows, c, version, flight):
         todo = [i for i, group in enumerate(groups) if not (group and group.meta["finished"])]
         asked = {first + i: prompts[i] for i in todo}
         before = {first + i: (born[i], groups[i]) for i in todo}
-        grown = queue.sample(Job("rl", step, version, asked, c.group_size, sampling_of(c), c.segment_tokens, before))
+        grown = sample(Job("rl", step, version, asked, c.group_size, sampling_of(c), c.segment_tokens, before))
         sampled += grown
         for i, group in zip(todo, grown):
             groups[i] = group
@@ -299,6 +311,32 @@ class Sampler:
             turn_rewards=torch.tensor(rewards),
             turn=torch.zeros_like(tokens),  # (T,)
         )
+
+
+def start_sampler(run, task, lends):
+    """
+    The Sampler of a Run's Task with this rank's engine, which it starts; an agent's makes episodes. lends: the engine
+    gives its memory to this rank's trainer meanwhile.
+    """
+    c = run.c
+    agent = task.agent
+    index = run.ranks.engine
+    engine = RolloutEngine(
+        index,
+        run.model_path,
+        run.hf,
+        vars(c),
+        run.device,
+        run.dtype,
+        run.folder / f"engine_{index}.log",
+        run.gpu,
+        lends=lends and run.large,
+        cores=run.cores,
+        patches=agent.patches if agent else (),
+    )
+    decode = functools.partial(run.tokenizer.decode, skip_special_tokens=True)
+    make = agent.sampler if agent else Sampler
+    return make(engine, vars(c), run.id, run.ranks.engines, task.scored_by, decode, run.stop_tokens)
 
 
 # ------------------------------------------------------------------------------------------------------------------

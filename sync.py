@@ -616,25 +616,42 @@ def appears(path, seconds):
 
 
 class Queue(NamedTuple):
-    """The groups of a run. Each rank has its own engine sample, and reads what all engines have made."""
+    """The groups of a run: engines write them, all ranks read them."""
 
     folder: Path
-    sampler: object  # of this rank's engine; None without one
     run: str  # the run's id
     timeout: float = 0  # seconds without a heartbeat after which the run ends
     heartbeats: tuple = ()  # a path for each engine, which it touches while it lives
     store: dist.Store = None  # where the engines' ranks say what they do
     vocabulary: int = 0  # as for `read_group`
 
-    def sample(self, job):
-        """Samples the job's prompts: their Groups in prompt order, on every rank, when all exist."""
-        folder = self.folder / f"{job.stream}_{job.step:06d}"
-        key = f"{folder.name} from {next(iter(job.rows))}"
-        if self.sampler:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.sampler.sample(folder, job, self._share(key, list(job.rows)))
-            self.store.set(f"{key} engine {self.sampler.engine.index}", "done")
-        self._wait(folder, [f"{key} engine {i}" for i in range(len(self.heartbeats))])
+    def _folder(self, job):
+        return self.folder / f"{job.stream}_{job.step:06d}"
+
+    def _key(self, job):
+        """The job's name in the store; a step may have several."""
+        return f"{self._folder(job).name} from {next(iter(job.rows))}"
+
+    def open(self, job):
+        """The folder for a job's files, which it makes."""
+        folder = self._folder(job)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def share(self, job):
+        """This engine's share of a job's prompts: each goes to the engine that asks next. It changes who, not what."""
+        prompts = list(job.rows)
+        while (n := self.store.add(self._key(job), 1)) <= len(prompts):
+            yield prompts[n - 1]
+
+    def done(self, job, engine):
+        """Says that what this engine took of a job is written."""
+        self.store.set(f"{self._key(job)} engine {engine}", "done")
+
+    def take(self, job):
+        """The job's Groups in prompt order, when all exist."""
+        folder = self._folder(job)
+        self._wait(folder, [f"{self._key(job)} engine {i}" for i in range(len(self.heartbeats))])
         expected = dict(run=self.run, stream=job.stream, step=job.step, version=job.version)
         groups = []
         for i in job.rows:
@@ -643,11 +660,6 @@ class Queue(NamedTuple):
                 raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
             groups.append(read_group(path, self.vocabulary, prompt=i, **expected))
         return groups
-
-    def _share(self, key, prompts):
-        """This rank's share of a job's prompts: each goes to the engine that asks next. It changes who, not what."""
-        while (n := self.store.add(key, 1)) <= len(prompts):
-            yield prompts[n - 1]
 
     def _wait(self, folder, keys):
         """Returns when all engines have said that what they took is written."""

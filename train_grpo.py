@@ -19,20 +19,15 @@ tokens together. A row of leaves has one leaf per lane, and the trainer ranks sh
 import heapq
 import math
 import os
-import shutil
-import sys
-import threading
 import types
 from collections import ChainMap, namedtuple
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from configurator import MODES, OWN, block, library_versions, require, resolve, roles, sources_of
+from configurator import block, require, resolve
 from onecurve.run.start import end_with_parent, lean_imports
 from onecurve.sglang.start import start_engine_early
 
@@ -206,36 +201,27 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     import torch
     import torch.distributed as dist
     from torch import Tensor
-    from tqdm import tqdm
 
     import kernels
     import rewards
     import sync
     from onecurve.algorithms import critic, turns
-    from onecurve.algorithms.pairs import evaluate_pairs, pair_loss
-    from onecurve.cpu.host import share_cores
-    from onecurve.graders.watch import hacking, nothing_to_learn, text_metrics
+    from onecurve.algorithms.kept import pack_kept, split_kept
+    from onecurve.algorithms.reference import Reference
+    from onecurve.algorithms.supervised import Objective, loss_tokens, teach
+    from onecurve.graders.watch import Watch
     from onecurve.models import adapters, folders
-    from onecurve.models.dense import build_model, check_memory, check_model
+    from onecurve.models.dense import build_model
     from onecurve.models.moe import routers_of
-    from onecurve.run.checkpoint import (
-        checkpoints,
-        clean_queue,
-        delete_checkpoints,
-        read_checkpoint,
-        seal_checkpoint,
-        write_file,
-        write_tensors,
-    )
-    from onecurve.run.machine import end_with_a_line, one_device, report_error, take_gpu
-    from onecurve.run.record import Record, check_shared, open_run
+    from onecurve.run.dial import dial_of
+    from onecurve.run.observers import off_policy_of
+    from onecurve.run.past import PastWeights
+    from onecurve.run.save import MOMENTS, load_optimizer
+    from onecurve.run.setup import Run, Task, due, prepare_process
     from rewards import own_function
-    from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
+    from rollout_server import Job, groups_of, sample_step, sampling_of, start_sampler
 if __name__ == "__main__":
     start_engine_early(config)
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
-
 
 # ---- the algorithm: pure functions --------------------------------------------------------------------------------
 
@@ -377,6 +363,11 @@ class Sample(NamedTuple):
     turn_rewards: Tensor = torch.zeros(1)  # (turns,)
     kept: Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
 
+    def only(self, chosen):
+        """The sample with no loss but on these loss tokens (M,), cut after the last of them."""
+        columns = {name: getattr(self, name)[chosen] for name in ("loss_at", "turn", *COLUMNS)}
+        return self._replace(tokens=self.tokens[: columns["loss_at"][-1] + 1], **columns)
+
 
 COLUMNS = "staleness logprobs old_logprobs advantages reference values returns mark".split()  # of Sample and Leaf
 LEAF = [  # the fields of a Leaf
@@ -405,11 +396,6 @@ def make_sample(prompt, response, loss_mask, logprobs, turn=None, staleness=None
     columns = dict.fromkeys(COLUMNS, zeros) | dict(staleness=staleness, logprobs=logprobs, old_logprobs=logprobs)
     tokens = torch.cat([prompt, response])
     return Sample(tokens, len(prompt), loss_at=len(prompt) + at, turn=turn, **columns, **others)
-
-
-def loss_tokens(samples):
-    """How many tokens of the samples have a loss."""
-    return sum(len(s.loss_at) for s in samples)
 
 
 # One token without loss, which stands in an empty leaf: its rank must take part in the other ranks' collectives.
@@ -450,25 +436,6 @@ def samples_of(groups, step, overlong_filter=False):
     return samples
 
 
-def tokens_of_age(sample, age):
-    """The sample, cut after its last loss token of this staleness, with no loss on other tokens; None without any."""
-    chosen = sample.staleness == age
-    if not chosen.any():
-        return None
-    columns = {name: getattr(sample, name)[chosen] for name in ("loss_at", "turn", *COLUMNS)}
-    return sample._replace(tokens=sample.tokens[: columns["loss_at"][-1] + 1], **columns)
-
-
-def max_staleness(c):
-    """The largest staleness of a token, in steps; it is also how many older versions of the weights must be kept."""
-    if not c.segment_tokens:
-        return c.lag
-    # A group is sampled in at most `drawn` steps. Then it waits for the groups begun before it, and each step trains on
-    # P of these; if it was the last in flight, the step in which it was begun has already trained on P of them.
-    drawn = -(-c.max_new_tokens // c.segment_tokens)
-    return c.lag + max(0, drawn - 2) + (c.groups_in_flight - 1) // c.prompts_per_step
-
-
 def pack(samples, device):
     """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
     every = Sample(*zip(*(samples or [FILLER])))  # its fields are tuples: of each field, that of every sample
@@ -479,19 +446,8 @@ def pack(samples, device):
     positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
     at = torch.cat(every.loss_at) + starts.repeat_interleave(counts)
     columns = [torch.cat(getattr(every, name)) for name in COLUMNS]
-    kept = torch.cat(every.kept, 1)
-    pairs = torch.tensor([x.shape[1] for x in every.kept])
-    kept[0] += (counts.cumsum(0) - counts).repeat_interleave(pairs)
-    fields = ids, positions, lengths, counts, at - 1, ids[at], *columns, kept
+    fields = ids, positions, lengths, counts, at - 1, ids[at], *columns, pack_kept(every.kept, counts)
     return Leaf._make(x.to(device) for x in fields)
-
-
-def split_kept(kept, counts):
-    """The pairs of a leaf, sorted, apart for its samples, which have `counts` (samples,) loss tokens."""
-    kept = kept.cpu()
-    ends = counts.cpu().cumsum(0)
-    parts = kept.tensor_split(torch.searchsorted(kept[0], ends)[:-1], 1)
-    return [torch.stack([rows - start, ids]) for (rows, ids), start in zip(parts, [0, *ends.tolist()])]
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -564,16 +520,6 @@ def policy_step_loss(output, leaf, c, samples, tokens):
         w = importance_weights(leaf.old_logprobs, leaf.logprobs, c.importance, c.importance_floor, c.importance_cap)
         losses = losses * w
         figures |= dict(importance_mean=w, importance_not_one=w != 1)
-    if max_staleness(c) or c.engine_bits != "fp32":
-        moved = logprobs.detach() - leaf.logprobs
-        ratio = torch.exp(moved)
-        figures |= dict(
-            logprob_distance=moved.abs(),
-            staleness=leaf.staleness,
-            ratio_mean=ratio,
-            ratio_square=ratio.square(),
-            kl_behaviour=kl(leaf.logprobs, logprobs.detach(), "k3"),
-        )
     if c.entropy_coef:  # Schulman et al. 2017, equation 9
         losses = losses - c.entropy_coef * entropy
     if c.kl_coef or c.advantage == "distill":
@@ -586,53 +532,24 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     return aggregate(losses, counts, c.loss_aggregation, samples, tokens, c.max_new_tokens), figures
 
 
-def answer_loss(output, leaf, c, samples, tokens):
-    """The negative log-likelihood of answers, the mean over all tokens."""
-    return (-output.logprobs).sum() / tokens, dict(entropy=output.entropy)
-
-
-class Objective(NamedTuple):
-    phase: str  # its name in the ledger and in metrics.jsonl
-    loss: Callable  # `policy_step_loss`, `answer_loss`, `pair_loss`
-    unit: int = 1  # samples that must be in one leaf
-
-
 POLICY = Objective("rl", policy_step_loss)
-ANSWERS = Objective("sft", answer_loss)
-PAIRS = Objective("rm", pair_loss, 2)
 
 
-def check_logprobs(sample, logprobs, age):
+def check_bits(leaf, logprobs, age=0):
     """
-    The promise of this project, checked at every loss token of a sample: the trainer's log-probs (M,) are the engine's,
-    as bits, where they were computed with the same weights: at tokens of staleness `age`. Returns [], or [(the sample's
-    index in the batch, a line about its first token that differs, number of tokens that differ, largest distance)].
+    The promise of this project, checked at every loss token of a Leaf or a Sample: the trainer's log-probs (M,) are the
+    engine's, as bits, where both used the same weights, at tokens of staleness `age`. Returns which differ (M,).
     """
-    differ = (logprobs.view(torch.int32) != sample.logprobs.view(torch.int32)) & (sample.staleness == age)
-    if not differ.any():
-        return []
+    return (logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)) & (leaf.staleness == age)
+
+
+def mismatch(sample, logprobs, differ):
+    """(the sample's index in the batch, a line about its first token that differs, how many do, largest distance)."""
     i = int(differ.nonzero()[0])
     bits = [f"{x:.9g} (0x{int(x.view(torch.int32)) & 0xFFFFFFFF:08x})" for x in (sample.logprobs[i], logprobs[i])]
     line = f"{sample.name}, token {sample.loss_at[i] - sample.prompt_tokens}: engine {bits[0]}, trainer {bits[1]}"
     distances = (logprobs - sample.logprobs)[differ].abs()
-    return [(sample.of, line, len(distances), float(distances.max()))]
-
-
-def token_table(samples, figures):
-    """
-    {name: (M,)} of a batch's loss tokens, in the order of the samples: what engine and trainer say of each. figures: of
-    each sample {name: (M,)}, the trainer's.
-    """
-    rows = [
-        dict(
-            rollout_logprobs=s.logprobs,
-            position=s.loss_at - s.prompt_tokens,
-            sample=torch.full_like(s.loss_at, s.of),
-            **own,
-        )
-        for s, own in zip(samples, figures)
-    ]
-    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    return sample.of, line, len(distances), float(distances.max())
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -640,14 +557,14 @@ def token_table(samples, figures):
 
 class Trainer:
     """
-    A rank's share of the model and of AdamW's state, and what is done with them. `save` and all methods that take
-    samples are collective over the trainers: each rank passes all the samples of a step, and works on its own leaves.
+    A rank's share of the model and of AdamW's state, and what is done with them. All methods that take samples are
+    collective over the trainers: each rank passes all the samples of a step, and works on its own leaves.
 
     c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from.
     checkpoint: the folder from which to go on, None without. saved: what it says of itself.
     """
 
-    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved={}):
+    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved=types.MappingProxyType({})):
         self.c = c
         self.sampling = sampling_of(c)
         self.mesh = ranks.mesh
@@ -663,7 +580,6 @@ class Trainer:
             self.model.gradient_checkpointing_enable()
         kind = adapters.Adapters if lora else folders.FullWeights
         self.parts = kind(self.model, c, self.mesh, device)
-        self.routers = routers_of(self.model, c)
         self.shards = self.parts.trained
         self.policy = self.parts.policy
         # Heads begin with 0: so the first advantages come from the rewards alone, and no side of a pair is preferred.
@@ -683,64 +599,16 @@ class Trainer:
         for w in self.weights:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}
             self.optimizer.state[w] = dict(step=torch.tensor(float(saved.get("optimizer_steps", 0))), **zeros)
-        # {version: shards of the policy as the engines got it}: what tokens sampled with this version are checked with.
-        self.versions = {version: self.snapshot() for version in saved.get("earlier", ())}
-        self.mismatches = []  # what `check_logprobs` has found since the last update, each sample's on one rank
-        self.token_table = {}  # `token_table` of the step
+        self.past = PastWeights(self, saved.get("earlier", ()))
         if checkpoint:
-            folders.load_weights(self.optimizer_state(self.versions), checkpoint / "optimizer", tied=False)
-        if self.rank == 0:
-            line = f"model: {self.model.num_parameters():,} parameters"
-            if self.parts.frozen:
-                line += f", of which {self.model.num_parameters(only_trainable=True):,} are trained"
-            print(line, flush=True)
-        # The reference: forward passes only, and so no optimizer. With LoRA it is the model itself with other adapters.
-        self.frozen = None
-        if c.kl_coef or c.advantage == "distill":
-            self.anchor = self.parts.anchor() or ()
-            self.frozen = self.model if self.anchor else self.reference_model(hf)
-
-    def reference_model(self, hf):
-        """The reference where that is a whole model."""
-        c = self.c
-        name = c.reference or c.init_from
-        folder = folders.fetch_model(name, "reference")
-        other = check_model(folder, vars(c), "reference")
-        require(other.vocab_size == hf.vocab_size, f"reference={name!r}: needs the vocabulary of init_from's model")
-        model = build_model(other, self.mesh, self.device, c.batch_invariant, tp_split=c.tp_split)
-        folders.load_weights(sync.shards(model, self.mesh), folder, other.tie_word_embeddings)
-        return model
-
-    def optimizer_state(self, versions):
-        """The shards that a checkpoint has beside the model: AdamW's moments, these versions, the critic's head."""
-        state = [
-            s._replace(name=f"{k}.{s.name}", data=self.optimizer.state[w][k])
-            for s, w in zip(self.shards, self.weights)
-            for k in MOMENTS
-        ]
-        for version, kept in versions.items():
-            state += [s._replace(name=f"version {version}.{s.name}", data=s.data.to(self.device)) for s in kept]
-        return state + [s for s in self.shards if s.name == "value_head"]
-
-    def snapshot(self):
-        """A copy of the policy's shards as the engines get them: in the compute dtype; adapters stay float32."""
-        return [s._replace(data=s.data.to(self.parts.dtype, copy=True)) for s in self.policy]
+            load_optimizer(self, checkpoint)
+        self.reference = Reference(self, hf) if c.kl_coef or c.advantage == "distill" else None
+        self.observers = [*off_policy_of(c), *routers_of(self), *dial_of(self)]  # none in a plain run
+        self.mismatches = []  # since the last update, each sample's on one rank
 
     def published(self, version):
         """This rank's shards of what engines get as `version`: of the copy if one is kept, else of the weights now."""
-        return self.parts.published(self.versions.get(version, self.policy))
-
-    def keep(self, version):
-        """Keeps a copy of the weights as `version`, and drops versions too old for any token still to be trained on."""
-        if most := max_staleness(self.c):
-            self.versions = {v: kept for v, kept in self.versions.items() if v >= version - most}
-            # The newest is still to be sent; older ones wait in CPU memory, where there is room. Copied like this it is
-            # pinned, and torch gives what the dropped ones had.
-            older = {
-                v: [s._replace(data=s.data.to("cpu", non_blocking=True)) for s in kept]
-                for v, kept in self.versions.items()
-            }
-            self.versions = older | {version: self.snapshot()}
+        return self.parts.published(self.past.versions.get(version, self.policy))
 
     @contextmanager
     def holding(self, others):
@@ -754,43 +622,6 @@ class Trainer:
             for s, data in zip(self.policy, now):
                 s.data.copy_(data)
 
-    def save(self, ckpt, tokenizer, stop_tokens, record, step, flight):
-        """
-        Writes ckpt/step_000100, for step = 100, from which any number of ranks can go on with that step. flight: the
-        groups in flight. record: the first rank's Record; None on others.
-        """
-        found = {*chain(*(self.optimizer.state[w] for w in self.weights))} - {"step"}
-        cure = "name in MOMENTS what the optimizer keeps of a weight, or a resume begins without it"
-        require(found == {*MOMENTS}, f"MOMENTS={MOMENTS}: the optimizer has {', '.join(sorted(found))}; {cure}")
-        # A name that no reader looks for until all is on the disk: a kill leaves no half of a checkpoint.
-        finished = ckpt / f"step_{step:06d}"
-        unfinished = ckpt / f".step_{step:06d}"
-        earlier = dict(self.versions)
-        earlier.pop(step, None)  # it is the model itself
-        if record:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            for name in ("optimizer", "flight"):
-                (unfinished / name).mkdir(parents=True)
-            folders.save_tokenizer(unfinished, tokenizer, stop_tokens)
-        sync.meet(self.control)  # the folders are there
-        self.parts.save(unfinished)
-        write_tensors(unfinished / "optimizer", "optimizer", self.optimizer_state(earlier), self.mesh)
-        sync.meet(self.control)  # and the files
-        if record:
-            for i, group in enumerate(flight.groups):
-                sync.write_group(sync.group_path(unfinished / "flight", i), *group)
-            seal_checkpoint(
-                unfinished,
-                finished,
-                step=step,
-                optimizer_steps=int(self.optimizer.state[self.weights[0]]["step"]),
-                earlier=[*earlier],
-                begun=flight.begun,
-                seen=[(*place, right) for place, right in flight.seen.items()],
-                **record.state(),
-            )
-            delete_checkpoints(ckpt, checkpoints(ckpt)[: -self.c.keep_checkpoints])
-
     def passes(self, samples, model, objective=POLICY, weights=()):
         """
         Forward passes over this rank's leaves of a step: yields (a leaf's samples by index, the Leaf, its Output).
@@ -799,7 +630,7 @@ class Trainer:
         passes; () for its own.
         """
         c = self.c
-        sampling = kernels.Sampling() if objective is ANSWERS else self.sampling
+        sampling = self.sampling if objective.sampled else kernels.Sampling()
         lengths = [len(s.tokens) for s in samples]
         unit = objective.unit
         shared = c.batch_invariant and (c.share_prefixes or not torch.is_grad_enabled())
@@ -815,29 +646,6 @@ class Trainer:
                 if hasattr(model, "reshard") and not torch.is_grad_enabled():
                     model.reshard()  # FSDP2 does it after a backward pass; there is none
                 yield chosen, leaf, output
-
-    @torch.no_grad()
-    def check_past_versions(self, samples, step):
-        """
-        Notes what `check_logprobs` finds at tokens that were sampled with older weights than those of `step`: a pass
-        with each version of them. Ends the run with one line if a version is not kept. Returns the samples, with what a
-        sampling rule kept for these tokens: under other weights it would keep others.
-        """
-        checked = list(samples)
-        ages = torch.cat([s.staleness for s in samples]).unique()
-        for age in ages[ages > 0].tolist():
-            cut = {i: part for i, s in enumerate(samples) if (part := tokens_of_age(s, age))}
-            parts = [*cut.values()]
-            token = f"{parts[0].name}, token {int(parts[0].loss_at[0]) - parts[0].prompt_tokens}"
-            why = f"sampled with weights {step - age}; the oldest that are kept are {min(self.versions, default=step)}"
-            require(step - age in self.versions, f"step {step}, {token}: {why}")
-            outputs = self.outputs(parts, self.model, self.versions[step - age])
-            for i, (logprobs, (rows, ids), *_) in zip(cut, outputs):
-                if self.rank == 0:  # all ranks have them all
-                    self.mismatches += check_logprobs(cut[i], logprobs, age)
-                kept = torch.stack([(samples[i].staleness == age).nonzero()[rows, 0], ids])
-                checked[i] = checked[i]._replace(kept=torch.cat([checked[i].kept, kept], 1))
-        return checked
 
     @torch.no_grad()
     def outputs(self, samples, model, weights=()):
@@ -866,29 +674,24 @@ class Trainer:
         weights need them), what a sampling rule kept, the critic's values and the reference's log-probs filled in.
         """
         c = self.c
-        if c.importance or c.advantage == "gae" or self.sampling.cuts() and (self.frozen or c.updates_per_batch > 1):
+        again = self.reference or c.updates_per_batch > 1  # log-probs are computed again, by other weights
+        if c.importance or c.advantage == "gae" or self.sampling.cuts() and again:
             outputs = self.outputs(samples, self.model)
             samples = [
                 s._replace(kept=kept, old_logprobs=logprobs if c.importance else s.old_logprobs)
                 for s, (logprobs, kept, *_) in zip(samples, outputs)
             ]
-        if c.advantage == "gae":  # after a sample that ended by itself nothing can be gained: its last value is 0
-            samples = [
-                s._replace(values=values, bootstrap=last if s.truncated else 0.0)
-                for s, (*_, values, last) in zip(samples, outputs)
-            ]
-        if self.frozen:
-            theirs = self.outputs(samples, self.frozen, self.anchor)
-            samples = [s._replace(reference=output[0]) for s, output in zip(samples, theirs)]
-        return samples
+        if c.advantage == "gae":
+            samples = critic.with_values(samples, outputs)
+        return self.reference.fill(samples) if self.reference else samples
 
-    @torch.no_grad()
-    def dialled_choices(self, samples):
-        """Which experts a mixture chooses in each leaf with weights rounded like the engine's; [] without a dial."""
-        if self.c.engine_bits == "fp32" or self.c.lora_rank:
-            return []
-        rounded = [s._replace(data=sync.rounded_to(s.data, self.c.engine_bits)) for s in self.policy]
-        return [self.routers.choices() for _ in self.passes(samples, self.model, weights=rounded)]
+    def compare(self, leaf, samples, logprobs, age=0):
+        """Notes where log-probs (M,) differ, by `check_bits`. samples: those of the Leaf, or the one that it is."""
+        differ = check_bits(leaf, logprobs, age)
+        if differ.any():
+            counts = [len(s.loss_at) for s in samples]
+            parts = zip(samples, logprobs.detach().cpu().split(counts), differ.cpu().split(counts))
+            self.mismatches += [mismatch(*part) for part in parts if part[2].any()]
 
     def gradients(self, samples, objective=POLICY, check=False):
         """
@@ -896,30 +699,19 @@ class Trainer:
         over leaves are made in an order that does not depend on the number of ranks. Under torch.no_grad there are no
         gradients. check: compare log-probs with the engine's at tokens that were sampled with these very weights.
         """
-        # The denominators are the whole step's, so that leaves of any size add up to one mean.
-        tokens = max(1, loss_tokens(samples))
-        if objective.unit == 2:
-            tokens = len(samples) // 2
-            if not MODES[self.c.mode].scores:  # DPO needs the reference's log-probs
-                samples = self.forward_only(samples)
+        tokens = max(1, objective.count(samples))  # of the whole step, so that leaves of any size add up to one mean
         grads = sync.LeafSum(self.c.lanes // self.mesh.size(), self.model)
         rows = []
-        self.token_figures = {}  # {index of a sample here: {name: (M,)}}: log-probs; in a dialled run all its figures
-        if self.routers and check:
-            self.routers.dialled = self.dialled_choices(samples)
+        for observer in self.observers:
+            observer.before(samples, objective.phase, check)
         for chosen, leaf, output in self.passes(samples, self.model, objective):
             loss, figures = objective.loss(output, leaf, self.c, len(samples), tokens)
-            if self.routers:
-                share = len(leaf.ids) / sum(len(s.tokens) for s in samples) if chosen else 0
-                loss = loss + self.routers.note(figures, leaf, share)
+            for observer in self.observers:
+                loss = observer.note(loss, chosen, leaf, output, figures)
             if torch.is_grad_enabled():
                 grads.backward(loss)
             if check:
-                noted = dict(logprobs=output.logprobs) | (figures if self.c.engine_bits != "fp32" else {})
-                columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted.values()]
-                for i, own in zip(chosen, zip(*columns)):
-                    self.mismatches += check_logprobs(samples[i], own[0], age=0)
-                    self.token_figures[i] = dict(zip(noted, own))
+                self.compare(leaf, [samples[i] for i in chosen], output.logprobs)
             rows.append(torch.stack([x.detach().double().sum() for x in (loss, *figures.values())]))
         # Each rank has a row of the table for each of its leaves; rows are put in their places by adding zeros.
         mine = torch.stack(rows)
@@ -928,12 +720,8 @@ class Trainer:
         dist.all_reduce(table, group=self.process_group)
         loss, *sums = sync.tree_sum(table).tolist()
         metrics = {"loss": loss} | {name: x / tokens for name, x in zip(figures, sums)}
-        if square := metrics.pop("ratio_square", None):
-            mean_square = metrics["ratio_mean"] ** 2
-            metrics["ratio_variance"] = square - mean_square
-            metrics["effective_sample_size"] = mean_square / square
-        if self.routers:
-            metrics |= self.routers.metrics(self.process_group)
+        for observer in self.observers:
+            metrics |= observer.metrics(metrics)
         return grads.total(), metrics
 
     def apply(self, grads, lr, where, loss=0.0):
@@ -976,9 +764,7 @@ class Trainer:
                 logprob_mismatch_tokens=differ,
                 logprob_mismatch_max=max((distance for *_, distance in mismatches), default=0.0),
             )
-            if self.c.engine_bits != "fp32":
-                self.token_table = token_table(samples, self.in_order(self.token_figures))
-            elif mismatches and self.c.strict:
+            if mismatches and self.c.strict and self.c.engine_bits == "fp32":
                 count = f"{differ} of {loss_tokens(samples)}"
                 require(False, f"step {step}, {mismatches[0][1]}; {count} log-probs differ; --strict=False goes on")
         norm, hashes = self.apply(grads, lr, f"{objective.phase} step {step}", metrics["loss"])
@@ -987,7 +773,7 @@ class Trainer:
         return metrics | dict(grad_norm=norm, lr=lr), hashes
 
 
-# ---- a step, and what is not one ------------------------------------------------------------------------------------
+# ---- learning and evaluation ----------------------------------------------------------------------------------------
 
 
 def learn(trainer, step, groups, c):
@@ -999,7 +785,7 @@ def learn(trainer, step, groups, c):
     samples = samples_of(groups, step, c.overlong_filter)
     # Before any weight moves, the trainer's log-probs are compared with the engine's: those of older weights in passes
     # of their own, the others in the first update.
-    samples = trainer.check_past_versions(samples, step)
+    samples = trainer.past.check(samples, step)
     metrics = dict(check_seconds=monotonic() - began)
     samples = trainer.forward_only(samples)
     scores = torch.stack([group.tensors["rewards"] for group in groups])  # (P, G)
@@ -1014,14 +800,14 @@ def learn(trainer, step, groups, c):
     for i in range(c.updates_per_batch):
         figures, hashes = trainer.update(samples, step, rate, check=i == 0)
         metrics |= figures  # the last update's, except the mismatch, which is the first's
-    trainer.keep(step + 1)
+    trainer.past.keep(step + 1)
     return metrics, hashes
 
 
-def evaluate(queue, step, rows, c, version, record):
+def evaluate(sample, step, rows, c, version, record):
     """Records pass@k and the mean reward on the held-out rows, under the weights that the engines hold."""
     sampling = sampling_of(c)._replace(temperature=c.eval_temperature)
-    groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, sampling))
+    groups = sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, sampling))
     if record:
         scores = rewards.reward_metrics(groups)
         for source, own in {"": groups, **rewards.by_source(groups)}.items():
@@ -1030,236 +816,35 @@ def evaluate(queue, step, rows, c, version, record):
         record.evaluation(step, scores, len(rows), record.hashes(groups))
 
 
-def supervised_samples(rows, c, demonstrate=None):
-    """
-    Samples of rows that have answers, or pairs (two samples each); their log-probs are 0. demonstrate(rows): an agent's
-    dialogues for the rows, (prompt, tokens after it, loss mask) each.
-    """
-    if demonstrate:
-        known = demonstrate(rows)
-    else:
-        keys = [f"{side}_tokens" for side in rewards.sides(c.mode)]
-        known = [(row["prompt_tokens"], row[key], [True] * len(row[key])) for row in rows for key in keys]
-    tensors = (map(torch.tensor, dialogue) for dialogue in known)
-    return [make_sample(prompt, response, mask, torch.zeros(len(response))) for prompt, response, mask in tensors]
-
-
-def due(steps, every, last):
-    """Whether what happens every `every` steps (0: never), at the start and at the end happens after this many."""
-    return steps in (0, last) or every > 0 and steps % every == 0
-
-
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
     c = types.SimpleNamespace(**config)
-    folder = Path(out_dir)
-    # joblib (through transformers) and tqdm leave semaphores in /dev/shm: the engine's exit kills the process that
-    # would remove them. So neither may make one.
-    os.environ["JOBLIB_MULTIPROCESSING"] = "0"
-    tqdm.set_lock(threading.RLock())
-    sys.excepthook = partial(report_error, kept="nothing was written", cure="start again")
-    end_with_a_line(int(os.environ.get("RANK", 0)))
-    # What the mode means for the steps below. Who trains and who samples is in `ranks`.
-    does = MODES[mode]
-    supervised = does.steps == "supervised"
-    publishes = does.trains and does.samples
-    rl_steps = max_steps if does.steps == "rl" else 0
-    sft_steps = warmup_sft_steps
-    sft_schedule = sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
-    if supervised:
-        sft_steps = max_steps
-        sft_schedule = learning_rate, warmup_steps, lr_decay_steps, min_lr
-    for key in OWN:
-        own_function(key, config[key])
-    scored_by = {
-        name: rewards.load_reward(own["reward"], config)
-        for name, own in sources_of(config).items()
-        if does.samples  # else what a reward needs, a judge or a sandbox, may be missing
-    }
-
-    # ---- who this rank is, and what it works on. Nothing is computed before all of it is known to be usable: until
-    # then the folder is nobody's, and a corrected command may have it.
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    gpu = int(os.environ.get("LOCAL_RANK", 0))
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    chip = take_gpu(config, world, gpu) if place == "cuda" else ""
-    ranks = sync.start_process_groups(*roles(config, world), place, rollout_tp)
-    if not resumed:  # only now is it known whether torchrun has restarted us because a rank of another node died
-        _, resumed, restarted = resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS)
-    # Do trainers and engines work side by side, or in turn?
-    overlaps = publishes and lag > 0 and ranks.trainers < world
-    concurrent = world if overlaps else ranks.trainers if ranks.mesh is not None else ranks.engines * rollout_tp
-    # More threads than cores wait for each other by spinning; no bit depends on their number.
-    torch.set_num_threads(threads or max(1, os.cpu_count() // concurrent))
-    cores = share_cores(sync.from_all_ranks) if overlaps and place == "cpu" and rollout_tp == 1 and not threads else ""
-    compute_dtype = torch.bfloat16 if place == "cuda" else torch.float32
-    model = folder / "model" if init_from == "scratch" else init_from
-    if ranks.rank == 0:
-        # Keep it: the lock lasts as long as this file is open.
-        lock = open_run(folder, config, resumed, restarted, chip)
-        if init_from == "scratch":
-            folders.make_scratch_model(model, config)
-        folders.fetch_model(model)  # the others then find it on this disk
-    check_shared(folder, ranks.rank)
-    sys.excepthook = report_error  # from now on there is something to resume
-    model_path = folders.fetch_model(model)
-    hf = check_model(model_path, config)
-    large = place == "cuda" or folders.large(model_path)
-    if large:
-        check_memory(hf, config, place, [judge.hf for judge in rewards.MODELS.values()])
-    tokenizer, stop_tokens = folders.load_tokenizer(model_path)
-    rewards.check_vocabulary(tokenizer)
-    template_skipped = tokenizer.chat_template and not (chat_template or prompt_template or agent)
-    if ranks.rank == 0:
-        folders.say_ends(tokenizer, stop_tokens, chat_template or agent, system_prompt)
-    episodes = None  # what an agent's runs have in place of samples of one turn
-    if agent:
-        from onecurve.agents.sampler import Agent
-
-        episodes = Agent(config, model_path, tokenizer, stop_tokens)
-    train_rows, eval_rows = rewards.load_sources(config, scored_by)
-    if episodes:
-        episodes.check_tools(next(chain(*train_rows.values(), eval_rows)))
-    elif scored_by:
-        rewards.check_answers(scored_by, chain(*train_rows.values(), eval_rows), config)
-    for name, rows in train_rows.items():
-        train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)
-    eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
-    if scored_by and not episodes and ranks.rank == 0:
-        rewards.try_own(scored_by, chain(*train_rows.values(), eval_rows))
-    if batch_invariant:
-        kernels.enable_batch_invariant(torch.get_num_threads(), cores)
-
-    # ---- the state of the loop, and where an interrupted run goes on. All else that a step needs is a function of the
-    # config and the step's number: that is why so little has to be saved.
-    run_id = sync.run_id(config)
-    origin = dict(
-        run=run_id,
-        versions=library_versions(),
-        device=one_device(place),
-    )
-    start = 0  # steps done: RL steps, or supervised ones with mode='sft' or 'rm'
-    flight = Flight()
-    saved = {}  # what the checkpoint says of itself
-    latest = max(checkpoints(folder / "ckpt"), default=None) if resumed else None
-    if latest:
-        saved = read_checkpoint(latest, ranks.rank, world, **origin)
-        start = saved["step"]
-        groups = tuple(sync.read_group(path, hf.vocab_size) for path in sorted((latest / "flight").glob("*")))
-        flight = Flight(saved["begun"], groups, {tuple(place): right for *place, right in saved["seen"]})
-        if not lora_rank:  # an engine, too, starts from the checkpoint; adapters are no model
-            model_path = latest
-    sync.meet()  # every rank has checked its share before the first cuts the logs back
-    record = Record(folder, saved, c, origin, episodes) if ranks.rank == 0 else None
-    queue_path = Path(queue_dir or folder / "queue")
-    if record:
-        torn = 0 if queue_dir else clean_queue(queue_path, start)
-        if resumed:
-            print(f"resuming at step {start}; {torn} torn rollout files deleted", flush=True)
-            if latest and start >= max_steps:
-                print(f"nothing to do: all of max_steps={max_steps} are done", flush=True)
-    sync.meet()
-
-    # ---- what this rank has: a trainer, an engine, or both. `save` is collective over the trainers and
-    # `transport.publish` over all ranks: so the config and the step alone decide when they are called.
-    trainer = engine = sampler = transport = None
+    prepare_process()
+    # ---- what this rank is and has. Nothing is computed before all of it is known to be usable.
+    task = Task(c)  # the data and its rewards
+    run = Run(c, task, resumed, restarted, lambda: resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS))
+    ranks = run.ranks
+    trainer = None
     if ranks.mesh is not None:
-        trainer = Trainer(c, ranks, hf, model_path, place, latest, saved)
-    if record and not saved:
-        if place == "cuda":  # all CPUs have one digest, cards of one capability have one
-            record.ledger.append(phase="device", step=0, device=origin["device"])
-        if lora_rank:
-            record.ledger.append(phase="base", step=0, weights=trainer.parts.base)
-
-    def save(steps, flight):
-        """Makes the checkpoint after this many steps."""
-        if trainer and checkpoint_every:
-            trainer.save(folder / "ckpt", tokenizer, stop_tokens, record, steps, flight)
-
-    # ---- supervised steps: the warm-up before RL, or all that mode='sft', 'rm' or 'dpo' does. Meanwhile ranks without
-    # a trainer start their engines.
-    if trainer and (supervised or sft_steps and not saved):
-        encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
-        answered = train_rows if episodes else {name: encode(rows) for name, rows in train_rows.items()}
-        objective = PAIRS._replace(phase=mode) if does.pairs else ANSWERS
-        pairs = supervised_samples(encode(eval_rows), c) if does.pairs else []
-        for i in range(start, sft_steps + 1):  # i steps are done
-            if i > start or not saved:
-                if pairs and due(i, eval_every, sft_steps):
-                    evaluate_pairs(trainer, PAIRS, i, pairs, record)
-                if supervised and due(i, checkpoint_every, sft_steps):
-                    save(i, flight)
-            if i < sft_steps:
-                chosen = [answered[name][k] for name, k in rewards.draw_rows(answered, sft_batch, i, c, "sft")]
-                samples = supervised_samples(chosen, c, episodes and episodes.demonstrate)
-                metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *sft_schedule), objective)
-                if record:
-                    record.supervised(objective.phase, i, samples, metrics, hashes)
+        trainer = Trainer(c, ranks, run.hf, run.model_path, run.device, run.checkpoint, run.saved)
+    run.begin(trainer)
+    if trainer and run.supervised_left:  # meanwhile ranks without a trainer start their engines
+        teach(trainer, run, task, make_sample, learning_rate_at)
     if trainer:
-        trainer.keep(start)
-
-    # ---- the engines, and the first weights for them. An engine starts from the same folder as the trainer, and still
-    # gets the trainer's weights before its first sample: so it never samples with weights that were not checked.
-    if ranks.engine is not None:
-        engine = RolloutEngine(
-            ranks.engine,
-            model_path,
-            hf,
-            config,
-            place,
-            compute_dtype,
-            folder / f"engine_{ranks.engine}.log",
-            gpu,
-            # its memory, while this rank trains
-            lends=bool(trainer) and large,
-            cores=cores,
-            patches=episodes.patches if episodes else (),
-        )
-        sampler = (episodes.sampler if episodes else Sampler)(
-            engine,
-            config,
-            run_id,
-            ranks.engines,
-            scored_by,
-            partial(tokenizer.decode, skip_special_tokens=True),
-            stop_tokens,
-        )
-    queue = sync.Queue(
-        queue_path,
-        sampler,
-        run_id,
-        engine_timeout + 15,
-        [folder / f"engine_{i}.alive" for i in range(ranks.engines)],  # the heartbeats
-        ranks.store,
-        hf.vocab_size,
-    )
-
-    def version_for(step):
-        """The version of the weights with which the samples of a step are made."""
-        return max(0, step - lag) if ranks.trainers else 0
-
-    def publish(version, hashes={}):
-        transport.publish(version, hashes, trainer.published(version) if trainer else ())
-
-    version = version_for(start)
-    if publishes:
-        transport = sync.WeightSync(
-            weight_sync,
-            ranks,
-            trainer.parts.sent if trainer else (),
-            engine,
-            place,
-            compute_dtype,
-            overlaps,
-            engine_bits,
-        )
-        publish(version)
-    evaluates = eval_rows and (publishes or not does.steps)
-    if evaluates and not (saved and does.steps):
-        evaluate(queue, start, eval_rows, c, version, record)
-    if not supervised and not saved:
-        save(start, flight)
+        trainer.past.keep(run.start)
+    # An engine starts from the same folder as the trainer, and still gets the trainer's weights before its first
+    # sample: so it never samples with weights that were not checked.
+    sampler = start_sampler(run, task, lends=bool(trainer)) if ranks.engine is not None else None
+    sample = partial(groups_of, run.queue(), sampler)  # Job -> its Groups, on every rank
+    weights = run.weight_sync(trainer, sampler) if run.publishes else None
+    version = run.version_for(run.start)
+    if weights:
+        weights.publish(version, {}, trainer.published(version) if trainer else ())
+    if run.evaluates and not (run.saved and run.does.steps):
+        evaluate(sample, run.start, task.eval_rows, c, version, run.record)
+    if not run.supervised and not run.saved:
+        run.save(trainer, run.start)
 
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
     # that only sample wait in 3 for the weights; a rank that is both does one after the other.
@@ -1268,78 +853,44 @@ if __name__ == "__main__":
     # before `start`, with samples alone. A resume makes them again with the same versions of the weights, and those
     # whose files are there are only read.
     # By how many steps this rank samples before it learns. One that only trains reads files when they are due.
-    ahead = lag if engine or (ranks.engines and not overlaps) else 0
+    ahead = c.lag if sampler or (ranks.engines and not run.overlaps) else 0
+    flight = run.flight
     batches = {}  # {step: what was sampled for it}
+    watch = Watch(c, run.record)
     alarm = ""
-    alarm_group = dist.new_group(backend="gloo", timeout=sync.FOREVER) if watch else None
-    bar = tqdm(
-        total=rl_steps,
-        initial=start,
-        disable=not (record and rl_steps),
-        unit="step",
-        mininterval=0.5,
-    )
-    for s in range(start - lag, rl_steps):
+    if run.record:
+        run.record.open_bar(run.start, run.steps)
+    for s in range(run.start - c.lag, run.steps):
         times = [monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
         #    is sampled next may depend on what came (dynamic sampling, partial rollouts).
         sampled = s + ahead
-        if start <= sampled < rl_steps:
-            batches[sampled] = sample_step(queue, sampled, train_rows, c, version_for(sampled), flight)
+        if run.start <= sampled < run.steps:
+            batches[sampled] = sample_step(sample, sampled, task.train_rows, c, run.version_for(sampled), flight)
             flight = batches[sampled].flight
         batch = batches.pop(s, None)  # none before `start`
-        if batch and engine:
-            engine.sleep()  # until the next weights come
+        if batch and sampler:
+            sampler.engine.sleep()  # until the next weights come
         times.append(monotonic())
         # 2. Learn.
-        metrics = {}
-        hashes = {}
-        if batch and trainer:
-            metrics, hashes = learn(trainer, s, batch.groups, c)
+        metrics, hashes = learn(trainer, s, batch.groups, c) if batch and trainer else ({}, {})
         times.append(monotonic())
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
         #    this is a thread's work, and the proof comes later.
-        if transport and s >= 0:
-            publish(s + 1, hashes.get("weights", {}))
+        if weights and s >= 0:
+            weights.publish(s + 1, hashes.get("weights", {}), trainer.published(s + 1) if trainer else ())
         if not batch:
             continue
         times.append(monotonic())
         # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
-        if record:
-            metrics |= rewards.reward_metrics(batch.sampled)
-            if watch:
-                metrics |= text_metrics(batch.sampled)
-            line = record.step(s, batch, metrics, hashes, times)
-            if trainer and trainer.token_table:
-                own = folder / "queue" / f"rl_{s:06d}"
-                own.mkdir(parents=True, exist_ok=True)  # a replay's rollouts are elsewhere
-                write_file(own / "trainer.safetensors", trainer.token_table)
-            bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
-            bar.update()
-            if why := nothing_to_learn(record.steps, advantage, template_skipped):
-                tqdm.write(f"warning: {why}", file=sys.stderr)
-        if watch:
-            alarm = sync.from_all_ranks(record and hacking(record.steps, reward), alarm_group)[0]
+        if run.record:
+            run.record.step(s, batch, metrics, hashes, times)
         # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
-        if evaluates and due(s + 1, eval_every, rl_steps):
-            evaluate(queue, s + 1, eval_rows, c, s + 1, record)
-        if alarm or due(s + 1, checkpoint_every, rl_steps):
-            save(s + 1, batch.flight)
+        alarm = watch.alarm()
+        if run.evaluates and due(s + 1, c.eval_every, run.steps):
+            evaluate(sample, s + 1, task.eval_rows, c, s + 1, run.record)
+        if alarm or due(s + 1, c.checkpoint_every, run.steps):
+            run.save(trainer, s + 1, batch.flight)
         if alarm:
             break
-    bar.close()
-    if transport:
-        transport.finish()
-    if record and alarm:
-        print(record.alarm(alarm), file=sys.stderr)
-    sync.meet()
-    if record:  # before the libraries shut down, which may fail
-        print(f"digest {(record.ledger if does.steps else record.evaluations).digest}", flush=True)
-    sync.meet()
-    if transport:
-        transport.close()
-    dist.destroy_process_group()
-    if engine:
-        engine.close()
-    if alarm:
-        sys.exit(3)
+    run.end(sampler, weights, alarm)

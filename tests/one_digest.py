@@ -25,6 +25,7 @@ import sync  # noqa: E402
 import train_grpo as train  # noqa: E402
 from onecurve.cpu import host, loops  # noqa: E402
 from onecurve.models import folders  # noqa: E402
+from onecurve.models.dense import check_model  # noqa: E402
 
 NUMBERS = np.random.default_rng(0)  # whole numbers alone, which no library computes in a way of its own
 CONFIG = train.DEFAULTS | dict(
@@ -129,7 +130,7 @@ def updates(folder, ranks):
     for name, change in ALGORITHMS.items():
         c = types.SimpleNamespace(**CONFIG | change)
         c.reference = str(folder)
-        trainer = train.Trainer(c, ranks, train.check_model(folder, vars(c)), folder, "cpu")
+        trainer = train.Trainer(c, ranks, check_model(folder, vars(c)), folder, "cpu")
         record = []
         for step in range(2):
             metrics, hashes = train.learn(trainer, step, [*made_up_groups(step)], c)

@@ -47,15 +47,15 @@ MUTANTS = dict(
     ),
     delivery_kept=("sync.py", "                    del delivery", "                    pass", HOLDS),
     older_versions_on_the_card=(
-        "train_grpo.py",
+        "onecurve/run/past.py",
         's.data.to("cpu", non_blocking=True)',
         "s.data",
         HOLDS,
     ),
     older_weights_sent=(
         "train_grpo.py",
-        "self.versions.get(version, self.policy)",
-        "self.versions.get(max(0, version - 1), self.policy)",
+        "self.past.versions.get(version, self.policy)",
+        "self.past.versions.get(max(0, version - 1), self.policy)",
         f"{LEARNS} and overlapped",
     ),
     computed_in_float32=(
@@ -87,7 +87,7 @@ MUTANTS = dict(
         'tiles = int((starts.diff()[:E] / config["BLOCK_N"]).ceil().sum())',
         f"{LEARNS} and mixture",
     ),
-    capability_not_compared=("train_grpo.py", "        device=one_device(place),\n", "", "test_a_resume_on"),
+    capability_not_compared=("onecurve/run/setup.py", ", device=one_device(self.device)", "", "test_a_resume_on"),
 )
 
 

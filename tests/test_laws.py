@@ -71,6 +71,7 @@ import sync
 import train_grpo as train
 from onecurve.cpu.loops import cpu_features
 from onecurve.models import folders
+from onecurve.models.dense import check_model
 
 
 def ledger(folder):
@@ -136,7 +137,7 @@ def test_L2_the_logprobs_in_the_files_are_those_of_the_checkpoint_also_outside_o
     assert all(len(s.loss_at) == len(s.tokens) - s.prompt_tokens for s in samples)
 
     def ours(checkpoint):
-        hf = train.check_model(checkpoint, train.DEFAULTS)
+        hf = check_model(checkpoint, train.DEFAULTS)
         model = train.build_model(hf, mesh, "cpu", True)
         folders.load_weights(sync.shards(model, mesh), checkpoint, hf.tie_word_embeddings)
         kernels.enable_batch_invariant()

@@ -26,7 +26,7 @@ import train_grpo as train
 from configurator import check_config, configure
 from onecurve.models import adapters
 from onecurve.models.adapters import LINEAR
-from onecurve.models.dense import is_sharded
+from onecurve.models.dense import check_model, is_sharded
 
 
 def same(a, b):
@@ -109,7 +109,7 @@ def trainer(mesh, base):
 
     def make(folder=base, **change):
         c = types.SimpleNamespace(**DEFAULTS | dict(init_from=str(base)) | change)
-        return train.Trainer(c, sync.Ranks(0, 1, 1, 0, mesh, None), train.check_model(folder, vars(c)), folder, "cpu")
+        return train.Trainer(c, sync.Ranks(0, 1, 1, 0, mesh, None), check_model(folder, vars(c)), folder, "cpu")
 
     yield make
     kernels.disable_batch_invariant()
@@ -185,8 +185,8 @@ def test_only_adapters_have_gradients_moments_and_versions(trainer):
     count = {t: sum(w.numel() for w in t.weights) for t in (full, ours)}
     assert 0 < count[ours] < count[full] / 4 and {s.name.split(".")[-2] for s in ours.shards} == {"lora_A", "lora_B"}
     assert sum(p.numel() for p in ours.model.parameters() if p.requires_grad) == count[ours]
-    ours.keep(1)
-    assert sum(s.data.numel() for s in ours.versions[1]) == count[ours]
+    ours.past.keep(1)
+    assert sum(s.data.numel() for s in ours.past.versions[1]) == count[ours]
     assert sum(g.numel() for g in ours.gradients(make_samples(3))[0]) == count[ours]
 
 
@@ -195,7 +195,7 @@ def test_the_reference_of_the_kl_is_the_base_or_the_base_with_other_adapters_and
 ):
     samples, like = make_samples(5), dict(lora_rank=4, lora_alpha=6.0, kl_coef=0.1)
     theirs, ours = trainer(kl_coef=0.1), trainer(**like)
-    assert ours.frozen is ours.model and theirs.frozen is not theirs.model
+    assert ours.reference.model is ours.model and theirs.reference.model is not theirs.model
     for s, other in zip(ours.shards, adapted.shards):
         s.data.copy_(other.data)
     found, wanted = ours.forward_only(samples), theirs.forward_only(samples)
@@ -219,7 +219,7 @@ def test_the_preset_of_an_8b_model_trains_the_adapters_that_its_account_counts(m
         intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, tie_word_embeddings=False,
     )  # fmt: skip
     hf.save_pretrained(tmp_path)
-    model = train.build_model(train.check_model(tmp_path, config), mesh, "meta", True, lora=config)
+    model = train.build_model(check_model(tmp_path, config), mesh, "meta", True, lora=config)
     counts = [sum(p.numel() for p in model.parameters() if p.requires_grad == learns) for learns in (True, False)]
     assert counts[0] == 87_293_952 and counts[1] == pytest.approx(8.19e9, rel=0.01)
 

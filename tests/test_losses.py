@@ -16,6 +16,8 @@ import rewards
 import train_grpo as train
 from configurator import check_config
 from experiments import losses
+from onecurve.algorithms.supervised import PAIRS, supervised_samples
+from onecurve.models.dense import check_model
 from onecurve.models.folders import make_scratch_model
 from sync import Group, Ranks
 
@@ -183,7 +185,7 @@ def scratch(tmp_path_factory):
 
 def make_trainer(mesh, folder, **change):
     c = types.SimpleNamespace(**DEFAULTS | dict(lanes=4, leaf_tokens=40, group_size=3) | change)
-    return train.Trainer(c, Ranks(0, 1, 1, 0, mesh, None), train.check_model(folder, vars(c)), folder, "cpu")
+    return train.Trainer(c, Ranks(0, 1, 1, 0, mesh, None), check_model(folder, vars(c)), folder, "cpu")
 
 
 def make_samples(n):
@@ -251,17 +253,18 @@ def make_pairs(n):
         sizes = rng.randrange(1, 15), rng.randrange(2, 16), rng.randrange(2, 16)
         prompt, chosen, rejected = ([rng.randrange(2, 98) for _ in range(size)] for size in sizes)
         rows.append(dict(prompt_tokens=prompt, chosen_tokens=chosen, rejected_tokens=rejected))
-    return train.supervised_samples(rows, types.SimpleNamespace(mode="dpo"))
+    return supervised_samples(rows, types.SimpleNamespace(mode="dpo"), train.make_sample)
 
 
 def test_dpo_is_that_of_a_loop_over_plain_transformers(mesh, scratch, our_operators):
     """Loss, margins and gradients, after a step away from the reference: at it, the loss is log 2 whatever beta is."""
     from transformers import AutoModelForCausalLM
 
-    trainer, samples = make_trainer(mesh, scratch, mode="dpo", kl_coef=0.3, init_from=str(scratch)), make_pairs(9)
-    assert trainer.gradients(samples, train.PAIRS)[1]["loss"] == pytest.approx(math.log(2))
-    trainer.update(samples, 0, 1e-2, train.PAIRS)
-    grads, metrics = trainer.gradients(samples, train.PAIRS)
+    trainer = make_trainer(mesh, scratch, mode="dpo", kl_coef=0.3, init_from=str(scratch))
+    samples = trainer.forward_only(make_pairs(9))
+    assert trainer.gradients(samples, PAIRS)[1]["loss"] == pytest.approx(math.log(2))
+    trainer.update(samples, 0, 1e-2, PAIRS)
+    grads, metrics = trainer.gradients(samples, PAIRS)
     plain, reference = (AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64) for _ in range(2))
     for shard in trainer.shards:
         plain.get_parameter(shard.name).data.copy_(shard.data)
@@ -286,7 +289,8 @@ def test_dpo_is_that_of_a_loop_over_plain_transformers(mesh, scratch, our_operat
 
 def test_the_reference_of_adapters_is_the_model_without_them(mesh, scratch, our_operators):
     trainer = make_trainer(mesh, scratch, mode="dpo", kl_coef=0.3, lora_rank=4, init_from=str(scratch))
-    first, *_, last = [trainer.update(make_pairs(9), i, 1e-2, train.PAIRS)[0] for i in range(3)]
+    samples = trainer.forward_only(make_pairs(9))
+    first, *_, last = [trainer.update(samples, i, 1e-2, PAIRS)[0] for i in range(3)]
     assert first["loss"] == pytest.approx(math.log(2)) and last["loss"] < 0.6 and last["margin"] > 0
 
 

@@ -65,15 +65,18 @@ def test_routers_give_the_balance_loss_of_transformers_and_count_what_they_chose
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     model, _ = built(folder, mesh)
-    routers = moe.routers_of(model, types.SimpleNamespace(**CONFIG | dict(router_aux_loss_coef=0.5)))
-    leaf = train.pack([train.make_sample(*torch.randint(97, (2, 20)), torch.arange(20) > 3, torch.zeros(20))], "cpu")
+    c = types.SimpleNamespace(**CONFIG | dict(router_aux_loss_coef=0.5))
+    (routers,) = moe.routers_of(types.SimpleNamespace(model=model, c=c, process_group=mesh.get_group()))
+    sample = train.make_sample(*torch.randint(97, (2, 20)), torch.arange(20) > 3, torch.zeros(20))
+    leaf = train.pack([sample], "cpu")
+    routers.before([sample] * 4, "rl", check=False)
     model.token_logprobs(leaf)
     z = tuple(block.routed[0].detach().clone().requires_grad_() for block in routers.blocks)
     for block, mine in zip(routers.blocks, z):
         block.routed[0] = mine
     figures = {}
-    routers.note(figures, leaf, 0)  # a leaf without samples
-    loss = routers.note(figures, leaf, 0.25)
+    routers.note(0.0, [], leaf, None, figures)
+    loss = routers.note(0.0, [0], leaf, None, figures)
     copies = [x.detach().double().requires_grad_() for x in z]
     theirs = 0.5 * 0.25 * load_balancing_loss_func(tuple(copies), 6, 2)
     assert abs(loss - theirs) < 1e-6 and theirs > 0.25
@@ -87,12 +90,12 @@ def test_routers_give_the_balance_loss_of_transformers_and_count_what_they_chose
     chosen = torch.stack(copies).topk(2).indices
     loads = torch.stack([(chosen == e).sum((1, 2)) for e in range(6)], 1)
     assert torch.equal(routers.counts, loads)
-    assert routers.metrics(mesh.get_group())["expert_load_max"] == float(loads.max()) / (40 * 2 / 6)
+    assert routers.metrics({})["expert_load_max"] == float(loads.max()) / (40 * 2 / 6)
     assert "choice_changed" not in figures
     other = routers.choices()
     other[1, leaf.predictors[3]] = other[1, leaf.predictors[3]].add(1).remainder(6).sort().values
     routers.dialled = [other]
-    routers.note(figures, leaf, 0)
+    routers.note(0.0, [], leaf, None, figures)
     assert figures["choice_changed"].nonzero().tolist() == [[3]]
 
 

@@ -22,8 +22,10 @@ from safetensors.torch import load_file
 import rewards
 import train_grpo as train
 from onecurve.algorithms.pairs import evaluate_pairs, preference_loss
+from onecurve.algorithms.supervised import ANSWERS, PAIRS, supervised_samples
 from onecurve.graders.judges import RewardModel
 from onecurve.models import folders
+from onecurve.models.dense import check_model
 from onecurve.models.folders import make_scratch_model
 from rollout_server import RolloutEngine
 from sync import Ranks, RunError
@@ -31,7 +33,7 @@ from sync import Ranks, RunError
 DEFAULTS = train.DEFAULTS | dict(
     scratch_args="num_hidden_layers=2, hidden_size=64, intermediate_size=128", lanes=4, leaf_tokens=40
 )
-PAIRS = DEFAULTS | dict(mode="rm")
+CONFIG = DEFAULTS | dict(mode="rm")
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +64,8 @@ def our_operators():
 
 
 def make_trainer(mesh, folder, **change):
-    c = types.SimpleNamespace(**PAIRS | change)
-    return train.Trainer(c, Ranks(0, 1, 1, 0, mesh, None), train.check_model(folder, vars(c)), folder, "cpu")
+    c = types.SimpleNamespace(**CONFIG | change)
+    return train.Trainer(c, Ranks(0, 1, 1, 0, mesh, None), check_model(folder, vars(c)), folder, "cpu")
 
 
 def make_pairs(n):
@@ -73,7 +75,7 @@ def make_pairs(n):
         lengths = rng.randrange(1, 15), rng.randrange(2, 16), rng.randrange(2, 16)
         prompt, chosen, rejected = ([rng.randrange(2, 98) for _ in range(length)] for length in lengths)
         rows.append(dict(prompt_tokens=prompt, chosen_tokens=chosen, rejected_tokens=rejected))
-    return train.supervised_samples(rows, types.SimpleNamespace(**PAIRS))
+    return supervised_samples(rows, types.SimpleNamespace(**CONFIG), train.make_sample)
 
 
 def read_head(trainer, folder):
@@ -114,10 +116,10 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
         train.kernels.enable_batch_invariant()
     try:
         trainer, samples = read_head(make_trainer(mesh, scratch, batch_invariant=batch_invariant), judge), make_pairs(9)
-        grads, metrics = trainer.gradients(samples, train.PAIRS)
+        grads, metrics = trainer.gradients(samples, PAIRS)
         found = []
         evaluated = types.SimpleNamespace(gradients=lambda *args: found.append(trainer.gradients(*args)) or found[0])
-        evaluate_pairs(evaluated, train.PAIRS, 0, samples, None)
+        evaluate_pairs(evaluated, PAIRS, 0, samples, None)
         assert found == [(None, metrics)]  # the same figures, and no gradient is asked for
     finally:
         train.kernels.disable_batch_invariant()
@@ -139,10 +141,10 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
 
 def test_training_begins_undecided_and_the_head_moves_first(mesh, scratch, our_operators):
     trainer, samples = make_trainer(mesh, scratch), make_pairs(4)
-    metrics, hashes = trainer.update(samples, 0, 1e-2, train.PAIRS)
+    metrics, hashes = trainer.update(samples, 0, 1e-2, PAIRS)
     assert metrics["loss"] == pytest.approx(math.log(2)) and metrics["margin"] == metrics["accuracy"] == 0
     assert len(set(hashes["gradients"].values())) == 2  # zeros, and the head's
-    assert trainer.update(samples, 1, 1e-2, train.PAIRS)[0]["loss"] < metrics["loss"]
+    assert trainer.update(samples, 1, 1e-2, PAIRS)[0]["loss"] < metrics["loss"]
 
 
 # ---- pairs
@@ -151,8 +153,8 @@ def test_training_begins_undecided_and_the_head_moves_first(mesh, scratch, our_o
 def test_a_pair_is_in_one_leaf_chosen_first_and_a_leaf_holds_no_more_than_it_may(mesh, scratch, our_operators):
     samples, trainer = make_pairs(40), make_trainer(mesh, scratch, leaf_tokens=70)
     with torch.no_grad():
-        leaves = [(chosen, len(leaf.ids)) for chosen, leaf, _ in trainer.passes(samples, trainer.model, train.PAIRS)]
-        apart = [chosen for chosen, _, _ in trainer.passes(samples, trainer.model, train.ANSWERS)]
+        leaves = [(chosen, len(leaf.ids)) for chosen, leaf, _ in trainer.passes(samples, trainer.model, PAIRS)]
+        apart = [chosen for chosen, _, _ in trainer.passes(samples, trainer.model, ANSWERS)]
     assert sorted(i for chosen, _ in leaves for i in chosen) == list(range(80)) and len(leaves) > 8
     for chosen, tokens in leaves:
         assert all(b == a + 1 and a % 2 == 0 for a, b in zip(chosen[::2], chosen[1::2], strict=True))
@@ -163,19 +165,19 @@ def test_a_pair_is_in_one_leaf_chosen_first_and_a_leaf_holds_no_more_than_it_may
 def test_the_gradient_of_pairs_does_not_see_empty_lanes_but_the_cut_into_leaves(mesh, scratch, judge, our_operators):
     trainer, samples, found = read_head(make_trainer(mesh, scratch), judge), make_pairs(6), []
     for change in (dict(lanes=1, leaf_tokens=9999), dict(lanes=4, leaf_tokens=9999), dict(lanes=4, leaf_tokens=1)):
-        trainer.c = types.SimpleNamespace(**PAIRS | change)
+        trainer.c = types.SimpleNamespace(**CONFIG | change)
         few = samples if change["leaf_tokens"] == 1 else samples[:2]
-        found.append([g.clone() for g in trainer.gradients(few, train.PAIRS)[0]])
+        found.append([g.clone() for g in trainer.gradients(few, PAIRS)[0]])
     assert all(torch.equal(a, b) for a, b in zip(*found[:2])) and max(g.abs().max() for g in found[0]) > 1e-3
     trainer.c.leaf_tokens = 9999
-    close = trainer.gradients(samples, train.PAIRS)[0]
+    close = trainer.gradients(samples, PAIRS)[0]
     assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-3) for a, b in zip(close, found[2]))
     assert not all(torch.equal(a, b) for a, b in zip(close, found[2]))
 
 
 def test_sums_are_paired_with_others_of_as_many_digits_the_same_in_every_run_and_the_rows_of_other_modes():
-    rows, held_out = rewards.load_rows(PAIRS | dict(dataset="arithmetic:0:50"))
-    assert (rows, held_out) == rewards.load_rows(PAIRS | dict(dataset="arithmetic:0:50", seed=2))
+    rows, held_out = rewards.load_rows(CONFIG | dict(dataset="arithmetic:0:50"))
+    assert (rows, held_out) == rewards.load_rows(CONFIG | dict(dataset="arithmetic:0:50", seed=2))
     assert rows[0].keys() == {"prompt", "chosen", "rejected"}
     for ours, others in zip((rows, held_out), rewards.load_rows(DEFAULTS | dict(dataset="arithmetic:0:50"))):
         assert [(r["prompt"], r["chosen"]) for r in ours] == [(r["prompt"], r["answer"]) for r in others]
@@ -258,7 +260,7 @@ def test_a_model_whose_padding_is_its_eos_is_read_before_it_as_hugging_face_does
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     ids = torch.tensor([RewardModel(judge, DEFAULTS).tokenizer("1+2=3<eos>")["input_ids"]])
     assert plain(ids).logits.item() == pytest.approx(ours, abs=1e-5) != RewardModel(judge, DEFAULTS)("1+2=", "3", "")
-    hf = train.check_model(tmp_path, DEFAULTS, "reward")
+    hf = check_model(tmp_path, DEFAULTS, "reward")
     assert hf.pad_token_id == hf.eos_token_id == 1
 
 
@@ -290,7 +292,7 @@ def test_what_is_no_reward_model_of_the_policys_is_refused_at_the_start(scratch,
     assert "two': it gives 2 numbers" in load(f"model:{tmp_path}/two")
     assert "the model has 4096 positions" in load(f"model:{judge}", max_new_tokens=5000)
     for change in (dict(), dict(advantage="distill", reference=str(judge))):
-        run = lambda c=change: train.check_model(judge, DEFAULTS | c)  # noqa: E731
+        run = lambda c=change: check_model(judge, DEFAULTS | c)  # noqa: E731
         assert "a reward model, which writes nothing" in refusal(capsys, monkeypatch, run)
     rewards.MODELS.clear()
     rewards.load_reward(f"model:{judge} + 0*numeric", DEFAULTS)
@@ -323,7 +325,7 @@ def test_a_folder_without_a_head_is_refused_at_the_start(judge, tmp_path, capsys
     ],
 )
 def test_pairs_that_are_none_are_refused(scratch, tmp_path, capsys, monkeypatch, row, change, message):
-    config = PAIRS | dict(dataset=str(tmp_path / "pairs.jsonl"), eval_size=0) | change
+    config = CONFIG | dict(dataset=str(tmp_path / "pairs.jsonl"), eval_size=0) | change
     rows = [] if row is None else [dict(prompt="2+2=", chosen="4", rejected="5") | row]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
     tokenizer, stop = folders.load_tokenizer(scratch)

@@ -44,7 +44,7 @@ from onecurve.run.checkpoint import (
 )
 from onecurve.run.machine import take_gpu
 from onecurve.run.record import Record, open_run
-from rollout_server import Batch, Job
+from rollout_server import Batch, Job, groups_of
 from sync import RunError
 from train_grpo import DEFAULTS
 
@@ -413,19 +413,19 @@ def test_a_file_of_another_run_step_or_version_is_refused_by_name(tmp_path, key,
 
 
 def test_a_step_takes_its_own_files_in_the_order_of_its_prompts(tmp_path):
-    queue, folder = sync.Queue(tmp_path, None, "abc", 0), tmp_path / "rl_000003"
+    queue, folder = sync.Queue(tmp_path, "abc", 0), tmp_path / "rl_000003"
     folder.mkdir()
     for i in (7, 4, 5, 6):
         sync.write_group(sync.group_path(folder, i), TENSORS, META | dict(prompt=i))
     for i in range(4):  # of an earlier round
         sync.write_group(sync.group_path(folder, i), TENSORS, META | dict(prompt=i))
     job = Job("rl", 3, 3, dict.fromkeys((4, 5, 6, 7)), 2, Sampling())
-    assert [meta["prompt"] for _, meta in queue.sample(job)] == [4, 5, 6, 7]
+    assert [meta["prompt"] for _, meta in queue.take(job)] == [4, 5, 6, 7]
     with pytest.raises(RunError, match="has version 3, expected 4"):
-        queue.sample(job._replace(version=4))
+        queue.take(job._replace(version=4))
     sync.group_path(folder, 6).write_bytes(sync.group_path(folder, 5).read_bytes())
     with pytest.raises(RunError, match="has prompt 5, expected 6"):
-        queue.sample(job)
+        queue.take(job)
 
 
 class Writer:
@@ -461,9 +461,9 @@ JOB = Job("rl", 3, 3, dict.fromkeys(range(4, 44)), 2, Sampling())
 def test_engines_share_a_job_and_every_rank_reads_it_when_all_are_done(tmp_path):
     store, signs = dist.HashStore(), [tmp_path / "a", tmp_path / "b"]
     writers = Writer(0, 0.001), Writer(1, 0.01), None
-    queues = [sync.Queue(tmp_path, writer, "abc", 5, signs, store) for writer in writers]
+    queue = sync.Queue(tmp_path, "abc", 5, signs, store)
     with ThreadPoolExecutor(3) as pool:
-        read = list(pool.map(lambda queue: [meta["prompt"] for _, meta in queue.sample(JOB)], queues))
+        read = list(pool.map(lambda writer: [meta["prompt"] for _, meta in groups_of(queue, writer, JOB)], writers))
     assert read == [list(range(4, 44))] * 3
     assert sorted(writers[0].wrote + writers[1].wrote) == list(range(4, 44))  # each prompt once
     assert len(writers[0].wrote) > len(writers[1].wrote) > 0  # who is done first takes what is left
@@ -473,12 +473,12 @@ def test_nobody_asks_for_a_file_before_its_engine_has_said_that_it_is_there(tmp_
     """A network file system would go on to say that there is none."""
     store, asked, exists = dist.HashStore(), [], sync.Path.exists
     monkeypatch.setattr(sync.Path, "exists", lambda path: asked.append(path) or exists(path))
-    reader = sync.Queue(tmp_path, None, "abc", 5, [tmp_path / "engine_0.alive"], store)
+    reader = sync.Queue(tmp_path, "abc", 5, [tmp_path / "engine_0.alive"], store)
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(reader.sample, JOB)
+        reading = pool.submit(reader.take, JOB)
         wait_for(lambda: len(asked) > 5, 5)
         assert {path.name for path in asked} == {"engine_0.alive"} and not reading.done()
-        sync.Queue(tmp_path, Writer(0), "abc", 5, reader.heartbeats, store).sample(JOB)
+        groups_of(reader, Writer(0), JOB)
         assert len(reading.result()) == 40
 
 
@@ -497,7 +497,7 @@ def test_a_rank_that_waits_lends_its_cores_until_it_has_what_it_waits_for(alone,
         host.share(lambda first, last: shares.append(last - first), 8, host.WORTH_THREADS)
         return shares
 
-    queue = sync.Queue(tmp_path, None, "abc", 5, [tmp_path / "engine_0.alive"], dist.HashStore())
+    queue = sync.Queue(tmp_path, "abc", 5, [tmp_path / "engine_0.alive"], dist.HashStore())
     assert shares_of_a_loop() == [4, 4]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(queue._wait, tmp_path, ["samples"])
@@ -514,13 +514,13 @@ def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere
         assert sync.appears(sync.group_path(tmp_path, 7), 5)
     assert not sync.appears(sync.group_path(tmp_path, 8), 0.1)
     with pytest.raises(RunError, match=f"group_0004.safetensors: not found on {socket.gethostname()}"):
-        sync.Queue(tmp_path, None, "abc").sample(JOB)
+        sync.Queue(tmp_path, "abc").take(JOB)
 
 
 def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
     """Its work takes three times the timeout; after that nobody touches a sign, and the wait ends."""
     signs, started = [tmp_path / "engine_0.alive", tmp_path / "engine_1.alive"], time.monotonic()
-    queue = sync.Queue(tmp_path, None, "abc", 0.8, signs, dist.HashStore())
+    queue = sync.Queue(tmp_path, "abc", 0.8, signs, dist.HashStore())
 
     def engine():
         for _ in range(48):
@@ -533,7 +533,7 @@ def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
         queue._wait(tmp_path, ["mine"])
         assert time.monotonic() - started > 2.3 and working.result() is None
     with pytest.raises(RunError, match="rl_000003: no rollout came for 1 s"):
-        queue.sample(JOB)
+        queue.take(JOB)
     assert time.monotonic() - started < 10
 
 
@@ -592,27 +592,29 @@ def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(t
 
 # ---- the record
 
+TASK = types.SimpleNamespace(agent=None, template_skipped=False)
+
 
 def test_evaluations_are_a_chain_of_their_own_that_a_resume_cuts_back(tmp_path):
     c = types.SimpleNamespace(**DEFAULTS)
-    record = Record(tmp_path, {}, c, {})
+    record = Record(tmp_path, {}, c, {}, TASK)
     first = record.ledger.digest, record.evaluations.digest
     record.evaluation(0, {"pass@1": 0.5}, 2, dict(tokens="a"))
     saved = record.state() | dict(step=0)
     assert record.ledger.digest == first[0] != first[1] != record.evaluations.digest and first[0] != first[1]
     whole = record.evaluations.digest
     record.evaluation(3, {"pass@1": 0.5}, 2, dict(tokens="b"))
-    again = Record(tmp_path, saved, c, {})
+    again = Record(tmp_path, saved, c, {}, TASK)
     assert again.evaluations.digest == whole and (tmp_path / "evaluations.jsonl").read_text().count("\n") == 1
     again.evaluation(3, {"pass@1": 0.5}, 2, dict(tokens="c"))  # with other eval_samples, say
     older = saved | dict(bytes={name: size for name, size in saved["bytes"].items() if name != "evaluations.jsonl"})
     (tmp_path / "evaluations.jsonl").unlink()  # of a run that was begun before there was one
-    assert Record(tmp_path, older, c, {}).evaluations.digest == first[1]
+    assert Record(tmp_path, older, c, {}, TASK).evaluations.digest == first[1]
 
 
 def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
     c = types.SimpleNamespace(branch="", **DEFAULTS | dict(group_size=3, pass_reward=0.5))
-    record, made = Record(tmp_path, {}, c, {}), []
+    record, made = Record(tmp_path, {}, c, {}, TASK), []
     for i, rewards in enumerate(([1.0, 1.0, 1.0], [0.0, 0.0, 0.6], [0.1, 0.1, 0.0], [0.0, 0.0, 0.0])):
         tensors = dict(
             tokens=torch.arange(6) + i, logprobs=torch.zeros(6), rewards=torch.tensor(rewards),
@@ -633,7 +635,10 @@ def test_the_figures_of_a_step_are_those_of_its_groups(tmp_path):
             idle=1.0 + i % 2,
         )
         made.append(sync.Group(tensors, meta))
-    line = record.step(0, Batch(made[:3], made, None), dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0])
+    record.open_bar(0, 1)
+    record.step(0, Batch(made[:3], made, None), dict(loss=0.25), {}, [0.0, 1.0, 3.0, 7.0])
+    (line,) = record.steps
+    assert record.bar.n == 1
     whole = torch.cat([t["rewards"] for t, _ in made[:3]]).double()
     assert line["reward_mean"] == float(whole.mean()) and line["reward_std"] == float(whole.std())
     assert (line["groups"], line["zero_std_groups"], line["easy_groups"], line["hard_groups"]) == (4, 1, 1, 2)

@@ -18,8 +18,12 @@ from conftest import error_line
 import train_grpo as train
 from configurator import CHOICES, MODES, check_config, configure
 from onecurve.algorithms import critic
-from onecurve.models.dense import Output
+from onecurve.algorithms.supervised import supervised_samples
+from onecurve.models.dense import Output, check_model
+from onecurve.run.observers import off_policy_of
+from onecurve.run.past import max_staleness, of_age
 from rewards import pass_at_k
+from rollout_server import Flight
 from sync import Group
 
 ROOT = Path(train.__file__).parent
@@ -348,8 +352,8 @@ def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_pro
     order = [train.rewards.rows_of_step(24, 4, k, c.seed, "rl") for k in range(6)]
     equal = {order[3][0], order[3][2], order[4][1], order[4][2], *order[5]}
     queue = Rollouts(equal)
-    flight = train.Flight(3)
-    groups, made, after = train.sample_step(queue, 1, rows, c, 7, flight)
+    flight = Flight(3)
+    groups, made, after = train.sample_step(queue.sample, 1, rows, c, 7, flight)
     assert after == flight
     numbers = [meta["prompt"] for _, meta in made]
     assert [[*job.rows.values()] for job in queue.jobs] == order[3:5]  # the second round was enough
@@ -358,11 +362,11 @@ def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_pro
     assert numbers == [1, 3, 4, 7, 0, 2, 5, 6] and [meta["prompt"] for _, meta in groups] == [1, 3, 4, 7]
     queue = Rollouts(equal | {order[4][0]})
     groups, made, _ = train.sample_step(
-        queue, 1, rows, c, 7, flight
+        queue.sample, 1, rows, c, 7, flight
     )  # three rounds were not: the first of the others fill up
     assert len(queue.jobs) == 3 and len(made) == 12 and [meta["prompt"] for _, meta in groups] == [1, 3, 7, 0]
     queue = Rollouts(equal)
-    groups, made, _ = train.sample_step(queue, 3, rows, config_of(prompts_per_step=4), 7, flight)
+    groups, made, _ = train.sample_step(queue.sample, 3, rows, config_of(prompts_per_step=4), 7, flight)
     assert [meta["prompt"] for _, meta in groups] == [meta["prompt"] for _, meta in made] == [0, 1, 2, 3]
     assert [[*job.rows.values()] for job in queue.jobs] == [order[3]]  # with one round a step
 
@@ -370,20 +374,20 @@ def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_pro
 def test_a_curriculum_draws_most_often_what_was_last_seen_half_right():
     """Rows 0 to 7 are never right, 8 to 15 always, 16 to 23 half of the time; what a step draws tells the next ones."""
     c = config_of(curriculum=15, prompts_per_step=4, group_size=4)
-    queue, flight, steps = Rollouts({}), train.Flight(), 300
+    queue, flight, steps = Rollouts({}), Flight(), 300
     queue.sample = lambda job: [
         make_group(i, [[0.0] * 4, [1.0] * 4, [0.0, 1.0] * 2][row // 8]) for i, row in job.rows.items()
     ]
     drawn = []
     for step in range(steps):
-        flight = train.sample_step(queue, step, {"": (rows := list(range(24)))}, c, 7, flight).flight
+        flight = train.sample_step(queue.sample, step, {"": (rows := list(range(24)))}, c, 7, flight).flight
         drawn.append([place for _, place in train.rewards.draw_rows({"": rows}, 4, step, c, "rl", flight.seen)])
     assert {row: right for (_, row), right in flight.seen.items()} == {row: [0, 4, 2][row // 8] for row in rows}
     assert all(len({*step}) == 4 for step in drawn)
     counts = collections.Counter(row // 8 for step in drawn[30:] for row in step)
     assert counts[2] > 8 * counts[0] > 0 and counts[2] > 8 * counts[1] > 0  # 16 to 1, but no row twice in a step
     even = config_of(curriculum=0, prompts_per_step=4, group_size=4)
-    assert train.sample_step(queue, 0, {"": rows}, even, 7, train.Flight()).flight.seen == {}
+    assert train.sample_step(queue.sample, 0, {"": rows}, even, 7, Flight()).flight.seen == {}
 
 
 def test_sources_have_their_quota_of_every_step_each_in_its_own_order():
@@ -406,7 +410,7 @@ def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
         hashes=lambda groups: len(groups),
         evaluation=lambda step, scores, n, hashes: seen.append((step, scores["pass@1"], n, hashes)),
     )
-    train.evaluate(queue, 6, [7, 8], c, 5, record)
+    train.evaluate(queue.sample, 6, [7, 8], c, 5, record)
     assert queue.jobs == [("eval", 6, 5, {0: 7, 1: 8}, 2, (0.3, 1.0, 0, 0.0), 0, {})]
     assert seen == [(6, pytest.approx(1 / 6), 2, 2)]
 
@@ -414,7 +418,7 @@ def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
 def test_the_order_of_the_data_and_the_first_weights_have_seeds_of_their_own(tmp_path):
     def prompts(**change):
         queue = Rollouts({})
-        train.sample_step(queue, 1, {"": list(range(24))}, config_of(prompts_per_step=4, **change), 7, train.Flight(3))
+        train.sample_step(queue.sample, 1, {"": list(range(24))}, config_of(prompts_per_step=4, **change), 7, Flight(3))
         return list(queue.jobs[0].rows.values())
 
     def weights(name, **change):
@@ -458,10 +462,10 @@ def test_partial_rollouts_carry_groups_on_in_their_order_and_train_on_the_first_
     rows = [f"row {i}" for i in range(30)]
     # as whole samples are
     order = [rows[i] for s in range(10) for i in train.rewards.rows_of_step(30, 3, s, c.seed, "rl")]
-    queue, flight, trained = Segments(lambda n: [1, 4, 1, 2, 3, 1, 1][n % 7], 3), train.Flight(), []
+    queue, flight, trained = Segments(lambda n: [1, 4, 1, 2, 3, 1, 1][n % 7], 3), Flight(), []
     for step in range(6):
         first = len(queue.jobs)
-        groups, made, flight = train.sample_step(queue, step, {"": rows}, c, 10 + step, flight)
+        groups, made, flight = train.sample_step(queue.sample, step, {"": rows}, c, 10 + step, flight)
         jobs = queue.jobs[first:]
         assert len(groups) == 3 and flight.begun == 5 + 3 * step and len(flight.groups) == 2
         assert made == [group for group in queue.made if group[0]["versions"][-1] == 10 + step]
@@ -481,19 +485,19 @@ def test_no_token_is_older_than_the_versions_that_are_kept_and_the_oldest_is_nee
     """For any lengths. The worst: the first P groups are short, the others in flight long, all later ones short."""
     sizes = dict(segment_tokens=segment, groups_in_flight=places, prompts_per_step=P, max_new_tokens=most, lag=2)
     c, longest = config_of(**sizes), -(-most // segment)
-    assert train.max_staleness(config_of(lag=3)) == 3 and train.max_staleness(config_of()) == 0
+    assert max_staleness(config_of(lag=3)) == 3 and max_staleness(config_of()) == 0
 
     def oldest(draws):
-        queue, flight, ages = Segments(lambda n: draws[n], P), train.Flight(), []
+        queue, flight, ages = Segments(lambda n: draws[n], P), Flight(), []
         for step in range(20):
-            groups, _, flight = train.sample_step(queue, step, {"": ["row"] * 7}, c, step - 2, flight)
+            groups, _, flight = train.sample_step(queue.sample, step, {"": ["row"] * 7}, c, step - 2, flight)
             ages += [step - t["versions"][0] for t, _ in groups]
         return max(ages)
 
-    assert oldest([1] * P + [longest] * (places - P) + [1] * 40 * P) == train.max_staleness(c)
+    assert oldest([1] * P + [longest] * (places - P) + [1] * 40 * P) == max_staleness(c)
     for seed in range(50):
         rng = random.Random(seed)
-        assert oldest([rng.randrange(1, longest + 1) for _ in range(40 * P)]) <= train.max_staleness(c)
+        assert oldest([rng.randrange(1, longest + 1) for _ in range(40 * P)]) <= max_staleness(c)
 
 
 def test_a_sample_is_checked_version_by_version_up_to_its_last_token_of_that_version():
@@ -502,11 +506,11 @@ def test_a_sample_is_checked_version_by_version_up_to_its_last_token_of_that_ver
     assert train.samples_of([make_group(3, [0.0, 1.0])], step=6)[0].name == "prompt 3 of step 5, sample 0"
     assert sample.tokens.tolist() == [3, 32, 33, 34, 35, 36, 37, 38]
     assert sample.loss_at.tolist() == [1, 2, 3, 5, 6, 7]
-    cut = train.tokens_of_age(sample, 3)
+    cut = of_age(sample, 3)
     assert cut.tokens.tolist() == [3, 32, 33, 34] and cut.loss_at.tolist() == [3]
     assert cut.logprobs.tolist() == [-34] and cut.prompt_tokens == 1 and len(cut.returns) == len(cut.turn) == 1
-    assert train.tokens_of_age(sample, 1).loss_at.tolist() == [7]
-    assert train.tokens_of_age(sample, 5) is None
+    assert of_age(sample, 1).loss_at.tolist() == [7]
+    assert of_age(sample, 5) is None
 
 
 def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_against_the_last_version():
@@ -522,6 +526,9 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
         expected -= math.exp(old - engine) * min(ratio * A, min(max(ratio, 0.9), 1.2) * A)
         ratios.append(math.exp(n - engine))
     assert float(loss) == pytest.approx(expected / 50)
+    (observer,) = off_policy_of(c)
+    observer.before([], "rl", check=True)
+    assert observer.note(loss, [0], leaf, Output(new, new * 0), figures) is loss
     assert figures["ratio_mean"].tolist() == pytest.approx(ratios)
     assert figures["ratio_square"].tolist() == pytest.approx([r * r for r in ratios])
     assert figures["kl_behaviour"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios])
@@ -535,7 +542,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
 def test_supervised_samples_learn_the_whole_answer_and_nothing_of_the_prompt():
     c, rows = config_of(sft_batch=4), [dict(prompt_tokens=[i, i], answer_tokens=[50, i, 1]) for i in range(20)]
     chosen = train.rewards.rows_of_step(20, 4, 2, c.seed, "sft")
-    samples = train.supervised_samples([rows[i] for i in chosen], c)
+    samples = supervised_samples([rows[i] for i in chosen], c, train.make_sample)
     assert [int(s.tokens[0]) for s in samples] == chosen
     for s in samples:
         i = int(s.tokens[0])
@@ -586,7 +593,7 @@ def test_a_preset_builds_up_to_the_weights(tmp_path, mesh, name, world, paramete
     )  # fmt: skip
     hf = kinds.get(name, Qwen3Config)(**shape | SIZES[name])
     hf.save_pretrained(tmp_path)
-    hf = train.check_model(tmp_path, config)
+    hf = check_model(tmp_path, config)
     model = train.build_model(hf, mesh, "meta", True)
     shapes = [(s.name, s.shape) for s in train.sync.shards(model, mesh)]
     assert sum(math.prod(s) for _, s in shapes) == pytest.approx(parameters, rel=0.01)
@@ -614,7 +621,7 @@ def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, capsys, mo
         if hf:
             hf.save_pretrained(tmp_path)
         with pytest.raises(SystemExit) as e:
-            train.check_model(tmp_path, DEFAULTS | change)
+            check_model(tmp_path, DEFAULTS | change)
         assert e.value.code == 2
         return capsys.readouterr().err
 

@@ -14,8 +14,12 @@ import torch
 
 import kernels
 import train_grpo as train
+from onecurve.algorithms.supervised import ANSWERS
+from onecurve.models.dense import check_model
 from onecurve.models.folders import make_scratch_model
 from onecurve.run.machine import least_memory
+from onecurve.run.save import save_trainer
+from rollout_server import Flight
 from sync import LeafSum, Ranks, tree_sum
 
 DEFAULTS = train.DEFAULTS | dict(
@@ -40,7 +44,7 @@ def scratch(tmp_path_factory):
 
 def make_trainer(ranks, folder, **change):
     c = types.SimpleNamespace(**DEFAULTS | change)
-    return train.Trainer(c, ranks, train.check_model(folder, vars(c)), folder, "cpu")
+    return train.Trainer(c, ranks, check_model(folder, vars(c)), folder, "cpu")
 
 
 def make_samples(n, seed=0):
@@ -319,7 +323,7 @@ def test_tokens_of_older_weights_are_checked_against_these_and_named_where_they_
     monkeypatch.delenv("RANK", raising=False)
     trainer, samples, logprobs = make_trainer(ranks, scratch, lag=2), make_samples(9), []
     for version in range(3):
-        trainer.keep(version)
+        trainer.past.keep(version)
         logprobs.append([s.logprobs for s in with_own_logprobs(trainer, samples)])
         if version < 2:
             trainer.update(samples, version, 1e-2)
@@ -331,13 +335,13 @@ def test_tokens_of_older_weights_are_checked_against_these_and_named_where_they_
         drawn = torch.where(versions == 0, first, torch.where(versions == 1, second, last))
         assert not torch.equal(first, second) and not torch.equal(second, last)
         mixed.append(s._replace(logprobs=drawn, staleness=2 - versions))
-    trainer.check_past_versions(mixed, step=2)
+    trainer.past.check(mixed, step=2)
     assert trainer.mismatches == [] and all(map(torch.equal, weights, trainer.weights))
     metrics, _ = trainer.update(mixed, step=2, lr=0.0, check=True)
     assert metrics["logprob_mismatch_tokens"] == 0 and metrics["ratio_variance"] > 1e-6 and metrics["staleness"] > 0
     # as weights that came too early: the tokens of the first version are said to be of the second
     early = [s._replace(staleness=s.staleness.clamp(max=1)) for s in mixed]
-    trainer.check_past_versions(early, step=2)
+    trainer.past.check(early, step=2)
     with pytest.raises(SystemExit):
         trainer.update(early, step=2, lr=0.1, check=True)
     at = int(mixed[0].loss_at[0]) - mixed[0].prompt_tokens
@@ -345,9 +349,9 @@ def test_tokens_of_older_weights_are_checked_against_these_and_named_where_they_
     assert (
         line.startswith(f"error: step 2, prompt 0, sample 0, token {at}: engine ") and f" of {tokens} log-probs" in line
     )
-    trainer.keep(3)
+    trainer.past.keep(3)
     with pytest.raises(SystemExit):
-        trainer.check_past_versions([s._replace(staleness=s.staleness + 1) for s in mixed], step=3)
+        trainer.past.check([s._replace(staleness=s.staleness + 1) for s in mixed], step=3)
     why = "sampled with weights 0; the oldest that are kept are 1"
     assert capsys.readouterr().err == f"error: step 3, prompt 0, sample 0, token {at}: {why}\n"
 
@@ -402,11 +406,11 @@ def test_the_reference_is_another_model_at_the_same_temperature(ranks, scratch, 
 def test_a_supervised_step_has_no_temperature_and_every_token_counts_alike(ranks, scratch):
     trainer = make_trainer(ranks, scratch, importance="mask", temperature=1.0)
     samples = trainer.forward_only(make_samples(8))
-    plain, metrics = trainer.gradients(samples, train.ANSWERS)
+    plain, metrics = trainer.gradients(samples, ANSWERS)
     logprobs = torch.cat([s.old_logprobs for s in samples]).double()
     assert metrics["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-6)
     trainer.sampling = train.kernels.Sampling(0.7)
-    assert all(torch.equal(a, b) for a, b in zip(trainer.gradients(samples, train.ANSWERS)[0], plain))
+    assert all(torch.equal(a, b) for a, b in zip(trainer.gradients(samples, ANSWERS)[0], plain))
 
 
 @pytest.mark.parametrize("grad_clip", [0.0, 0.5, 1e9])
@@ -445,7 +449,7 @@ def test_an_optimizer_whose_state_no_checkpoint_has_ends_in_one_line(ranks, scra
         w.grad = torch.ones_like(w)
     trainer.optimizer.step()
     with pytest.raises(SystemExit) as end:
-        trainer.save(tmp_path, None, [], None, 1, train.Flight())
+        save_trainer(trainer, tmp_path, None, [], None, 1, Flight())
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1 and not [*tmp_path.iterdir()]
     assert "the optimizer has exp_avg, exp_avg_sq, momentum_buffer; name in MOMENTS" in said

@@ -42,8 +42,10 @@ from scipy.optimize import nnls  # SGLang's own dependency
 import train_grpo
 from configurator import check_config, configure, named_arguments, require, roles, scratch_sizes
 from kernels import CHUNK
+from onecurve.models.dense import check_model
 from onecurve.models.moe import KIND
 from onecurve.run.machine import least_memory, machine_memory
+from onecurve.run.past import max_staleness
 from rewards import arithmetic
 
 KEYS = dict(gpus=8, gpus_per_node=8, card="H100", prompt_tokens=0.0, response_tokens=0.0)
@@ -176,7 +178,7 @@ def shape_of(c, key="init_from", name=None):
         return dense._replace(tied=False, experts=experts, active=active) if experts else dense
     file, known = Path(name, "config.json"), ", ".join(MODELS)
     require(file.is_file(), f"{key}={name!r}: a folder with a config.json, scratch, or one of {known}")
-    hf = train_grpo.check_model(name, vars(c) | dict(device="cpu"), key)  # whatever card this machine has
+    hf = check_model(name, vars(c) | dict(device="cpu"), key)  # whatever card this machine has
     heads = hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     sizes = heads, hf.num_key_value_heads, head_dim, hf.intermediate_size, hf.vocab_size, hf.tie_word_embeddings
@@ -263,7 +265,7 @@ def inner_bytes(s, tokens):
 def trainer_memory(s, c, ranks, leaf=0):
     """{phase: {part: bytes}} of a trainer's card: what is held always, and what a phase of a step needs beside it."""
     leaf, root, full = leaf or c.leaf_tokens, root_parameters(s), not c.lora_rank
-    mine, learned, kept = parameters(s) / ranks, learned_parameters(s, c) / ranks, train_grpo.max_staleness(c)
+    mine, learned, kept = parameters(s) / ranks, learned_parameters(s, c) / ranks, max_staleness(c)
     held = {"weights, float32": 4 * mine} if full else {"base, bfloat16": 2 * mine, "adapters, float32": 4 * learned}
     held["AdamW's moments"] = 8 * learned
     whole = full or c.advantage == "distill"
@@ -339,7 +341,7 @@ def rollout_seconds(s, c, engines, r, room=math.inf):
 def training_seconds(s, c, ranks, r):
     """{part: seconds} of a step's update."""
     products, head, attention = (x / ranks for x in operations(s, c.tokens, c.samples * c.response, c.squares))
-    full, updates, kept = not c.lora_rank, c.updates_per_batch, train_grpo.max_staleness(c)
+    full, updates, kept = not c.lora_rank, c.updates_per_batch, max_staleness(c)
     # Passes over the batch without a gradient: with older weights, our own before the first update, a reference's.
     frozen = bool(c.kl_coef or c.advantage == "distill")
     own = bool(c.importance or c.advantage == "gae")

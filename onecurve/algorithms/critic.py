@@ -51,6 +51,15 @@ def token_rewards(sample, reward, credit):
     return gains
 
 
+def with_values(samples, outputs):
+    """The samples with the critic's values, of a Trainer's `outputs`."""
+    # After a sample that ended by itself nothing can be gained: its last value is 0.
+    return [
+        s._replace(values=values, bootstrap=last if s.truncated else 0.0)
+        for s, (*_, values, last) in zip(samples, outputs)
+    ]
+
+
 def advantages(samples, gains, gamma, lam):
     """
     The samples with the advantages of `gae`, normalised over the batch (Huang et al. 2022, detail 7), and returns.

@@ -5,8 +5,11 @@ A watch for reward hacking: pure functions of what a run records, and so as repe
 from itertools import pairwise
 from statistics import fmean
 
+import torch.distributed as dist
+
 from configurator import HEALTHY
 from rewards import terms_of
+from sync import FOREVER, from_all_ranks
 
 WATCHED = HEALTHY // 2  # steps of a mean
 # A signal is, of means over WATCHED steps,
@@ -110,3 +113,19 @@ def hacking(steps, reward=""):
         if value < bound if sign == "<" else value > bound:
             return f"{name} {value:.4g} {sign} {bound:.4g}"
     return ""
+
+
+class Watch:
+    """Ends a run whose reward looks gamed (--watch=stop). record: the first rank's; None on others."""
+
+    def __init__(self, c, record):
+        self.c = c
+        self.record = record
+        # A group of its own: a thread that sends weights may be in the default one.
+        self.group = dist.new_group(backend="gloo", timeout=FOREVER) if c.watch else None
+
+    def alarm(self):
+        """The signal, on every rank; '' without one. Collective over all ranks."""
+        if not self.c.watch:
+            return ""
+        return from_all_ranks(self.record and hacking(self.record.steps, self.c.reward), self.group)[0]

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 import kernels
 from configurator import MODES, require
+from onecurve.run.observers import Observer
+from sync import rounded_to
 
 KIND = "qwen3_moe"
 OF_SGLANG = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
@@ -80,27 +82,36 @@ def balance_loss(p, counts):
     return E * (counts.sum(0) / (layers * N) * p.mean((0, 1))).sum()
 
 
-class Routers:
-    """
-    The routers of a mixture's blocks in the trainer, and what is noted of their choices in a step. coefficient: of
-    `balance_loss`.
-    """
+class Routers(Observer):
+    """The routers of a mixture's blocks in a trainer, and what is noted of their choices in a step."""
 
-    def __init__(self, blocks, coefficient):
+    def __init__(self, trainer, blocks):
+        self.trainer = trainer
         self.blocks = blocks
-        self.coefficient = coefficient
+        self.coefficient = trainer.c.router_aux_loss_coef
         self.counts = 0  # (layers, E) tokens of each expert in this rank's leaves
         self.dialled = []  # of leaves still to come, what `choices` would be under a dialled engine's weights
+
+    def before(self, samples, phase, check):
+        self.tokens = sum(len(s.tokens) for s in samples)
+        self.dialled = self.dialled_choices(samples) if check else []
+
+    @torch.no_grad()
+    def dialled_choices(self, samples):
+        """The choices in each leaf with weights rounded like the engine's; [] without a dial."""
+        trainer = self.trainer
+        if trainer.c.engine_bits == "fp32" or trainer.c.lora_rank:
+            return []
+        rounded = [s._replace(data=rounded_to(s.data, trainer.c.engine_bits)) for s in trainer.policy]
+        return [self.choices() for _ in trainer.passes(samples, trainer.model, weights=rounded)]
 
     def choices(self):
         """The experts (layers, N, k) of the last forward pass, ascending."""
         return torch.stack([block.routed[1] for block in self.blocks]).sort().values
 
-    def note(self, figures, leaf, share):
-        """
-        Adds figures of a leaf's loss tokens, and returns what the step's loss gains. share: part of the step's tokens
-        that this leaf has; 0 without samples.
-        """
+    def note(self, loss, chosen, leaf, output, figures):
+        """As an Observer's; with router_aux_loss_coef the loss gains `balance_loss`."""
+        share = len(leaf.ids) / self.tokens if chosen else 0  # of the step's tokens
         z = torch.stack([block.routed[0] for block in self.blocks])
         choices = self.choices()
         p = torch.exp(z - z.detach().amax(-1, keepdim=True))
@@ -112,21 +123,22 @@ class Routers:
             figures["choice_changed"] = changed[leaf.predictors]
         counts = torch.stack([torch.bincount(x.flatten(), minlength=z.shape[2]) for x in choices])
         self.counts = self.counts + counts * (share > 0)
-        return self.coefficient * share * balance_loss(p, counts) if self.coefficient else 0.0
+        return loss + (self.coefficient * share * balance_loss(p, counts) if self.coefficient else 0.0)
 
-    def metrics(self, group):
-        """Of the step: the load of the busiest expert of any layer, over the mean. Collective over the trainers."""
+    def metrics(self, metrics):
+        """Of the step: the load of the busiest expert of any layer, over the mean."""
         total = self.counts
         self.counts = 0
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=self.trainer.process_group)
         return dict(expert_load_max=float((total.amax(1) / total.double().mean(1)).max()))
 
 
-def routers_of(model, c):
-    """The Routers of a model; None of a dense one, without our operators, and where pairs are trained on."""
-    blocks = [m for m in model.modules() if is_mixture(m)]
+def routers_of(trainer):
+    """[the Routers of a trainer's model]; [] of a dense one, without our operators, and where pairs are trained on."""
+    c = trainer.c
+    blocks = [m for m in trainer.model.modules() if is_mixture(m)]
     noted = blocks and c.batch_invariant and not MODES[c.mode].pairs
-    return Routers(blocks, c.router_aux_loss_coef) if noted else None
+    return [Routers(trainer, blocks)] if noted else []
 
 
 def sizes_on_cpu(mlp):

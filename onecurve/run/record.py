@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 from statistics import fmean
 from uuid import uuid4
@@ -15,7 +16,9 @@ import torch
 from tqdm import tqdm
 
 from configurator import ORIGINS, config_source, fail, provenance, require
+from onecurve.graders.watch import nothing_to_learn, text_metrics
 from onecurve.run.checkpoint import healthy_checkpoint
+from rewards import reward_metrics
 from sync import FIRST_EVALUATION, Ledger, RunError, appears, content_hash, from_all_ranks, write_atomic
 
 LOGS = ("ledger.jsonl", "evaluations.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to
@@ -111,14 +114,16 @@ class Record:
     """
     What the first rank writes down of a run: the ledger, a second one of its evaluations, metrics.jsonl, and samples.md
     to read. The logs are cut back to their sizes in the checkpoint's record `saved`; without one they begin empty. c:
-    the config as a namespace; origin: what a checkpoint must say to be this run's; agent: the Agent of the samples.
+    the config as a namespace; origin: what a checkpoint must say to be this run's; task: the run's Task.
     """
 
-    def __init__(self, folder, saved, c, origin, agent=None):
+    def __init__(self, folder, saved, c, origin, task):
         self.folder = folder
         self.c = c
         self.origin = origin
-        self.agent = agent
+        self.agent = task.agent
+        self.template_skipped = task.template_skipped
+        self.observers = ()  # the trainer's
         sizes = dict.fromkeys(LOGS, 0) | saved.get("bytes", {})
         self.ledger = Ledger(folder / "ledger.jsonl", sizes["ledger.jsonl"], c.strict)
         if saved and self.ledger.digest != saved["digest"]:
@@ -131,6 +136,10 @@ class Record:
             os.truncate(folder / name, sizes[name])
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         self.steps = [line for line in lines if line["phase"] == "rl"]
+
+    def open_bar(self, start, steps):
+        """Shows how many of the RL steps are done."""
+        self.bar = tqdm(total=steps, initial=start, disable=not steps, unit="step", mininterval=0.5)
 
     def state(self):
         """What a checkpoint must say of the run and of its logs."""
@@ -180,21 +189,29 @@ class Record:
 
     def step(self, step, batch, metrics, hashes, times):
         """
-        Records an RL step; returns its line of metrics.jsonl. metrics, hashes: the trainer's, {} where nobody trains.
+        Records an RL step, and shows that it is done. metrics, hashes: the trainer's, {} where nobody trains.
         times: when the step began, had its samples, had learned, had published.
         """
         c = self.c
         self.ledger.append(phase="rl", step=step, **self.hashes(batch.groups), **hashes)
         line = dict(phase="rl", step=step) | step_figures(batch, c.pass_reward, times) | metrics
+        line |= reward_metrics(batch.sampled)
+        if c.watch:
+            line |= text_metrics(batch.sampled)
         if self.agent:
             line |= self.agent.metrics(batch.sampled)
         self.metrics(**line)
         self.steps.append(line)
+        for observer in self.observers:
+            observer.write(self.folder / f"queue/rl_{step:06d}")
+        self.bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
+        self.bar.update()
+        if why := nothing_to_learn(self.steps, c.advantage, self.template_skipped):
+            tqdm.write(f"warning: {why}", file=sys.stderr)
         if c.sample_every and step % c.sample_every == 0:
             self.samples(step, *batch.groups[0])
         if c.keep_rollouts:  # an engine that is late may still read the files of later steps
             shutil.rmtree(self.folder / f"queue/rl_{step - c.keep_rollouts - c.lag:06d}", ignore_errors=True)
-        return line
 
     def samples(self, step, tensors, meta):
         """An entry of samples.md: a group's samples and rewards."""
