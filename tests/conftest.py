@@ -27,7 +27,8 @@ from xdist.scheduler import LoadScopeScheduling
 import sync
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from prove import (  # noqa: E402
+from runs import ROOT, run_warm  # noqa: E402, F401
+from trials import (  # noqa: E402
     AGENT,
     DIALOGUES,
     LAG,
@@ -47,7 +48,6 @@ from prove import (  # noqa: E402
     steps_that_taught_nothing,
     taught_by,
 )
-from runs import ROOT, run_warm  # noqa: E402, F401
 
 SMALLEST = {  # a scratch model
     "scratch_args": "num_hidden_layers=1, hidden_size=32, num_attention_heads=1, num_key_value_heads=1, "

@@ -14,8 +14,8 @@ import sys
 import pytest
 import torch
 from conftest import digest, launch_warm, read_groups
-from prove import ROOT, lines, replay_of
 from safetensors.torch import load_file
+from trials import ROOT, lines, replay_of
 
 from rewards import numeric
 

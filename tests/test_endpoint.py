@@ -24,10 +24,10 @@ import httpx
 import openai
 import pytest
 from conftest import error_line, finish, launch_warm, orphans, read_groups, wait_for
-from prove import ROOT, command_of, lines, processes_of, replay_of
 from test_train import DEFAULTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from trials import ROOT, command_of, lines, processes_of, replay_of
 
 import sync
 from examples import client as example

@@ -21,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import SMALLEST, finish, read_groups
-from prove import lines
 from test_dispatch import Record
 from torch.utils._python_dispatch import _disable_current_modes
+from trials import lines
 
 import kernels
 import sync

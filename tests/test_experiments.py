@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from conftest import error_line
-from prove import ROOT
 from test_readme import size_of
+from trials import ROOT
 
 from configurator import commit
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 from conftest import finish, launch_warm
-from prove import ROOT, lines
+from trials import ROOT, lines
 
 pytest.importorskip("reasoning_gym", reason="no Reasoning Gym: uv sync --group gym")
 from onecurve.graders import gym  # noqa: E402

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from conftest import digest, error_line, finish, launch_warm, run_warm
-from prove import interrupt, reseal
 from safetensors.torch import load_file, save_file
+from trials import interrupt, reseal
 
 import configurator
 import sync

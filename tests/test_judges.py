@@ -24,9 +24,9 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALLEST, error_line, finish, launch_warm, read_groups, wait_for
-from prove import ROOT, lines, processes_of, replay_of
 from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
+from trials import ROOT, lines, processes_of, replay_of
 
 import rewards
 from onecurve.agents import again, chat

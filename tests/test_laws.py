@@ -40,7 +40,10 @@ import sys
 import pytest
 import torch
 from conftest import DAPO, ENGINE_FLAGS, MIXTURE, digest, error_line, finish, launch_warm, read_groups
-from prove import (
+from runs import saved_config
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from trials import (
     LAG,
     ROOT,
     SEGMENTS,
@@ -62,9 +65,6 @@ from prove import (
     sums_as_they_come,
     weights_as_they_come,
 )
-from runs import saved_config
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 import kernels
 import sync

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from conftest import shared_memory
-from prove import ROOT
+from trials import ROOT
 
 import train_grpo
 from configurator import configure

@@ -14,10 +14,10 @@ import pytest
 import torch
 from conftest import error_line, finish, launch_warm
 from merge import main as merge_folder
-from prove import LORA, ROOT, adapters_apart, interrupt, lines, replay_of, slow_engines
 from safetensors.torch import load_file, save_file
 from test_laws import ledger
 from test_trainer import DEFAULTS, make_samples
+from trials import LORA, ROOT, adapters_apart, interrupt, lines, replay_of, slow_engines
 from verify import differing_weight
 
 import kernels

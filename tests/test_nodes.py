@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 from conftest import orphans, shared_memory, wait_for
-from prove import LAG, is_rank, lines, processes_of
+from trials import LAG, is_rank, lines, processes_of
 from two_nodes import enter, finish, start, two_nodes
 
 

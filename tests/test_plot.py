@@ -33,7 +33,7 @@ pytest.importorskip("matplotlib", reason="no matplotlib: uv sync --group plot")
 PLOT = Path(__file__).parent.parent / "tools" / "plot.py"
 sys.path.insert(0, str(PLOT.parent))
 import plot  # noqa: E402
-from prove import lines  # noqa: E402
+from trials import lines  # noqa: E402
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no browser: apt-get install chromium")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from conftest import digest, error_line, finish, run_warm
 from pretend.driver import stub_driver
-from prove import command_of, lines
 from runs import warm
 from test_laws import ledger
+from trials import command_of, lines
 
 SITE = Path(__file__).parent / "pretend" / "site"
 SIZES = "num_hidden_layers=1, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=64"

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from conftest import digest, error_line, finish, launch_warm, wait_for
-from prove import ROOT, command_of, interrupt, is_rank, lines, processes_of, replay_of
+from trials import ROOT, command_of, interrupt, is_rank, lines, processes_of, replay_of
 
 from onecurve.run.checkpoint import checkpoints, read_checkpoint
 from onecurve.run.machine import report_error

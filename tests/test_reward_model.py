@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import digest, error_line, finish, launch_warm
-from prove import killed_in_step_13, lines, replay_of
 from safetensors.torch import load_file
+from trials import killed_in_step_13, lines, replay_of
 
 import rewards
 import train_grpo as train

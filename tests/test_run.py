@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import error_line, launch_warm, read_groups, wait_for
-from prove import ROOT, command_of, launch, lines, processes_of, replay_of
+from trials import ROOT, command_of, launch, lines, processes_of, replay_of
 
 
 def test_every_token_names_its_weights_and_every_sample_has_a_seed_of_its_own(two_ranks):

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 from conftest import error_line, finish, launch_warm, read_groups
-from prove import failing_sandbox, lines, replay_of
+from trials import failing_sandbox, lines, replay_of
 
 import rewards
 from onecurve.graders import sandbox

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import error_line, launch_warm, wait_for
-from prove import lines
+from trials import lines
 
 TOOL = Path(__file__).parent.parent / "tools" / "track.py"
 sys.path.insert(0, str(TOOL.parent))

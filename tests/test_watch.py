@@ -19,9 +19,9 @@ from sync import Group
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import rollback  # noqa: E402
-from prove import command_of, lines, replay_of  # noqa: E402
 from runs import run_warm  # noqa: E402
 from test_laws import ledger  # noqa: E402
+from trials import command_of, lines, replay_of  # noqa: E402
 
 
 def steps_of(n, **metrics):
