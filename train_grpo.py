@@ -212,8 +212,10 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     import rewards
     import sync
     from onecurve.algorithms import critic, turns
-    from onecurve.algorithms.pairs import evaluate_pairs, pair_loss
+    from onecurve.algorithms.answers import encode_answers
+    from onecurve.algorithms.pairs import evaluate_pairs, pair_loss, sides
     from onecurve.cpu.host import share_cores
+    from onecurve.graders import checks
     from onecurve.graders.watch import hacking, nothing_to_learn, text_metrics
     from onecurve.models import adapters, folders
     from onecurve.models.dense import build_model, check_memory, check_model
@@ -228,8 +230,9 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
         write_tensors,
     )
     from onecurve.run.machine import end_with_a_line, one_device, report_error, take_gpu
+    from onecurve.run.own import own_function
     from onecurve.run.record import Record, check_shared, open_run
-    from rewards import own_function
+    from onecurve.run.scores import by_source, pass_rates, reward_metrics
     from rollout_server import Flight, Job, RolloutEngine, Sampler, sample_step, sampling_of
 if __name__ == "__main__":
     start_engine_early(config)
@@ -1023,9 +1026,9 @@ def evaluate(queue, step, rows, c, version, record):
     sampling = sampling_of(c)._replace(temperature=c.eval_temperature)
     groups = queue.sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, sampling))
     if record:
-        scores = rewards.reward_metrics(groups)
-        for source, own in {"": groups, **rewards.by_source(groups)}.items():
-            rates = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
+        scores = reward_metrics(groups)
+        for source, own in {"": groups, **by_source(groups)}.items():
+            rates = pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
             scores |= {f"{source}/{metric}".lstrip("/"): x for metric, x in rates.items()}
         record.evaluation(step, scores, len(rows), record.hashes(groups))
 
@@ -1038,7 +1041,7 @@ def supervised_samples(rows, c, demonstrate=None):
     if demonstrate:
         known = demonstrate(rows)
     else:
-        keys = [f"{side}_tokens" for side in rewards.sides(c.mode)]
+        keys = [f"{side}_tokens" for side in sides(c.mode)]
         known = [(row["prompt_tokens"], row[key], [True] * len(row[key])) for row in rows for key in keys]
     tensors = (map(torch.tensor, dialogue) for dialogue in known)
     return [make_sample(prompt, response, mask, torch.zeros(len(response))) for prompt, response, mask in tensors]
@@ -1107,9 +1110,9 @@ if __name__ == "__main__":
     hf = check_model(model_path, config)
     large = place == "cuda" or folders.large(model_path)
     if large:
-        check_memory(hf, config, place, [judge.hf for judge in rewards.MODELS.values()])
+        check_memory(hf, config, place, [judge.hf for judge in checks.models_of(scored_by).values()])
     tokenizer, stop_tokens = folders.load_tokenizer(model_path)
-    rewards.check_vocabulary(tokenizer)
+    checks.check_vocabulary(scored_by, tokenizer)
     template_skipped = tokenizer.chat_template and not (chat_template or prompt_template or agent)
     if ranks.rank == 0:
         folders.say_ends(tokenizer, stop_tokens, chat_template or agent, system_prompt)
@@ -1122,12 +1125,12 @@ if __name__ == "__main__":
     if episodes:
         episodes.check_tools(next(chain(*train_rows.values(), eval_rows)))
     elif scored_by:
-        rewards.check_answers(scored_by, chain(*train_rows.values(), eval_rows), config)
+        checks.check_answers(scored_by, chain(*train_rows.values(), eval_rows), config)
     for name, rows in train_rows.items():
         train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)
     eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
     if scored_by and not episodes and ranks.rank == 0:
-        rewards.try_own(scored_by, chain(*train_rows.values(), eval_rows))
+        checks.try_own(scored_by, chain(*train_rows.values(), eval_rows))
     if batch_invariant:
         kernels.enable_batch_invariant(torch.get_num_threads(), cores)
 
@@ -1180,7 +1183,7 @@ if __name__ == "__main__":
     # ---- supervised steps: the warm-up before RL, or all that mode='sft', 'rm' or 'dpo' does. Meanwhile ranks without
     # a trainer start their engines.
     if trainer and (supervised or sft_steps and not saved):
-        encode = partial(rewards.encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
+        encode = partial(encode_answers, tokenizer=tokenizer, stop_tokens=stop_tokens, config=config)
         answered = train_rows if episodes else {name: encode(rows) for name, rows in train_rows.items()}
         objective = PAIRS._replace(phase=mode) if does.pairs else ANSWERS
         pairs = supervised_samples(encode(eval_rows), c) if does.pairs else []
@@ -1215,6 +1218,7 @@ if __name__ == "__main__":
             lends=bool(trainer) and large,
             cores=cores,
             patches=episodes.patches if episodes else (),
+            models=checks.models_of(scored_by).values(),
         )
         sampler = (episodes.sampler if episodes else Sampler)(
             engine,
@@ -1306,7 +1310,7 @@ if __name__ == "__main__":
         times.append(monotonic())
         # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
         if record:
-            metrics |= rewards.reward_metrics(batch.sampled)
+            metrics |= reward_metrics(batch.sampled)
             if watch:
                 metrics |= text_metrics(batch.sampled)
             line = record.step(s, batch, metrics, hashes, times)

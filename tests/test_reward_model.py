@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 
 import rewards
 import train_grpo as train
+from onecurve.algorithms.answers import encode_answers
 from onecurve.algorithms.pairs import evaluate_pairs, preference_loss
+from onecurve.graders import checks
 from onecurve.graders.judges import RewardModel
 from onecurve.models import folders
 from onecurve.models.folders import make_scratch_model
@@ -233,10 +235,9 @@ def test_all_that_wait_are_scored_in_one_pass_with_the_bits_they_have_alone_and_
 def test_it_is_loaded_before_the_engine_starts(judge, tmp_path, monkeypatch):
     """It was loaded at the first score, when the engine had taken its share of the card and left no room for it."""
     model, loaded = RewardModel(judge, DEFAULTS), []
-    monkeypatch.setitem(rewards.MODELS, "model:judge", model)
     monkeypatch.setattr("rollout_server.start_engine", lambda *_: loaded.append(model.model is not None) or 1 / 0)
     with pytest.raises(RunError, match="did not start: division by zero"):
-        RolloutEngine(0, judge, model.hf, DEFAULTS, "cpu", torch.float32, tmp_path / "engine.log")
+        RolloutEngine(0, judge, model.hf, DEFAULTS, "cpu", torch.float32, tmp_path / "engine.log", models=[model])
     assert loaded == [True]
 
 
@@ -292,14 +293,12 @@ def test_what_is_no_reward_model_of_the_policys_is_refused_at_the_start(scratch,
     for change in (dict(), dict(advantage="distill", reference=str(judge))):
         run = lambda c=change: train.check_model(judge, DEFAULTS | c)  # noqa: E731
         assert "a reward model, which writes nothing" in refusal(capsys, monkeypatch, run)
-    rewards.MODELS.clear()
-    rewards.load_reward(f"model:{judge} + 0*numeric", DEFAULTS)
+    loaded = {"": rewards.load_reward(f"model:{judge} + 0*numeric", DEFAULTS)}
     tokenizer = AutoTokenizer.from_pretrained(scratch)
-    rewards.check_vocabulary(tokenizer)
+    checks.check_vocabulary(loaded, tokenizer)
     tokenizer.add_tokens(["<tool>"])
-    err = refusal(capsys, monkeypatch, lambda: rewards.check_vocabulary(tokenizer))
+    err = refusal(capsys, monkeypatch, lambda: checks.check_vocabulary(loaded, tokenizer))
     assert f"reward='model:{judge}': of another vocabulary than the policy" in err
-    rewards.MODELS.clear()
 
 
 def test_a_folder_without_a_head_is_refused_at_the_start(judge, tmp_path, capsys, monkeypatch):
@@ -327,7 +326,7 @@ def test_pairs_that_are_none_are_refused(scratch, tmp_path, capsys, monkeypatch,
     rows = [] if row is None else [dict(prompt="2+2=", chosen="4", rejected="5") | row]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
     tokenizer, stop = folders.load_tokenizer(scratch)
-    run = lambda: rewards.encode_answers(rewards.load_rows(config)[0], tokenizer, stop, config)  # noqa: E731
+    run = lambda: encode_answers(rewards.load_rows(config)[0], tokenizer, stop, config)  # noqa: E731
     assert message in refusal(capsys, monkeypatch, run)
 
 

@@ -23,11 +23,12 @@ import torch
 import rewards
 from configurator import check_config, configure, sources_of
 from onecurve.graders import judges
+from onecurve.graders.checks import check_answers, try_own
+from onecurve.run.scores import by_source, pass_rates, reward_metrics
 from rewards import (
+    Reward,
     RewardError,
     arithmetic,
-    by_source,
-    check_answers,
     encode_prompts,
     exact,
     final_number,
@@ -35,8 +36,6 @@ from rewards import (
     load_rows,
     load_sources,
     numeric,
-    pass_rates,
-    reward_metrics,
     rows_of_step,
     score,
 )
@@ -283,11 +282,12 @@ def test_a_function_with_a_parameter_row_gets_all_columns_and_no_other_row_keeps
 )
 def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setitem(rewards.BUILT_IN, "exact", lambda *_: pytest.fail("what is built in may wait for a machine"))
+    waits = Reward(lambda *_: pytest.fail("a built-in reward may wait for a machine"))
+    monkeypatch.setitem(rewards.BUILT_IN, "exact", waits)
     rows = [dict(prompt="1+1=", answer="2", columns={"level": 1}), dict(prompt="", answer="")]
-    rewards.try_own({"": load_reward("exact")}, rows)
+    try_own({"": load_reward("exact")}, rows)
     with pytest.raises(SystemExit) as e:
-        rewards.try_own({"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
+        try_own({"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1
     assert err.startswith("error: reward failed on the first row, with its answer as the response: ")
@@ -343,7 +343,7 @@ def test_a_file_may_hold_dataclasses(write):
     assert load_reward(f"{file}:f")("", "", "")[0] == 3.0
 
 
-KNOWN = f"Use {', '.join(rewards.BUILT_IN | rewards.ELSEWHERE)} or"
+KNOWN = f"Use {', '.join(rewards.BUILT_IN)} or"
 
 
 @pytest.mark.parametrize(
@@ -619,7 +619,7 @@ def test_a_prompt_may_be_messages_which_the_chat_template_writes(tmp_path):
     call = partial(load_reward(f"{name} + format"), written=row["prompt"])
     assert score(call, row["prompt_text"], row["prompt_text"], "4", "here")[1][name]["reward"] == 1
     assert score(call, row["prompt_text"], "4", "4", "here")[1][name]["reward"] == 0
-    rewards.try_own({"": load_reward(name)}, encoded)
+    try_own({"": load_reward(name)}, encoded)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,9 +29,9 @@ import pytest
 from conftest import error_line, finish, launch_warm, read_groups
 from prove import failing_sandbox, lines, replay_of
 
-import rewards
 from onecurve.graders import sandbox
 from onecurve.graders.sandbox import SandboxError, canonical, code, programs, run_program
+from onecurve.run.own import CONFIG, run_of
 from rewards import load_reward
 from train_grpo import DEFAULTS
 
@@ -38,11 +39,11 @@ pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="install bubbl
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch):
-    """A sandbox with limits that a test need not wait for long; what a test sets is gone after it."""
-    for key, value in (DEFAULTS | dict(sandbox_seconds=1.0)).items():
-        monkeypatch.setitem(rewards.SETTINGS, key, value)
-    return partial(monkeypatch.setitem, rewards.SETTINGS)
+def settings():
+    """A sandbox with limits that a test need not wait for long. settings(key, value) changes the test's config."""
+    config = DEFAULTS | dict(sandbox_seconds=1.0)
+    with run_of(config):
+        yield config.__setitem__
 
 
 def finds(condition, seconds=10.0):
@@ -290,10 +291,10 @@ def test_more_than_half_of_the_time_is_near_the_limit(settings):
 
 def killed_in(program, *which):
     """The Run of a program of which somebody kills the sandbox (0) or the program's own process (1), each time anew."""
-    sandbox.interpreter("bwrap")
+    sandbox.interpreter("bwrap", 1.0)
     killed = []
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run_program, program)
+        future = pool.submit(copy_context().run, run_program, program)
         for i in which:
             tree = finds(lambda: len(x := descendants()) == 2 and not {*killed} & {*x} and x)
             killed += tree
@@ -336,7 +337,7 @@ def test_a_sandbox_that_is_killed_before_it_is_made_runs_again(monkeypatch):
 
 
 def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
-    sandbox.interpreter("bwrap")
+    sandbox.interpreter("bwrap", 1.0)
     monkeypatch.setattr(sandbox, "OWN", [*sandbox.OWN, "--no-such-option"])
     with pytest.raises(SandboxError, match="status 1: bwrap: Unknown option --no-such-option"):
         run_program("print(1)")
@@ -355,7 +356,7 @@ def test_as_many_programs_run_at_once_as_there_are_cores(monkeypatch):
 
     monkeypatch.setattr(sandbox, "_wait", counted)
     with ThreadPoolExecutor(16) as pool:
-        runs = list(pool.map(run_program, [f"print({i})" for i in range(16)]))
+        runs = list(pool.map(partial(run_program, config=CONFIG.get()), [f"print({i})" for i in range(16)]))
     assert [run.output for run in runs] == [f"{i}\n" for i in range(16)]
     assert max(most) == os.cpu_count()
 
@@ -493,6 +494,19 @@ def test_rewards_of_programs_have_notes_and_are_summed(settings):
     assert value == 1.0 and notes["code"]["verdict"] == "pass" and notes["code"]["cpu_seconds"] > 0
 
 
+def test_a_users_reward_runs_programs_with_the_limits_of_its_run(tmp_path):
+    lines = (
+        "from onecurve.graders.sandbox import run_program",
+        "def f(p, r, a):",
+        "    return run_program(r).verdict == a",
+    )
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    busy = "import time\nwhile time.process_time() < 1.5: pass"
+    for seconds, verdict in ((1.0, "limit"), (9.0, "pass")):
+        reward = load_reward(f"{tmp_path}/mine.py:f", DEFAULTS | dict(sandbox_seconds=seconds))
+        assert reward("", busy, verdict)[0] == 1.0
+
+
 def test_what_is_missing_is_told_in_one_line_at_the_start(monkeypatch):
     def refused():
         sandbox.interpreter.cache_clear()
@@ -530,7 +544,7 @@ def test_programs_of_the_small_task_are_right_or_careless():
 
 def test_the_interpreter_is_one_that_the_sandbox_can_read(capsys):
     sandbox.interpreter.cache_clear()
-    assert sandbox.interpreter("bwrap") in (os.path.realpath(sys.executable), "/usr/bin/python3")
+    assert sandbox.interpreter("bwrap", 1.0) in (os.path.realpath(sys.executable), "/usr/bin/python3")
     assert "programs run in sandbox='bwrap' with /" in capsys.readouterr().out
 
 

@@ -19,7 +19,7 @@ import train_grpo as train
 from configurator import CHOICES, MODES, check_config, configure
 from onecurve.algorithms import critic
 from onecurve.models.dense import Output
-from rewards import pass_at_k
+from onecurve.run.scores import pass_at_k
 from sync import Group
 
 ROOT = Path(train.__file__).parent
