@@ -102,7 +102,7 @@ def workers(monkeypatch):
     return fresh
 
 
-def test_an_expression_that_takes_too_long_is_limited_and_changes_no_other_verdict(workers):
+def test_an_endless_expression_is_limited_and_changes_no_verdict(workers):
     workers(1)
     endless = r"$9^{9^{9^9}}$", r"$(10^9)!$", r"$\sum_{n=1}^{10^9} \sin n$", "$" + "{" * 3000 + "1" + "}" * 3000 + "$"
     pairs = [(str(i % 7), "3") for i in range(40)] + [("x^2+x", "$x(x+1)$"), (r"\{1,2\}", "$x^2=1$")]
@@ -148,7 +148,7 @@ def test_a_worker_ends_with_its_run_whatever_ends_that():
     wait_for(lambda: not worker.exists(), 5)
 
 
-def test_without_math_verify_the_run_ends_in_a_line_that_says_how_to_install_it(monkeypatch, capsys):
+def test_without_math_verify_a_line_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setattr(workers_of, "distributions", lambda name: [])
     with pytest.raises(SystemExit):
         load_reward("math")
@@ -173,7 +173,8 @@ def answering(respond):
     The address of a server that answers POST with respond(body): (status, bytes), or None, which hangs up; and what it
     was asked: (headers, body).
     """
-    asked, sockets = [], []
+    asked = []
+    sockets = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -204,7 +205,10 @@ def answering(respond):
             pass
 
     class Server(ThreadingHTTPServer):
-        request_queue_size, handle_error = 256, lambda *_: None
+        request_queue_size = 256
+
+        def handle_error(self, *_):
+            pass
 
     server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
@@ -331,7 +335,8 @@ def sending(*parts, pause=0.05):
                     time.sleep(pause)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads, server.block_on_close = True, False
+        server.daemon_threads = True
+        server.block_on_close = False
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/v1"
         server.shutdown()
@@ -456,7 +461,8 @@ def replies(row):
 @pytest.fixture(scope="module")
 def judge_model(tmp_path_factory):
     """A model that was taught to answer 'score: 1' to a text with an even digit at its end, and else 'score: 0'."""
-    folder, dice = tmp_path_factory.mktemp("judges"), random.Random(1)
+    folder = tmp_path_factory.mktemp("judges")
+    dice = random.Random(1)
     letters = [chr(c) for c in range(32, 127)]
     texts = ["".join(dice.choices(letters, k=dice.randrange(5))) + dice.choice("0123456789 +=ax") for _ in range(2000)]
     texts += [str(i) for i in range(200)] * 10
@@ -562,10 +568,11 @@ async def solve(chat, row):
 
 
 @pytest.mark.parametrize("agent", [False, True])
-def test_a_failure_ends_the_run_at_once_although_the_judge_still_owes_an_answer(agent, prompt_file, tmp_path):
+def test_a_failure_ends_the_run_though_the_judge_owes_an_answer(agent, prompt_file, tmp_path):
     """At its end Python waits for threads that wait for a judge: 120 s in each try."""
     (tmp_path / "mine.py").write_text(AGENT)
-    failed, over = [], threading.Event()
+    failed = []
+    over = threading.Event()
 
     def respond(body):
         if len(asked) == 1:

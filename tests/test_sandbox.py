@@ -126,7 +126,8 @@ def trainer():
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer, settings, monkeypatch, tmp_path):
-    secret, name = tmp_path / "secret", uuid.uuid4().hex
+    secret = tmp_path / "secret"
+    name = uuid.uuid4().hex
     secret.write_text("weights")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind("\0" + name)
@@ -142,7 +143,7 @@ def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer
     assert held.output.split() == [], held
 
 
-def test_a_program_has_threads_but_no_other_process_and_root_has_no_more_of_them(monkeypatch, settings):
+def test_a_program_has_threads_but_no_process_and_root_no_more(monkeypatch, settings):
     monkeypatch.setattr(sandbox, "MOST_MEMORY", 2**14)  # of addresses: each takes some for its stack and its heap
     count = "import threading, time\nn = 0\ntry:\n while n < 64:\n  "
     count += "threading.Thread(target=time.sleep, args=(1,), daemon=True).start(); n += 1\nexcept RuntimeError: pass\n"
@@ -181,7 +182,8 @@ def test_a_program_can_signal_only_itself_and_so_ends_no_run(whom):
 def test_a_python_in_your_home_does_not_bring_your_home(settings):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as home:
         os.chmod(home, 0o755)
-        python, library = Path(home, "bin", "python3"), Path(home, "lib")
+        python = Path(home, "bin", "python3")
+        library = Path(home, "lib")
         python.parent.mkdir(), library.mkdir()
         shutil.copy(os.path.realpath("/usr/bin/python3"), python)
         for path in Path("/usr/lib").glob("python3*"):
@@ -268,7 +270,8 @@ os.read(r, 1)  # before, it would end with the program's group
     ],
 )
 def test_verdicts(beyond, within, verdict, near):
-    over, control = run_program(beyond), run_program(within)
+    over = run_program(beyond)
+    control = run_program(within)
     assert (over.verdict, over.near_limit) == (verdict, near), over.errors
     assert (control.verdict, control.near_limit) == ("pass", False), control.errors
 
@@ -304,7 +307,8 @@ def killed_in(program, *which):
 
 def descendants():
     """This process's sandbox: bwrap and the program; as many as there are yet."""
-    parents, chain = {}, [os.getpid()]
+    parents = {}
+    chain = [os.getpid()]
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             other = b"--seccomp" not in (path.parent / "cmdline").read_bytes()
@@ -317,7 +321,7 @@ def descendants():
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_what_is_killed_from_outside_runs_again_and_the_second_time_that_is_its_verdict(which):
+def test_a_program_killed_from_outside_runs_again_but_once(which):
     waits = "import time; time.sleep(1.5); print('done')"
     assert killed_in(waits, which)[::3] == ("pass", "done\n")
     assert killed_in(waits, which, which)[:2] == ("limit", True)
@@ -344,7 +348,10 @@ def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
 
 
 def test_as_many_programs_run_at_once_as_there_are_cores(monkeypatch):
-    running, most, wait, lock = [], [], sandbox._wait, threading.Lock()
+    running = []
+    most = []
+    wait = sandbox._wait
+    lock = threading.Lock()
 
     def counted(pid, seconds):
         with lock:
@@ -532,7 +539,8 @@ def test_the_tool_says_what_is_printed_and_what_is_raised():
 
 
 def test_programs_of_the_small_task_are_right_or_careless():
-    rows, right = programs(), 0
+    rows = programs()
+    right = 0
     for row in rows:
         [(calls, _, wanted)] = sandbox.tests_of(row["answer"])
         names = {}

@@ -136,9 +136,7 @@ SMALLER = "or a smaller model than init_from"
         (50, 1, dict(lora_rank=32, reward="model"), "to sample a card needs 59.9 GB and more, this one has 50.0"),
     ],
 )
-def test_a_card_that_cannot_hold_the_model_is_refused_before_any_weight_is_read(
-    gb, world, change, line, tmp_path, monkeypatch, capsys
-):
+def test_a_card_that_cannot_hold_the_model_is_refused_first(gb, world, change, line, tmp_path, monkeypatch, capsys):
     hf = Qwen3Config(**QWEN3_8B)
     hf.save_pretrained(tmp_path)
     assert dense.parameter_counts(hf) == (8_190_735_360, 8_190_735_360)
