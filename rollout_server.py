@@ -47,7 +47,7 @@ from onecurve.cpu import host
 from onecurve.models.dense import rope_frequencies
 from onecurve.run.start import output_to
 from onecurve.sglang.engine import folder_for_sockets, start_engine
-from rewards import MODELS, RewardError, draw_rows, score_all, text_of
+from rewards import RewardError, draw_rows, score_all, text_of
 from sync import RunError, group_path, hidden_torchrun, rank_is_lost, write_group
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Sampler:
     config: dict  # the keys of train_grpo.py's block
     run: str  # the run's id
     engines: int  # of the run
-    rewards: dict  # {source of the data: load_reward's function}
+    rewards: dict  # {source of the data: load_reward's WeightedSum}
     decode: Callable  # tokens -> text
     stop_tokens: list  # a sample ends with the first of them
 
@@ -264,11 +264,10 @@ class Sampler:
         if finished:
             where = f"{job.stream} step {job.step}, prompt {index}, sample "
             reward = self.rewards[row.get("source", "")]
-            call = functools.partial(reward, written=row["prompt"], row=row.get("columns"))
-            calls = [(call, text_of(row), x, row["answer"], f"{where}{g}") for g, x in enumerate(texts)]
+            calls = [(text, f"{where}{g}") for g, text in enumerate(texts)]
             # Those that wait for a process or an answer do so side by side; others would only wake each other.
             parts = [[call] for call in calls] if reward.waits else [calls]
-            run = functools.partial(asyncio.get_running_loop().run_in_executor, SCORERS, score_all)
+            run = functools.partial(asyncio.get_running_loop().run_in_executor, SCORERS, score_all, reward, row)
             scored = [*itertools.chain(*await asyncio.gather(*map(run, parts)))]
         rewards, noted = zip(*scored)
         meta = dict(
@@ -333,6 +332,7 @@ def start_sampler(run, task, lends):
         lends=lends and run.large,
         cores=run.cores,
         patches=agent.patches if agent else (),
+        models=task.reward_models,
     )
     decode = functools.partial(run.tokenizer.decode, skip_special_tokens=True)
     make = agent.sampler if agent else Sampler
@@ -353,9 +353,12 @@ class RolloutEngine:
     hf: the model's Hugging Face config. config: the keys of train_grpo.py's block. log: the file that takes SGLang's
     output. lends: `sleep` gives the memory of weights and cache to this rank's trainer. cores: as in
     `kernels.enable_batch_invariant`. patches: rows for onecurve/sglang/patches.py's `install`, such as an agent's.
+    models: reward models that this process is to load first.
     """
 
-    def __init__(self, index, model_path, hf, config, device, dtype, log, gpu=0, lends=False, cores="", patches=()):
+    def __init__(
+        self, index, model_path, hf, config, device, dtype, log, gpu=0, lends=False, cores="", patches=(), models=()
+    ):
         self.index = index
         self.config = config
         self.log = log
@@ -377,7 +380,7 @@ class RolloutEngine:
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
         if device == "cuda":
             print(f"{self.name}: compiling kernels: takes a minute at a first start", flush=True)
-        for model in MODELS.values():  # SGLang takes its share of what these leave of a card
+        for model in models:  # SGLang takes its share of what these leave of a card
             model.load()
         try:
             with folder_for_sockets(log) as sockets:

@@ -203,7 +203,6 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     from torch import Tensor
 
     import kernels
-    import rewards
     import sync
     from onecurve.algorithms import critic, turns
     from onecurve.algorithms.kept import pack_kept, split_kept
@@ -215,10 +214,11 @@ with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") =
     from onecurve.models.moe import routers_of
     from onecurve.run.dial import dial_of
     from onecurve.run.observers import off_policy_of
+    from onecurve.run.own import own_function
     from onecurve.run.past import PastWeights
     from onecurve.run.save import MOMENTS, load_optimizer
+    from onecurve.run.scores import by_source, pass_rates, reward_metrics
     from onecurve.run.setup import Run, Task, due, prepare_process
-    from rewards import own_function
     from rollout_server import Job, groups_of, sample_step, sampling_of, start_sampler
 if __name__ == "__main__":
     start_engine_early(config)
@@ -809,9 +809,9 @@ def evaluate(sample, step, rows, c, version, record):
     sampling = sampling_of(c)._replace(temperature=c.eval_temperature)
     groups = sample(Job("eval", step, version, dict(enumerate(rows)), c.eval_samples, sampling))
     if record:
-        scores = rewards.reward_metrics(groups)
-        for source, own in {"": groups, **rewards.by_source(groups)}.items():
-            rates = rewards.pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
+        scores = reward_metrics(groups)
+        for source, own in {"": groups, **by_source(groups)}.items():
+            rates = pass_rates(torch.stack([group.tensors["rewards"] for group in own]), c.pass_reward)
             scores |= {f"{source}/{metric}".lstrip("/"): x for metric, x in rates.items()}
         record.evaluation(step, scores, len(rows), record.hashes(groups))
 

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import rewards  # noqa: E402
 from onecurve.graders.sandbox import SandboxError, code, run_program  # noqa: E402
+from onecurve.run.own import CONFIG  # noqa: E402
 from train_grpo import DEFAULTS  # noqa: E402
 
 HELP = """
@@ -211,7 +211,7 @@ def attack(group, name, program):
 
 
 def main():
-    rewards.SETTINGS.update(DEFAULTS | dict(sandbox_seconds=1.0))
+    CONFIG.set(DEFAULTS | dict(sandbox_seconds=1.0))
     broken = 0
     for group, programs in (GROUPS | dict(time=TIME, verdict=FORGED)).items():
         for name, program in programs.items() if not sys.argv[1:] or group in sys.argv else ():

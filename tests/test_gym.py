@@ -10,8 +10,9 @@ from trials import ROOT, lines
 
 pytest.importorskip("reasoning_gym", reason="no Reasoning Gym: uv sync --group gym")
 from onecurve.graders import gym  # noqa: E402
+from onecurve.graders.checks import check_answers  # noqa: E402
 from onecurve.graders.workers import Workers  # noqa: E402
-from rewards import check_answers, load_reward, load_rows  # noqa: E402
+from rewards import load_reward, load_rows  # noqa: E402
 from train_grpo import DEFAULTS  # noqa: E402
 
 
@@ -90,26 +91,27 @@ def obeys():
 
 def test_a_verifier_that_obeyed_an_answer_could_do_nothing(outside, monkeypatch):
     """Each act beside its control: without bubblewrap it succeeds."""
-    load_reward("reasoning_gym", DEFAULTS)  # sets the sandbox
     row = json.dumps(dict(task="", arguments={}, entry={}))
     for name, act in outside[0].items():
-        monkeypatch.setattr(gym, "WORKERS", Workers(obeys, ""))
-        assert gym.reasoning_gym("", act, row)[0] == 1, name
-        monkeypatch.setattr(gym, "WORKERS", Workers(obeys, "", gym.isolated))
-        assert gym.reasoning_gym("", act, row)[0] == 0, name
+        monkeypatch.setattr(gym, "gym_worker", obeys)
+        for kind, gained in (("none", 1), ("bwrap", 0)):
+            gym.workers_in.cache_clear()
+            assert gym.reasoning_gym("", act, row, DEFAULTS | dict(sandbox=kind))[0] == gained, name
+        gym.workers_in.cache_clear()
 
 
 def test_what_an_answer_does_to_its_worker_is_its_own_verdict(monkeypatch):
     """One that takes more than it may, kills the worker or itself, or gives itself more than there is to get."""
     monkeypatch.setattr("onecurve.graders.workers.SECONDS", 1)
-    monkeypatch.setattr(gym, "WORKERS", Workers(obeys, ""))
+    workers = Workers(obeys, "")
+    monkeypatch.setattr(gym, "workers_in", lambda sandbox: workers)
     row = json.dumps(dict(task="", arguments={}, entry={}))
     limit = 0, dict(verdict="limit", near_limit=True)
     for text in ("bytearray(2**32)", "9**9**9", "os.kill(os.getppid(), 9)", "os.kill(os.getpid(), 9)"):
-        assert gym.reasoning_gym("", text, row) == limit, text
-        assert gym.reasoning_gym("", "1", row)[0] == 1
+        assert gym.reasoning_gym("", text, row, DEFAULTS) == limit, text
+        assert gym.reasoning_gym("", "1", row, DEFAULTS)[0] == 1
     for text in ("1e9", "-1", "float('nan')", "1/0", "print(1)", "os._exit(0)"):
-        assert gym.reasoning_gym("", text, row)[0] == 0, text
+        assert gym.reasoning_gym("", text, row, DEFAULTS)[0] == 0, text
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
 from trials import ROOT, lines, processes_of, replay_of
 
-import rewards
 from onecurve.agents import again, chat
 from onecurve.graders import judges
 from onecurve.graders import workers as workers_of
@@ -102,7 +102,7 @@ def workers(monkeypatch):
     return fresh
 
 
-def test_an_expression_that_takes_too_long_is_limited_and_changes_no_other_verdict(workers):
+def test_an_endless_expression_is_limited_and_changes_no_verdict(workers):
     workers(1)
     endless = r"$9^{9^{9^9}}$", r"$(10^9)!$", r"$\sum_{n=1}^{10^9} \sin n$", "$" + "{" * 3000 + "1" + "}" * 3000 + "$"
     pairs = [(str(i % 7), "3") for i in range(40)] + [("x^2+x", "$x(x+1)$"), (r"\{1,2\}", "$x^2=1$")]
@@ -148,7 +148,7 @@ def test_a_worker_ends_with_its_run_whatever_ends_that():
     wait_for(lambda: not worker.exists(), 5)
 
 
-def test_without_math_verify_the_run_ends_in_a_line_that_says_how_to_install_it(monkeypatch, capsys):
+def test_without_math_verify_a_line_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setattr(workers_of, "distributions", lambda name: [])
     with pytest.raises(SystemExit):
         load_reward("math")
@@ -173,7 +173,8 @@ def answering(respond):
     The address of a server that answers POST with respond(body): (status, bytes), or None, which hangs up; and what it
     was asked: (headers, body).
     """
-    asked, sockets = [], []
+    asked = []
+    sockets = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -204,7 +205,10 @@ def answering(respond):
             pass
 
     class Server(ThreadingHTTPServer):
-        request_queue_size, handle_error = 256, lambda *_: None
+        request_queue_size = 256
+
+        def handle_error(self, *_):
+            pass
 
     server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
@@ -229,13 +233,7 @@ def settings(monkeypatch, tmp_path):
     path = tmp_path / "judge.txt"
     path.write_text("{prompt} {response} {answer} {other}")
     monkeypatch.setattr(judges, "JUDGE_WAIT", 0.001)
-
-    def use(**keys):
-        judges.judge_and_prompt.cache_clear()
-        return SETTINGS | dict(judge_prompt=str(path)) | keys
-
-    yield use
-    judges.judge_and_prompt.cache_clear()
+    return lambda **keys: SETTINGS | dict(judge_prompt=str(path)) | keys
 
 
 @pytest.mark.parametrize(
@@ -337,7 +335,8 @@ def sending(*parts, pause=0.05):
                     time.sleep(pause)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads, server.block_on_close = True, False
+        server.daemon_threads = True
+        server.block_on_close = False
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/v1"
         server.shutdown()
@@ -354,39 +353,34 @@ def test_a_try_has_a_bound_of_seconds_and_of_bytes_for_the_whole_answer(monkeypa
         ((OK + b"\r\n", b" " * 2**16), 0, "an answer of more than 1048576 bytes"),
     ):
         with sending(*parts, pause=pause) as url:
-            monkeypatch.setitem(rewards.SETTINGS, "judge", url)
             began = time.monotonic()
             with pytest.raises(ValueError, match=why):
-                judges.ask_judge("/models", 0.5 if pause else 60)
+                judges.ask_judge(f"{url}/models", 0.5 if pause else 60)
             assert time.monotonic() - began < 20
     packed = gzip.compress(b" " * 2**24 + b"[]")  # and what is small on its way stays so
     with sending(OK + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed) + packed) as url:
-        monkeypatch.setitem(rewards.SETTINGS, "judge", url)
         with pytest.raises(ValueError):
-            judges.ask_judge("/models", 60)
+            judges.ask_judge(f"{url}/models", 60)
 
 
-def test_a_judge_cannot_send_us_elsewhere(monkeypatch):
+def test_a_judge_cannot_send_us_elsewhere():
     with answering(lambda body: says("score: 1")) as (other, asked):
         with sending(f"HTTP/1.1 307 Moved\r\nlocation: {other}/chat\r\ncontent-length: 0\r\n\r\n".encode()) as url:
-            monkeypatch.setitem(rewards.SETTINGS, "judge", url)
             with pytest.raises(ValueError, match="status 307"):
-                judges.ask_judge("/chat/completions", 10, {"n": 1})
+                judges.ask_judge(f"{url}/chat/completions", 10, {"n": 1})
         assert not asked
-        monkeypatch.setitem(rewards.SETTINGS, "judge", other)
-        assert judges.ask_judge("/chat/completions", 10, {"n": 1}) and asked
+        assert judges.ask_judge(f"{other}/chat/completions", 10, {"n": 1}) and asked
 
 
 def test_openais_key_goes_only_to_a_judge_that_the_command_line_names(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     with answering(lambda body: says("")) as (url, asked):
-        monkeypatch.setitem(rewards.SETTINGS, "judge", url)
         for origin in "config/theirs.py", "command line":
             monkeypatch.setitem(judges.ORIGINS, "judge", origin)
-            judges.ask_judge("/chat/completions", 10, {"n": 1})
+            judges.ask_judge(f"{url}/chat/completions", 10, {"n": 1})
         monkeypatch.setenv("JUDGE_API_KEY", "judges")
-        judges.ask_judge("/chat/completions", 10, {"n": 1})
+        judges.ask_judge(f"{url}/chat/completions", 10, {"n": 1})
     assert [headers["authorization"][7:] for headers, _ in asked] == ["none", "mine", "judges"]
 
 
@@ -431,11 +425,11 @@ def test_an_agent_asks_a_judge_by_chat_do_and_a_resume_does_not_ask_again(settin
     def play():
         journal = chat.Journal(tmp_path / "journal", "run")
         source, parse = again.scripted(["seven"], template)
-        episode = chat.Episode(config, template, "here", 0, ["rl"], source, parse, journal)
+        config_here = config | settings(judge=url)
+        episode = chat.Episode(config_here, template, "here", 0, ["rl"], source, parse, journal)
         return asyncio.run(episode.play(solve, dict(prompt="3+4=", answer="7")))
 
     with answering(lambda body: says("score: 0.5")) as (url, asked):
-        rewards.SETTINGS.update(settings(judge=url))
         assert play() == play() == 0.5 + len("score: 0.5") and len(asked) == 1
 
 
@@ -467,7 +461,8 @@ def replies(row):
 @pytest.fixture(scope="module")
 def judge_model(tmp_path_factory):
     """A model that was taught to answer 'score: 1' to a text with an even digit at its end, and else 'score: 0'."""
-    folder, dice = tmp_path_factory.mktemp("judges"), random.Random(1)
+    folder = tmp_path_factory.mktemp("judges")
+    dice = random.Random(1)
     letters = [chr(c) for c in range(32, 127)]
     texts = ["".join(dice.choices(letters, k=dice.randrange(5))) + dice.choice("0123456789 +=ax") for _ in range(2000)]
     texts += [str(i) for i in range(200)] * 10
@@ -488,11 +483,11 @@ def served(judge_model):
 
 def test_a_judge_of_our_own_says_the_same_alone_and_among_others(served, prompt_file, settings, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", KEY)
-    load_reward("judge", settings(judge=served, judge_prompt=str(prompt_file)))
+    ours = partial(judge, config=settings(judge=served, judge_prompt=str(prompt_file)))
     texts = [str(i) for i in range(0, 100, 7)] + ["1+1=", "even 2", "odd 3", "", "a8"]
     with ThreadPoolExecutor(64) as pool:
-        alone = [judge("", text, "") for text in texts]
-        among = pool.map(lambda text: judge("", text, ""), [*texts, *map(str, range(100, 140)), *texts])
+        alone = [ours("", text, "") for text in texts]
+        among = pool.map(lambda text: ours("", text, ""), [*texts, *map(str, range(100, 140)), *texts])
         among = list(among)
     assert among[: len(texts)] == among[-len(texts) :] == alone
     right = sum(value == even(text) for text, (value, _) in zip(texts, alone))
@@ -573,10 +568,11 @@ async def solve(chat, row):
 
 
 @pytest.mark.parametrize("agent", [False, True])
-def test_a_failure_ends_the_run_at_once_although_the_judge_still_owes_an_answer(agent, prompt_file, tmp_path):
+def test_a_failure_ends_the_run_though_the_judge_owes_an_answer(agent, prompt_file, tmp_path):
     """At its end Python waits for threads that wait for a judge: 120 s in each try."""
     (tmp_path / "mine.py").write_text(AGENT)
-    failed, over = [], threading.Event()
+    failed = []
+    over = threading.Event()
 
     def respond(body):
         if len(asked) == 1:

@@ -12,13 +12,13 @@ import types
 import pytest
 import torch
 
-import rewards
 import train_grpo as train
 from configurator import check_config
 from experiments import losses
 from onecurve.algorithms.supervised import PAIRS, supervised_samples
 from onecurve.models.dense import check_model
 from onecurve.models.folders import make_scratch_model
+from onecurve.run import own
 from sync import Group, Ranks
 
 DEFAULTS = train.DEFAULTS
@@ -330,10 +330,10 @@ def test_a_mistake_in_a_file_is_one_line(key, name, message, tmp_path, capsys, m
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FILE)
-    rewards.own_function.cache_clear()
+    own.own_function.cache_clear()
     check_config(DEFAULTS | {key: name}, 1, DEFAULTS)
     with pytest.raises(SystemExit) as e:
-        rewards.own_function(key, name)(logprobs=torch.zeros(3), rewards=torch.zeros(2, 4), groups=())
+        own.own_function(key, name)(logprobs=torch.zeros(3), rewards=torch.zeros(2, 4), groups=())
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {key}='{name}': ") and message in err
 
@@ -341,7 +341,7 @@ def test_a_mistake_in_a_file_is_one_line(key, name, message, tmp_path, capsys, m
 def test_an_advantage_of_a_file_gets_rewards_after_the_costs_of_the_kl(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FILE)
-    rewards.own_function.cache_clear()
+    own.own_function.cache_clear()
     c = types.SimpleNamespace(**DEFAULTS | dict(advantage="mine.py:twice", kl_in_reward=True, kl_coef=0.1))
     samples = make_samples(3)
     scores = torch.tensor([[1.0, 0.0, 0.5]])

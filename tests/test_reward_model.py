@@ -21,8 +21,10 @@ from trials import killed_in_step_13, lines, replay_of
 
 import rewards
 import train_grpo as train
+from onecurve.algorithms.answers import encode_answers
 from onecurve.algorithms.pairs import evaluate_pairs, preference_loss
 from onecurve.algorithms.supervised import ANSWERS, PAIRS, supervised_samples
+from onecurve.graders import checks
 from onecurve.graders.judges import RewardModel
 from onecurve.models import folders
 from onecurve.models.dense import check_model
@@ -70,7 +72,8 @@ def make_trainer(mesh, folder, **change):
 
 def make_pairs(n):
     """2n samples of random tokens, a pair's with one prompt; 3 to 30 tokens each."""
-    rng, rows = random.Random(0), []
+    rng = random.Random(0)
+    rows = []
     for _ in range(n):
         lengths = rng.randrange(1, 15), rng.randrange(2, 16), rng.randrange(2, 16)
         prompt, chosen, rejected = ([rng.randrange(2, 98) for _ in range(length)] for length in lengths)
@@ -115,7 +118,8 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
     if batch_invariant:
         train.kernels.enable_batch_invariant()
     try:
-        trainer, samples = read_head(make_trainer(mesh, scratch, batch_invariant=batch_invariant), judge), make_pairs(9)
+        trainer = read_head(make_trainer(mesh, scratch, batch_invariant=batch_invariant), judge)
+        samples = make_pairs(9)
         grads, metrics = trainer.gradients(samples, PAIRS)
         found = []
         evaluated = types.SimpleNamespace(gradients=lambda *args: found.append(trainer.gradients(*args)) or found[0])
@@ -128,7 +132,8 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
     margin = scores[::2] - scores[1::2]
     loss = -torch.nn.functional.logsigmoid(margin).mean()
     loss.backward()
-    loss, margin = loss.detach(), margin.detach()
+    loss = loss.detach()
+    margin = margin.detach()
     assert metrics["loss"] == pytest.approx(float(loss), abs=1e-5) and abs(metrics["loss"] - math.log(2)) > 0.1
     assert metrics["margin"] == pytest.approx(float(margin.mean()), abs=1e-5)
     assert metrics["accuracy"] == float((margin > 0).double().mean()) and 0 < metrics["accuracy"] < 1
@@ -140,7 +145,8 @@ def test_scores_loss_and_gradients_are_those_of_plain_transformers(mesh, scratch
 
 
 def test_training_begins_undecided_and_the_head_moves_first(mesh, scratch, our_operators):
-    trainer, samples = make_trainer(mesh, scratch), make_pairs(4)
+    trainer = make_trainer(mesh, scratch)
+    samples = make_pairs(4)
     metrics, hashes = trainer.update(samples, 0, 1e-2, PAIRS)
     assert metrics["loss"] == pytest.approx(math.log(2)) and metrics["margin"] == metrics["accuracy"] == 0
     assert len(set(hashes["gradients"].values())) == 2  # zeros, and the head's
@@ -150,8 +156,9 @@ def test_training_begins_undecided_and_the_head_moves_first(mesh, scratch, our_o
 # ---- pairs
 
 
-def test_a_pair_is_in_one_leaf_chosen_first_and_a_leaf_holds_no_more_than_it_may(mesh, scratch, our_operators):
-    samples, trainer = make_pairs(40), make_trainer(mesh, scratch, leaf_tokens=70)
+def test_a_pair_is_in_one_leaf_chosen_first_and_leaves_keep_their_bound(mesh, scratch, our_operators):
+    samples = make_pairs(40)
+    trainer = make_trainer(mesh, scratch, leaf_tokens=70)
     with torch.no_grad():
         leaves = [(chosen, len(leaf.ids)) for chosen, leaf, _ in trainer.passes(samples, trainer.model, PAIRS)]
         apart = [chosen for chosen, _, _ in trainer.passes(samples, trainer.model, ANSWERS)]
@@ -162,8 +169,10 @@ def test_a_pair_is_in_one_leaf_chosen_first_and_a_leaf_holds_no_more_than_it_may
     assert any(i ^ 1 not in chosen for chosen in apart for i in chosen)  # answers go anywhere
 
 
-def test_the_gradient_of_pairs_does_not_see_empty_lanes_but_the_cut_into_leaves(mesh, scratch, judge, our_operators):
-    trainer, samples, found = read_head(make_trainer(mesh, scratch), judge), make_pairs(6), []
+def test_the_gradient_of_pairs_sees_the_leaves_but_no_empty_lanes(mesh, scratch, judge, our_operators):
+    trainer = read_head(make_trainer(mesh, scratch), judge)
+    samples = make_pairs(6)
+    found = []
     for change in (dict(lanes=1, leaf_tokens=9999), dict(lanes=4, leaf_tokens=9999), dict(lanes=4, leaf_tokens=1)):
         trainer.c = types.SimpleNamespace(**CONFIG | change)
         few = samples if change["leaf_tokens"] == 1 else samples[:2]
@@ -175,7 +184,7 @@ def test_the_gradient_of_pairs_does_not_see_empty_lanes_but_the_cut_into_leaves(
     assert not all(torch.equal(a, b) for a, b in zip(close, found[2]))
 
 
-def test_sums_are_paired_with_others_of_as_many_digits_the_same_in_every_run_and_the_rows_of_other_modes():
+def test_sums_are_paired_with_others_of_as_many_digits_in_every_run():
     rows, held_out = rewards.load_rows(CONFIG | dict(dataset="arithmetic:0:50"))
     assert (rows, held_out) == rewards.load_rows(CONFIG | dict(dataset="arithmetic:0:50", seed=2))
     assert rows[0].keys() == {"prompt", "chosen", "rejected"}
@@ -197,7 +206,7 @@ def bits(scores):
     return torch.tensor(scores).view(torch.int32).tolist()
 
 
-def test_scores_are_those_of_plain_transformers_and_the_same_bits_in_any_batch_and_order(judge, our_operators):
+def test_scores_are_those_of_transformers_with_equal_bits_in_any_batch(judge, our_operators):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = RewardModel(judge, DEFAULTS)
@@ -207,7 +216,8 @@ def test_scores_are_those_of_plain_transformers_and_the_same_bits_in_any_batch_a
     assert bits(model._scores(TEXTS)) == bits(alone) == bits([shuffled[i] for i in range(len(TEXTS))])
     assert len(set(alone)) > 100
     train.kernels.disable_batch_invariant()
-    plain, tokenizer = AutoModelForSequenceClassification.from_pretrained(judge), AutoTokenizer.from_pretrained(judge)
+    plain = AutoModelForSequenceClassification.from_pretrained(judge)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
     padded = tokenizer([f"{x}{y}<eos>" for x, y in TEXTS], return_tensors="pt", padding=True)
     assert padded["attention_mask"].min() == 0
     with torch.no_grad():
@@ -216,9 +226,11 @@ def test_scores_are_those_of_plain_transformers_and_the_same_bits_in_any_batch_a
     assert bits(torchs_own._scores(TEXTS)) != bits([torchs_own(*texts, "") for texts in TEXTS])  # the control
 
 
-def test_all_that_wait_are_scored_in_one_pass_with_the_bits_they_have_alone_and_equal_texts_once(judge, our_operators):
-    model, batches = RewardModel(judge, DEFAULTS), []
-    alone, scores = model._scores(TEXTS), model._scores
+def test_waiting_texts_are_scored_in_one_pass_equal_ones_once(judge, our_operators):
+    model = RewardModel(judge, DEFAULTS)
+    batches = []
+    alone = model._scores(TEXTS)
+    scores = model._scores
 
     def counted(texts):
         batches.append(len(texts))
@@ -234,11 +246,11 @@ def test_all_that_wait_are_scored_in_one_pass_with_the_bits_they_have_alone_and_
 
 def test_it_is_loaded_before_the_engine_starts(judge, tmp_path, monkeypatch):
     """It was loaded at the first score, when the engine had taken its share of the card and left no room for it."""
-    model, loaded = RewardModel(judge, DEFAULTS), []
-    monkeypatch.setitem(rewards.MODELS, "model:judge", model)
+    model = RewardModel(judge, DEFAULTS)
+    loaded = []
     monkeypatch.setattr("rollout_server.start_engine", lambda *_: loaded.append(model.model is not None) or 1 / 0)
     with pytest.raises(RunError, match="did not start: division by zero"):
-        RolloutEngine(0, judge, model.hf, DEFAULTS, "cpu", torch.float32, tmp_path / "engine.log")
+        RolloutEngine(0, judge, model.hf, DEFAULTS, "cpu", torch.float32, tmp_path / "engine.log", models=[model])
     assert loaded == [True]
 
 
@@ -250,7 +262,7 @@ def test_an_error_reaches_all_that_wait(judge, our_operators):
         assert all(isinstance(call.exception(timeout=30), ZeroDivisionError) for call in calls)
 
 
-def test_a_model_whose_padding_is_its_eos_is_read_before_it_as_hugging_face_does(judge, tmp_path, our_operators):
+def test_a_model_whose_padding_is_its_eos_is_read_before_it(judge, tmp_path, our_operators):
     from transformers import AutoModelForSequenceClassification
 
     shutil.copytree(judge, tmp_path, dirs_exist_ok=True)
@@ -294,14 +306,12 @@ def test_what_is_no_reward_model_of_the_policys_is_refused_at_the_start(scratch,
     for change in (dict(), dict(advantage="distill", reference=str(judge))):
         run = lambda c=change: check_model(judge, DEFAULTS | c)  # noqa: E731
         assert "a reward model, which writes nothing" in refusal(capsys, monkeypatch, run)
-    rewards.MODELS.clear()
-    rewards.load_reward(f"model:{judge} + 0*numeric", DEFAULTS)
+    loaded = {"": rewards.load_reward(f"model:{judge} + 0*numeric", DEFAULTS)}
     tokenizer = AutoTokenizer.from_pretrained(scratch)
-    rewards.check_vocabulary(tokenizer)
+    checks.check_vocabulary(loaded, tokenizer)
     tokenizer.add_tokens(["<tool>"])
-    err = refusal(capsys, monkeypatch, lambda: rewards.check_vocabulary(tokenizer))
+    err = refusal(capsys, monkeypatch, lambda: checks.check_vocabulary(loaded, tokenizer))
     assert f"reward='model:{judge}': of another vocabulary than the policy" in err
-    rewards.MODELS.clear()
 
 
 def test_a_folder_without_a_head_is_refused_at_the_start(judge, tmp_path, capsys, monkeypatch):
@@ -329,7 +339,7 @@ def test_pairs_that_are_none_are_refused(scratch, tmp_path, capsys, monkeypatch,
     rows = [] if row is None else [dict(prompt="2+2=", chosen="4", rejected="5") | row]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
     tokenizer, stop = folders.load_tokenizer(scratch)
-    run = lambda: rewards.encode_answers(rewards.load_rows(config)[0], tokenizer, stop, config)  # noqa: E731
+    run = lambda: encode_answers(rewards.load_rows(config)[0], tokenizer, stop, config)  # noqa: E731
     assert message in refusal(capsys, monkeypatch, run)
 
 
@@ -339,7 +349,8 @@ def test_pairs_that_are_none_are_refused(scratch, tmp_path, capsys, monkeypatch,
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Flags of a run on pairs of which the chosen one begins as the prompt does."""
-    rng, path = random.Random(0), tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
     with open(path, "w") as f:
         for _ in range(700):
             a, b = rng.sample("12345", 2)
@@ -388,7 +399,7 @@ def test_a_resume_as_another_kind_of_run_is_refused(trained, pairs):
     assert status == 2 and "mode='sft': the run has 'rm', and a reward model is no policy" in error_line(output)
 
 
-def test_dpo_learns_from_the_same_pairs_and_has_one_digest_on_one_trainer_and_two_and_resumed(trained, pairs, tmp_path):
+def test_dpo_learns_from_the_pairs_with_one_digest_also_resumed(trained, pairs, tmp_path):
     flags = [*pairs, "--mode=dpo", "--kl_coef=0.1", f"--init_from={trained[0]}/model", "--max_steps=20"]
     one = finish(tmp_path / "one", *flags, launch=launch_warm)
     finish(tmp_path / "two", *flags, "--max_steps=10", ranks=2, launch=launch_warm)
@@ -405,7 +416,8 @@ def test_a_checkpoint_is_a_folder_that_transformers_scores_with_alike(trained, o
     from transformers import AutoModelForSequenceClassification
 
     folder = trained[0] / "ckpt" / "step_000080"
-    model, held_out = RewardModel(folder, DEFAULTS), [("3+17=", "312<eos>"), ("3+17=", "512<eos>"), ("4+1=", "4<eos>")]
+    model = RewardModel(folder, DEFAULTS)
+    held_out = [("3+17=", "312<eos>"), ("3+17=", "512<eos>"), ("4+1=", "4<eos>")]
     ours = [model(prompt, text.removesuffix("<eos>"), "") for prompt, text in held_out]
     train.kernels.disable_batch_invariant()
     plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)

@@ -23,11 +23,12 @@ import torch
 import rewards
 from configurator import check_config, configure, sources_of
 from onecurve.graders import judges
+from onecurve.graders.checks import check_answers, try_own
+from onecurve.run.scores import by_source, pass_rates, reward_metrics
 from rewards import (
+    Reward,
     RewardError,
     arithmetic,
-    by_source,
-    check_answers,
     encode_prompts,
     exact,
     final_number,
@@ -35,8 +36,6 @@ from rewards import (
     load_rows,
     load_sources,
     numeric,
-    pass_rates,
-    reward_metrics,
     rows_of_step,
     score,
 )
@@ -255,7 +254,7 @@ def test_a_function_of_the_users_file_gets_all_three_texts(write):
     assert load_reward(f"{file}:joined")("p", "r", "a")[0] == 1.0
 
 
-def test_a_function_with_a_parameter_row_gets_all_columns_and_no_other_row_keeps_them(write):
+def test_a_parameter_row_gets_all_columns_and_other_rows_keep_none(write):
     data = write("".join(json.dumps(dict(prompt=f"{i}", answer="2", level=[i])) + "\n" for i in range(3)), "x.jsonl")
     own = write("def f(prompt, response, answer, row): return row['level'][0]\ndef g(p, r, a): return 1\n")
     config = DEFAULTS | dict(dataset=data, eval_size=1, prompt_template="Q{prompt}")
@@ -283,11 +282,12 @@ def test_a_function_with_a_parameter_row_gets_all_columns_and_no_other_row_keeps
 )
 def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setitem(rewards.BUILT_IN, "exact", lambda *_: pytest.fail("what is built in may wait for a machine"))
+    waits = Reward(lambda *_: pytest.fail("a built-in reward may wait for a machine"))
+    monkeypatch.setitem(rewards.BUILT_IN, "exact", waits)
     rows = [dict(prompt="1+1=", answer="2", columns={"level": 1}), dict(prompt="", answer="")]
-    rewards.try_own({"": load_reward("exact")}, rows)
+    try_own({"": load_reward("exact")}, rows)
     with pytest.raises(SystemExit) as e:
-        rewards.try_own({"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
+        try_own({"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1
     assert err.startswith("error: reward failed on the first row, with its answer as the response: ")
@@ -343,7 +343,7 @@ def test_a_file_may_hold_dataclasses(write):
     assert load_reward(f"{file}:f")("", "", "")[0] == 3.0
 
 
-KNOWN = f"Use {', '.join(rewards.BUILT_IN | rewards.ELSEWHERE)} or"
+KNOWN = f"Use {', '.join(rewards.BUILT_IN)} or"
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_wrong_arguments_and_bad_answers_are_reported(write):
         ("code", "assert f(1) == 2", "assert f(1)"),
     ],
 )
-def test_an_answer_that_a_reward_cannot_read_is_refused_before_anything_is_sampled(spec, good, bad, capsys):
+def test_an_answer_that_a_reward_cannot_read_is_refused_first(spec, good, bad, capsys):
     rows = [dict(prompt="How many?", answer=good)]
     check_answers({"": load_reward(spec, DEFAULTS)}, rows, DEFAULTS)
     with pytest.raises(SystemExit) as error:
@@ -486,7 +486,7 @@ def test_arithmetic_has_every_pair_in_a_fixed_order():
     assert all(numeric(row["prompt"], row["answer"], row["answer"]) == 1.0 for row in rows[::97])
 
 
-def test_rows_of_a_step_depend_on_seed_and_step_alone_and_cover_each_epoch_once():
+def test_rows_depend_on_seed_and_step_and_cover_each_epoch_once():
     steps = [rows_of_step(10, 4, s, 1, "rl") for s in range(5)]
     assert rows_of_step(10, 4, 3, 1, "rl") == steps[3]
     flat = sum(steps, [])
@@ -556,7 +556,8 @@ def test_sources_have_keys_rewards_and_held_out_rows_of_their_own(tmp_path):
     assert {name: own["reward"] for name, own in sources_of(config).items()} == dict(
         words="exact", sums="numeric", small="numeric"
     )
-    (plain, others), alone = load_rows(DEFAULTS), load_sources(DEFAULTS)
+    plain, others = load_rows(DEFAULTS)
+    alone = load_sources(DEFAULTS)
     assert alone == ({"": plain}, others)
     groups = [Group({"rewards": torch.tensor([x, 1.0])}, dict(source=name)) for name, x in (("a", 0.0), ("b", 1.0))]
     assert reward_metrics(groups) == {"a/reward_mean": 0.5, "b/reward_mean": 1.0}
@@ -615,11 +616,12 @@ def test_a_prompt_may_be_messages_which_the_chat_template_writes(tmp_path):
     assert [row["prompt"] for row in encoded] == [*prompts]
     # a function of the user's gets what is in the data, and the other if it wants it; what is built in gets the other
     (tmp_path / "mine.py").write_text("def f(prompt, r, a, prompt_text): return prompt != prompt_text == r\n")
-    row, name = encoded[0], f"{tmp_path}/mine.py:f"
+    row = encoded[0]
+    name = f"{tmp_path}/mine.py:f"
     call = partial(load_reward(f"{name} + format"), written=row["prompt"])
     assert score(call, row["prompt_text"], row["prompt_text"], "4", "here")[1][name]["reward"] == 1
     assert score(call, row["prompt_text"], "4", "4", "here")[1][name]["reward"] == 0
-    rewards.try_own({"": load_reward(name)}, encoded)
+    try_own({"": load_reward(name)}, encoded)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,9 +29,9 @@ import pytest
 from conftest import error_line, finish, launch_warm, read_groups
 from trials import failing_sandbox, lines, replay_of
 
-import rewards
 from onecurve.graders import sandbox
 from onecurve.graders.sandbox import SandboxError, canonical, code, programs, run_program
+from onecurve.run.own import CONFIG, run_of
 from rewards import load_reward
 from train_grpo import DEFAULTS
 
@@ -38,11 +39,11 @@ pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="install bubbl
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch):
-    """A sandbox with limits that a test need not wait for long; what a test sets is gone after it."""
-    for key, value in (DEFAULTS | dict(sandbox_seconds=1.0)).items():
-        monkeypatch.setitem(rewards.SETTINGS, key, value)
-    return partial(monkeypatch.setitem, rewards.SETTINGS)
+def settings():
+    """A sandbox with limits that a test need not wait for long. settings(key, value) changes the test's config."""
+    config = DEFAULTS | dict(sandbox_seconds=1.0)
+    with run_of(config):
+        yield config.__setitem__
 
 
 def finds(condition, seconds=10.0):
@@ -125,7 +126,8 @@ def trainer():
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer, settings, monkeypatch, tmp_path):
-    secret, name = tmp_path / "secret", uuid.uuid4().hex
+    secret = tmp_path / "secret"
+    name = uuid.uuid4().hex
     secret.write_text("weights")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind("\0" + name)
@@ -141,7 +143,7 @@ def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer
     assert held.output.split() == [], held
 
 
-def test_a_program_has_threads_but_no_other_process_and_root_has_no_more_of_them(monkeypatch, settings):
+def test_a_program_has_threads_but_no_process_and_root_no_more(monkeypatch, settings):
     monkeypatch.setattr(sandbox, "MOST_MEMORY", 2**14)  # of addresses: each takes some for its stack and its heap
     count = "import threading, time\nn = 0\ntry:\n while n < 64:\n  "
     count += "threading.Thread(target=time.sleep, args=(1,), daemon=True).start(); n += 1\nexcept RuntimeError: pass\n"
@@ -180,7 +182,8 @@ def test_a_program_can_signal_only_itself_and_so_ends_no_run(whom):
 def test_a_python_in_your_home_does_not_bring_your_home(settings):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as home:
         os.chmod(home, 0o755)
-        python, library = Path(home, "bin", "python3"), Path(home, "lib")
+        python = Path(home, "bin", "python3")
+        library = Path(home, "lib")
         python.parent.mkdir(), library.mkdir()
         shutil.copy(os.path.realpath("/usr/bin/python3"), python)
         for path in Path("/usr/lib").glob("python3*"):
@@ -267,7 +270,8 @@ os.read(r, 1)  # before, it would end with the program's group
     ],
 )
 def test_verdicts(beyond, within, verdict, near):
-    over, control = run_program(beyond), run_program(within)
+    over = run_program(beyond)
+    control = run_program(within)
     assert (over.verdict, over.near_limit) == (verdict, near), over.errors
     assert (control.verdict, control.near_limit) == ("pass", False), control.errors
 
@@ -290,10 +294,10 @@ def test_more_than_half_of_the_time_is_near_the_limit(settings):
 
 def killed_in(program, *which):
     """The Run of a program of which somebody kills the sandbox (0) or the program's own process (1), each time anew."""
-    sandbox.interpreter("bwrap")
+    sandbox.interpreter("bwrap", 1.0)
     killed = []
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run_program, program)
+        future = pool.submit(copy_context().run, run_program, program)
         for i in which:
             tree = finds(lambda: len(x := descendants()) == 2 and not {*killed} & {*x} and x)
             killed += tree
@@ -303,7 +307,8 @@ def killed_in(program, *which):
 
 def descendants():
     """This process's sandbox: bwrap and the program; as many as there are yet."""
-    parents, chain = {}, [os.getpid()]
+    parents = {}
+    chain = [os.getpid()]
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             other = b"--seccomp" not in (path.parent / "cmdline").read_bytes()
@@ -316,7 +321,7 @@ def descendants():
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_what_is_killed_from_outside_runs_again_and_the_second_time_that_is_its_verdict(which):
+def test_a_program_killed_from_outside_runs_again_but_once(which):
     waits = "import time; time.sleep(1.5); print('done')"
     assert killed_in(waits, which)[::3] == ("pass", "done\n")
     assert killed_in(waits, which, which)[:2] == ("limit", True)
@@ -336,14 +341,17 @@ def test_a_sandbox_that_is_killed_before_it_is_made_runs_again(monkeypatch):
 
 
 def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
-    sandbox.interpreter("bwrap")
+    sandbox.interpreter("bwrap", 1.0)
     monkeypatch.setattr(sandbox, "OWN", [*sandbox.OWN, "--no-such-option"])
     with pytest.raises(SandboxError, match="status 1: bwrap: Unknown option --no-such-option"):
         run_program("print(1)")
 
 
 def test_as_many_programs_run_at_once_as_there_are_cores(monkeypatch):
-    running, most, wait, lock = [], [], sandbox._wait, threading.Lock()
+    running = []
+    most = []
+    wait = sandbox._wait
+    lock = threading.Lock()
 
     def counted(pid, seconds):
         with lock:
@@ -355,7 +363,7 @@ def test_as_many_programs_run_at_once_as_there_are_cores(monkeypatch):
 
     monkeypatch.setattr(sandbox, "_wait", counted)
     with ThreadPoolExecutor(16) as pool:
-        runs = list(pool.map(run_program, [f"print({i})" for i in range(16)]))
+        runs = list(pool.map(partial(run_program, config=CONFIG.get()), [f"print({i})" for i in range(16)]))
     assert [run.output for run in runs] == [f"{i}\n" for i in range(16)]
     assert max(most) == os.cpu_count()
 
@@ -493,6 +501,19 @@ def test_rewards_of_programs_have_notes_and_are_summed(settings):
     assert value == 1.0 and notes["code"]["verdict"] == "pass" and notes["code"]["cpu_seconds"] > 0
 
 
+def test_a_users_reward_runs_programs_with_the_limits_of_its_run(tmp_path):
+    lines = (
+        "from onecurve.graders.sandbox import run_program",
+        "def f(p, r, a):",
+        "    return run_program(r).verdict == a",
+    )
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    busy = "import time\nwhile time.process_time() < 1.5: pass"
+    for seconds, verdict in ((1.0, "limit"), (9.0, "pass")):
+        reward = load_reward(f"{tmp_path}/mine.py:f", DEFAULTS | dict(sandbox_seconds=seconds))
+        assert reward("", busy, verdict)[0] == 1.0
+
+
 def test_what_is_missing_is_told_in_one_line_at_the_start(monkeypatch):
     def refused():
         sandbox.interpreter.cache_clear()
@@ -518,7 +539,8 @@ def test_the_tool_says_what_is_printed_and_what_is_raised():
 
 
 def test_programs_of_the_small_task_are_right_or_careless():
-    rows, right = programs(), 0
+    rows = programs()
+    right = 0
     for row in rows:
         [(calls, _, wanted)] = sandbox.tests_of(row["answer"])
         names = {}
@@ -530,7 +552,7 @@ def test_programs_of_the_small_task_are_right_or_careless():
 
 def test_the_interpreter_is_one_that_the_sandbox_can_read(capsys):
     sandbox.interpreter.cache_clear()
-    assert sandbox.interpreter("bwrap") in (os.path.realpath(sys.executable), "/usr/bin/python3")
+    assert sandbox.interpreter("bwrap", 1.0) in (os.path.realpath(sys.executable), "/usr/bin/python3")
     assert "programs run in sandbox='bwrap' with /" in capsys.readouterr().out
 
 

@@ -21,7 +21,6 @@ from pretend.driver import stub_driver
 from transformers import Qwen3Config
 
 from onecurve.models import dense
-from rewards import MODELS
 from train_grpo import DEFAULTS
 
 ROOT = Path(__file__).parent.parent
@@ -137,21 +136,19 @@ SMALLER = "or a smaller model than init_from"
         (50, 1, dict(lora_rank=32, reward="model"), "to sample a card needs 59.9 GB and more, this one has 50.0"),
     ],
 )
-def test_a_card_that_cannot_hold_the_model_is_refused_before_any_weight_is_read(
-    gb, world, change, line, tmp_path, monkeypatch, capsys
-):
+def test_a_card_that_cannot_hold_the_model_is_refused_first(gb, world, change, line, tmp_path, monkeypatch, capsys):
     hf = Qwen3Config(**QWEN3_8B)
     hf.save_pretrained(tmp_path)
     assert dense.parameter_counts(hf) == (8_190_735_360, 8_190_735_360)
     card = types.SimpleNamespace(total_memory=gb * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setenv("WORLD_SIZE", str(world))
+    judges = []
     if "reward" in change:
-        judge = Qwen3Config(**QWEN3_8B | dict(architectures=["Qwen3ForSequenceClassification"], num_labels=1))
-        monkeypatch.setitem(MODELS, "model", types.SimpleNamespace(hf=judge))
+        judges = [Qwen3Config(**QWEN3_8B | dict(architectures=["Qwen3ForSequenceClassification"], num_labels=1))]
     with pytest.raises(SystemExit) as e:
         hf = dense.check_model(tmp_path, DEFAULTS | change)
-        dense.check_memory(hf, DEFAULTS | change, "cuda", [model.hf for model in MODELS.values()])
+        dense.check_memory(hf, DEFAULTS | change, "cuda", judges)
         sys.exit(0)
     err = capsys.readouterr().err
     assert e.value.code == (2 if line else 0) and line in err, err

@@ -22,7 +22,7 @@ from onecurve.algorithms.supervised import supervised_samples
 from onecurve.models.dense import Output, check_model
 from onecurve.run.observers import off_policy_of
 from onecurve.run.past import max_staleness, of_age
-from rewards import pass_at_k
+from onecurve.run.scores import pass_at_k
 from rollout_server import Flight
 from sync import Group
 

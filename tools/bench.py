@@ -167,11 +167,9 @@ def sandbox():
     from gpu_bits import machine
 
     from onecurve.graders.sandbox import RUNNING, interpreter, run_program
-    from rewards import load_reward
     from train_grpo import DEFAULTS
 
-    load_reward("code", DEFAULTS)
-    python = interpreter("bwrap")
+    python = interpreter("bwrap", DEFAULTS["sandbox_seconds"])
     begun = time.process_time()
     exec("for i in range(1000000): pass", {})  # a loop of the size that takes 10 ms here
     loop = f"for i in range({int(1e6 * 0.01 / (time.process_time() - begun))}): pass\nprint(1)"
@@ -184,7 +182,7 @@ def sandbox():
         plain(program, "-I", "-S")  # as in the sandbox
 
     def boxed(program):
-        assert run_program(program).output == "1\n"
+        assert run_program(program, config=DEFAULTS).output == "1\n"
 
     for work, program in {"nothing": "print(1)", "10 ms": loop}.items():
         seconds = {plain: 0, lean: 0, boxed: 0}

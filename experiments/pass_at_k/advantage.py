@@ -2,7 +2,7 @@
 
 import torch
 
-from rewards import pass_at_k
+from onecurve.run.scores import pass_at_k
 from train_grpo import advantages_of
 
 K = 4

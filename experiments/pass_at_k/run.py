@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from study import Study, label_ends, mean_of, paired, panels, plot, read_group  # noqa: E402
 
-from rewards import pass_at_k  # noqa: E402
+from onecurve.run.scores import pass_at_k  # noqa: E402
 
 ADVANTAGES = {
     "GRPO": "",

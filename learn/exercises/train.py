@@ -20,9 +20,11 @@ def put_in_place(exercise, answer, namespace):
     module, name = exercise.place
     own = vars(sys.modules[module])[name] if module else namespace[name]
     modules = [vars(m) for m in list(sys.modules.values()) if str(ROOT) in str(getattr(m, "__file__", None))]
-    for names in (namespace, rewards.BUILT_IN, *modules):
+    for names in (namespace, *modules):
         for key in [key for key, value in names.items() if value is own]:
             names[key] = exercise.adapt(answer)
+    if module == "rewards" and name in rewards.BUILT_IN:
+        rewards.BUILT_IN[name] = rewards.BUILT_IN[name]._replace(call=answer)
 
 
 def main():

@@ -16,7 +16,7 @@ from configurator import fail, named_arguments, require
 from onecurve.agents.chat import AgentError, Episode, Template, environment
 from onecurve.agents.endpoint import program
 from onecurve.models import folders
-from rewards import find_function
+from onecurve.run.own import find_function
 
 
 def load_agent(spec):
@@ -24,7 +24,7 @@ def load_agent(spec):
     if " " in spec.strip():
         return program(spec), None
     try:
-        found = find_function(spec, {}, "agent")
+        found = find_function(spec, "agent")
     except ValueError as error:
         require(False, f"agent={spec!r}: {error}")
     replies = getattr(sys.modules[found.__module__], "replies", None)

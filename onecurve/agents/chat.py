@@ -41,12 +41,14 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from configurator import noise_seed, require
 from onecurve.graders.sandbox import SandboxError
-from rewards import describe, finite
+from onecurve.run.own import describe, run_of
+from rewards import finite
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 AFTER_THE_END = 100  # an agent that asks an ended dialogue for more turns than this counts as one that never ends
@@ -380,7 +382,8 @@ class Episode:
         chat = Chat(self)
         self.moved = time.monotonic()
         try:
-            value = finite(await solve(chat, dict(row)), "it")
+            with run_of(self.config):
+                value = finite(await solve(chat, dict(row)), "it")
         except AgentError:
             raise
         except (Exception, SystemExit) as error:
@@ -440,7 +443,7 @@ async def beside(function, *args, **kwargs):
     call = functools.partial(function, *args, **kwargs)
     if inspect.iscoroutinefunction(function):
         return await call()
-    return await asyncio.get_running_loop().run_in_executor(WORKERS, call)
+    return await asyncio.get_running_loop().run_in_executor(WORKERS, copy_context().run, call)
 
 
 class Chat:

@@ -65,7 +65,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from configurator import require
 from kernels import Sampling
 from onecurve.agents.chat import AgentError, Chat, TooLong, numbered, told_calls, told_result, told_turn, told_user
-from rewards import describe, finite
+from onecurve.run.own import describe
+from rewards import finite
 
 INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR PYTHONPATH PYTHONHASHSEED LD_LIBRARY_PATH VIRTUAL_ENV".split()
 # Bounds of a request, checked before anything is done for it.

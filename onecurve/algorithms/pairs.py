@@ -1,9 +1,29 @@
 """Pairs of a chosen and a rejected response: the loss of reward models (mode=rm) and of DPO (mode=dpo)."""
 
+import math
+
 import torch
 
-import rewards
 import sync
+from configurator import MODES
+
+
+def sides(mode):
+    """The names of a row's responses: ("chosen", "rejected") where a mode learns from pairs, else ("answer",)."""
+    return ("chosen", "rejected") if MODES[mode].pairs else ("answer",)
+
+
+def with_wrong_sum(row):
+    """A pair from a sum's row: its answer, and the answer with digits changed as a hash of the prompt says."""
+    right = row["answer"]
+    h = int(sync.content_hash(row["prompt"]), 16)
+    h, changed = divmod(h, 2 ** len(right) - 1)  # a bit for each digit; 0 stands for all of them
+    wrong = ""
+    for i, digit in enumerate(right):
+        h, by = divmod(h, 9)
+        is_changed = changed == 0 or changed >> i & 1
+        wrong += str((int(digit) + (1 + by) * is_changed) % 10)
+    return dict(prompt=row["prompt"], chosen=right, rejected=wrong)
 
 
 def preference_loss(scores):
@@ -30,6 +50,13 @@ def pair_loss(output, leaf, c, samples, tokens):
     return losses.sum() / tokens, dict(accuracy=margin > 0, margin=margin)
 
 
+def pair_rates(figures, n):
+    """{metric: value} of the figures of n held-out pairs, with a 95 % interval of the share in the right order."""
+    share = figures["accuracy"]
+    ci95 = 1.96 * math.sqrt(share * (1 - share) / max(1, n - 1))
+    return {f"eval_{name}": x for name, x in figures.items()} | {"eval_accuracy_ci95": ci95}
+
+
 @torch.no_grad()
 def evaluate_pairs(trainer, objective, step, pairs, record):
     """Records how often, and by how much, held-out pairs (samples) are in the right order. Collective over trainers."""
@@ -37,4 +64,4 @@ def evaluate_pairs(trainer, objective, step, pairs, record):
     if record:
         n = len(pairs) // 2
         tokens = sync.content_hash(*(s.tokens for s in pairs))
-        record.evaluation(step, rewards.pair_rates(figures, n), n, dict(tokens=tokens))
+        record.evaluation(step, pair_rates(figures, n), n, dict(tokens=tokens))

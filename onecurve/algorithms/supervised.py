@@ -10,7 +10,8 @@ import torch
 
 import rewards
 from configurator import MODES
-from onecurve.algorithms.pairs import evaluate_pairs, pair_loss
+from onecurve.algorithms.answers import encode_answers
+from onecurve.algorithms.pairs import evaluate_pairs, pair_loss, sides
 from onecurve.run.setup import due
 
 
@@ -50,7 +51,7 @@ def supervised_samples(rows, c, make_sample, demonstrate=None):
     if demonstrate:
         known = demonstrate(rows)
     else:
-        keys = [f"{side}_tokens" for side in rewards.sides(c.mode)]
+        keys = [f"{side}_tokens" for side in sides(c.mode)]
         known = [(row["prompt_tokens"], row[key], [True] * len(row[key])) for row in rows for key in keys]
     tensors = (map(torch.tensor, dialogue) for dialogue in known)
     return [make_sample(prompt, response, mask, torch.zeros(len(response))) for prompt, response, mask in tensors]
@@ -68,7 +69,7 @@ def teach(trainer, run, task, make_sample, learning_rate_at):
     schedule = c.sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
     if alone:
         schedule = c.learning_rate, c.warmup_steps, c.lr_decay_steps, c.min_lr
-    encode = partial(rewards.encode_answers, tokenizer=run.tokenizer, stop_tokens=run.stop_tokens, config=vars(c))
+    encode = partial(encode_answers, tokenizer=run.tokenizer, stop_tokens=run.stop_tokens, config=vars(c))
     agent = task.agent
     answered = task.train_rows if agent else {name: encode(rows) for name, rows in task.train_rows.items()}
     objective = PAIRS._replace(phase=c.mode) if does.pairs else ANSWERS

@@ -13,11 +13,13 @@ import os
 import re
 import shutil
 import sys
+from functools import lru_cache, partial
 
 from configurator import named_arguments, require
 from onecurve.graders.sandbox import BUBBLE, seccomp_filter
 from onecurve.graders.workers import Workers, needs
-from rewards import SETTINGS
+from onecurve.run.own import CONFIG
+from rewards import Reward
 from sync import reason
 
 VERSION = "0.1.25"  # pyproject.toml's; the rows and the verdicts of another one may be others
@@ -65,18 +67,20 @@ def gym_worker():
 
 def isolated():
     """
-    (a command that runs one which sees Python alone, writes nothing and reaches nobody, seccomp's program for each
-    verdict); nothing with sandbox='none'.
+    (a command that runs another one, which sees Python alone, writes nothing and reaches nobody; seccomp's program for
+    each verdict).
     """
-    if SETTINGS["sandbox"] != "bwrap":
-        return [], b""
     command = ["bwrap", *BUBBLE, *"--clearenv --setenv PYTHONHASHSEED 0 --setenv OPENBLAS_NUM_THREADS 1".split()]
     for path in (sys.base_prefix, sys.prefix):
         command += ["--ro-bind", path, path]
     return [*command, "--remount-ro", "/"], seccomp_filter(os.uname().machine)
 
 
-WORKERS = Workers(gym_worker, "Reasoning Gym", isolated)
+@lru_cache
+def workers_in(sandbox):
+    """The processes of the verifiers, in bubblewrap or with sandbox='none' in nothing."""
+    around = dict(around=isolated) if sandbox == "bwrap" else {}
+    return Workers(gym_worker, "Reasoning Gym", **around)
 
 
 def rows(name, arguments):
@@ -86,7 +90,7 @@ def rows(name, arguments):
     """
     task = name.partition(":")[2]
     try:
-        needs_gym()
+        needs("reasoning-gym", VERSION, "gym")
         import reasoning_gym
 
         known = named_arguments(arguments)
@@ -98,31 +102,31 @@ def rows(name, arguments):
         require(False, f"dataset={name!r}, dataset_config={arguments!r}: {reason(error)}")
 
 
-def reasoning_gym(prompt, response, answer):
+def reasoning_gym(prompt, response, answer, config=None):
     """
-    What the task's verifier gives the last <answer>..</answer> of the response, or without such tags all of it. A
-    verdict that reaches a limit of workers.py is a 0, and 'limit'; a score outside 0 .. 1 is no reward.
+    The score by the task's verifier of the last <answer>..</answer> of the response, or without such tags of all of it.
+    A verdict that reaches a limit of workers.py is a 0, and 'limit'; a score outside 0 .. 1 is no reward. config: by
+    default that of the run that calls the user's function.
     """
+    workers = workers_in((config or CONFIG.get())["sandbox"])
     task, arguments, entry = entry_of(answer)
     texts = [response, *re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)]
-    _, value, notes = WORKERS.ask((task, arguments), texts[-1].strip(), entry)
+    _, value, notes = workers.ask((task, arguments), texts[-1].strip(), entry)
     return (value if 0 <= value <= 1 else 0.0), notes
 
 
 def entry_of(answer):
-    """(task, JSON of its arguments, entry) of what `rows` has written. Raises ValueError."""
+    """(task, JSON of its arguments, entry) of an answer that `rows` has written. Raises ValueError."""
     try:
-        asked = json.loads(answer)
-        return asked["task"], json.dumps(asked["arguments"]), asked["entry"]
+        known = json.loads(answer)
+        return known["task"], json.dumps(known["arguments"]), known["entry"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError("is no entry of dataset='reasoning_gym:..'") from error
 
 
-def needs_gym():
+def make(config):
+    """The Reward 'reasoning_gym'. Raises ValueError, with a cure, if something that it needs is missing."""
     needs("reasoning-gym", VERSION, "gym")
-    if SETTINGS.get("sandbox") == "bwrap" and not shutil.which("bwrap"):
+    if config["sandbox"] == "bwrap" and not shutil.which("bwrap"):
         raise ValueError("its verifiers run in bubblewrap: apt-get install bubblewrap, or --sandbox=none")
-
-
-reasoning_gym.check = needs_gym
-reasoning_gym.reads = entry_of
+    return Reward(partial(reasoning_gym, config=config), reads=entry_of, waits=True)

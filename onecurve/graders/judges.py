@@ -19,10 +19,12 @@ import httpx
 import torch
 
 from configurator import ORIGINS, require
+from onecurve.algorithms.answers import answer_ids
 from onecurve.graders.workers import Workers, needs
 from onecurve.models import folders
 from onecurve.models.dense import build_model, check_model
-from rewards import NUMBER, SETTINGS, answer_ids, exact_value, prompt_ids
+from onecurve.run.own import CONFIG
+from rewards import NUMBER, Reward, exact_value, prompt_ids
 from sync import Shard, reason
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -80,8 +82,10 @@ def expression(answer):
     return text if "\\boxed" in text or text.count("$") > 1 else f"\\boxed{{{text}}}"
 
 
-math.check = partial(needs, "math-verify", MATH_VERIFY, "math")
-math.reads = expression
+def make_math(config):
+    """The Reward 'math'. Raises ValueError, with a cure, if math-verify is missing."""
+    needs("math-verify", MATH_VERIFY, "math")
+    return Reward(math, reads=expression, waits=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -94,10 +98,10 @@ JUDGE_TOKENS = 1024  # of a verdict with its reasons
 TLS = lru_cache(httpx.create_ssl_context)
 
 
-def ask_judge(path, seconds, body=None):
+def ask_judge(url, seconds, body=None):
     """
-    The JSON that the judge answers to a GET of this path, or to a POST of `body`. Raises what goes wrong: it takes
-    longer, it answers more than JUDGE_BYTES, or with another status than 200, a redirect among them.
+    The JSON that the judge answers to a GET of this address, or to a POST of `body`. Raises if it takes longer, if it
+    answers more than JUDGE_BYTES, or with another status than 200, a redirect among them.
 
     OPENAI_API_KEY goes only where the command line says; a config may be somebody else's.
     """
@@ -105,7 +109,7 @@ def ask_judge(path, seconds, body=None):
     if not key and ORIGINS.get("judge") == "command line":
         key = os.environ.get("OPENAI_API_KEY")
     headers = {"authorization": f"Bearer {key or 'none'}", "accept-encoding": "identity"}
-    request = dict(url=SETTINGS["judge"].rstrip("/") + path, json=body, headers=headers)
+    request = dict(url=url, json=body, headers=headers)
 
     async def ask():
         text = b""
@@ -126,14 +130,13 @@ def ask_judge(path, seconds, body=None):
 
 
 @lru_cache
-def judge_and_prompt():
-    """(model, the prompt file's text) of the run's config. Raises ValueError with a cure."""
-    url, model, path = (SETTINGS[key] for key in ("judge", "judge_model", "judge_prompt"))
+def judge_and_prompt(url, model, path):
+    """(model, the prompt file's text) of these values of the config. Raises ValueError with a cure."""
     text = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else ""
     if "{response}" not in text:
         raise ValueError(f"judge_prompt={path!r}: no text file with {{response}} in it, where the judge is to see it")
     try:
-        known = [its["id"] for its in ask_judge("/models", 10)["data"]]
+        known = [its["id"] for its in ask_judge(url.rstrip("/") + "/models", 10)["data"]]
     except Exception as error:  # what answers there may be anything
         cure = "an OpenAI-compatible endpoint such as http://127.0.0.1:8000/v1 (its key: JUDGE_API_KEY)"
         raise ValueError(f"judge={url!r}: {reason(error)[:100]}; use {cure}") from error
@@ -142,22 +145,25 @@ def judge_and_prompt():
     return model or known[0], text
 
 
-def judge(prompt, response, answer):
+def judge(prompt, response, answer, config=None):
     """
-    The number from 0 to 1 behind the last 'score:' of what a model answers to the judge_prompt, in which {prompt},
+    The number from 0 to 1 behind the last 'score:' of a model's answer to the judge_prompt, in which {prompt},
     {response} and {answer} are filled in; its answer is noted. After judge_tries failures it raises, and the run stops:
     a failure is no 0. A verdict that cannot be read is a failure, too.
 
     The verdict is in the group file before anything uses it, and resumes and replays read it there. If the run is
-    killed before that file is written, a resume asks again, and nothing was computed from what was said before. Two
+    killed before that file is written, a resume asks again, and nothing was computed from the lost verdict. Two
     fresh runs agree if the judge gives equal answers to equal requests, as our own endpoint does (tools/serve.py).
-    In an agent: score, notes = await chat.do(judge, prompt, response, answer).
+    In an agent: score, notes = await chat.do(judge, prompt, response, answer). config: by default that of the run that
+    calls the user's function.
     """
+    config = config or CONFIG.get()
+    url = config["judge"]
     texts = dict(prompt=prompt, response=response, answer=answer)
-    for i in range(SETTINGS["judge_tries"]):
+    for i in range(config["judge_tries"]):
         time.sleep(JUDGE_WAIT * 2 ** (i - 1) if i else 0)
         try:
-            model, template = judge_and_prompt()
+            model, template = judge_and_prompt(url, config["judge_model"], config["judge_prompt"])
             # In one pass: a response may have an {answer} in it.
             asked = re.sub(r"\{(prompt|response|answer)\}", lambda place: texts[place[1]], template)
             body = dict(
@@ -167,12 +173,12 @@ def judge(prompt, response, answer):
                 temperature=0,
                 seed=0,
             )
-            choice = ask_judge("/chat/completions", JUDGE_SECONDS, body)["choices"][0]
+            choice = ask_judge(url.rstrip("/") + "/chat/completions", JUDGE_SECONDS, body)["choices"][0]
             said = choice["message"]["content"]
             return score_of(said, choice["finish_reason"]), {"judge": said}
         except Exception as error:  # what is no JSON, or JSON of another kind, fails in many ways
             failure = error
-    raise RuntimeError(f"judge={SETTINGS['judge']!r} failed {i + 1} times: {reason(failure)[:140]}") from failure
+    raise RuntimeError(f"judge={url!r} failed {i + 1} times: {reason(failure)[:140]}") from failure
 
 
 def score_of(verdict, finish_reason):
@@ -185,7 +191,11 @@ def score_of(verdict, finish_reason):
     return float(value)
 
 
-judge.check = lambda: os.environ.get("RANK", "0") == "0" and judge_and_prompt()  # one rank's word is enough
+def make_judge(config):
+    """The Reward 'judge'. Raises ValueError, with a cure, if there is no such judge."""
+    if os.environ.get("RANK", "0") == "0":  # one rank's word is enough
+        judge_and_prompt(config["judge"], config["judge_model"], config["judge_prompt"])
+    return Reward(partial(judge, config=config), waits=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -266,3 +276,9 @@ class RewardModel:
         packed = dict(ids=torch.cat(ids), positions=torch.cat([*map(torch.arange, lengths)]), lengths=lengths)
         leaf = types.SimpleNamespace(**{name: x.to(self.device) for name, x in packed.items()})
         return self.model.token_logprobs(leaf, shared=self.config["batch_invariant"]).scores.tolist()
+
+
+def make_model(name, config):
+    """The Reward 'model:name'."""
+    model = RewardModel(name, config)
+    return Reward(model, model=model)

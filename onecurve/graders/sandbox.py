@@ -23,13 +23,14 @@ import sys
 import tempfile
 import threading
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from onecurve.graders.workers import CORES
-from rewards import SETTINGS
+from onecurve.run.own import CONFIG
+from rewards import Reward
 from sync import content_hash, reason
 
 MOST_MEMORY = 256  # MiB of address space of a program
@@ -172,14 +173,14 @@ except MemoryError:
 """
 
 
-def sandbox_command(python, rules, status):
+def sandbox_command(config, python, rules, status):
     """
-    The command that runs `python` (a path) as SETTINGS say, up to its arguments. rules, status: files of bubblewrap's,
-    seccomp's program and what it says of the end. SandboxError: no bwrap.
+    The command that runs `python` (a path) as the config says, up to its arguments. rules, status: files of
+    bubblewrap's, seccomp's program and its report of the end. SandboxError: no bwrap.
     """
-    seconds = math.ceil(SETTINGS["sandbox_seconds"])
+    seconds = math.ceil(config["sandbox_seconds"])
     limited = ["/bin/sh", "-c", INIT, "sh", str(seconds), str(MOST_MEMORY * 1024)]
-    if SETTINGS["sandbox"] == "none":  # any number of processes, as the kernel would count all of the user's
+    if config["sandbox"] == "none":  # any number of processes, as the kernel would count all of the user's
         return [*limited, "any", python]
     # Popen could change the user, but would then copy the page tables of this process, which may be large.
     user = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups".split() if os.geteuid() == 0 else []
@@ -194,21 +195,23 @@ def sandbox_command(python, rules, status):
     return [*user, bubble, *files, *BUBBLE, *binds, *OWN, *limited, str(THREADS), python]
 
 
-def run_program(source, calls=(), stdin="", python="", again=False):
+def run_program(source, calls=(), stdin="", python="", again=False, config=None):
     """
-    A Run of the Python program `source` in a sandbox, with `calls` evaluated after it; blocks. What is killed without
-    a limit near runs again, once: the system may be short of memory. Raises SandboxError where no sandbox starts.
+    A Run of the Python program `source` in a sandbox, with `calls` evaluated after it; blocks. A program that is killed
+    without a limit near runs again, once: the system may be short of memory. Raises SandboxError where no sandbox
+    starts. config: by default that of the run that calls the user's function.
     """
-    seconds = SETTINGS["sandbox_seconds"]
-    python = python or interpreter(SETTINGS["sandbox"])
+    config = config or CONFIG.get()
+    seconds = config["sandbox_seconds"]
+    python = python or interpreter(config["sandbox"], seconds)
     job = ascii((source, [*calls])).encode()
     job = b"%08d" % len(job) + job + stdin.encode(errors="replace")
-    rules = seccomp_filter(os.uname().machine) if SETTINGS["sandbox"] == "bwrap" else b""
+    rules = seccomp_filter(os.uname().machine) if config["sandbox"] == "bwrap" else b""
     # files, not pipes: the kernel bounds their size, and nobody has to read while the program runs
     with RUNNING, ExitStack() as stack:
         contents = (job, b"", b"", rules, b"")  # the last two are bubblewrap's: the filter, and what it says of the end
         given, output, errors, *bubbles = (stack.enter_context(_memory_file(content)) for content in contents)
-        command = [*sandbox_command(python, *bubbles), "-s", "-S", "-c", INSIDE]  # -I ignores PYTHONHASHSEED
+        command = [*sandbox_command(config, python, *bubbles), "-s", "-S", "-c", INSIDE]  # -I ignores PYTHONHASHSEED
         files = dict(stdin=given, stdout=output, stderr=errors, cwd=tempfile.gettempdir())
         files["pass_fds"] = [file.fileno() for file in bubbles if rules]
         process = subprocess.Popen(command, env={"PYTHONHASHSEED": "0"}, start_new_session=True, **files)
@@ -228,7 +231,7 @@ def run_program(source, calls=(), stdin="", python="", again=False):
     killed = code == KILLED or foreign
     near = not ended or cpu > seconds / 2 or code == NO_MEMORY
     if killed and not near and not again:
-        return run_program(source, calls, stdin, python, again=True)
+        return run_program(source, calls, stdin, python, again=True, config=config)
     limited = killed or full or cpu >= seconds or code == NO_MEMORY
     return Run("limit" if limited else "fail" if code else "pass", near or killed, cpu, said, complaints)
 
@@ -250,14 +253,15 @@ def _wait(pid, seconds):
 
 
 @lru_cache
-def interpreter(sandbox):
+def interpreter(sandbox, seconds):
     """
     The Python that programs run with: this one, or the system's where a sandbox's user cannot read this one (as below
-    /root). Says which. Raises SandboxError with a cure.
+    /root). Says which. Raises SandboxError with a cure. sandbox, seconds: the config's.
     """
+    config = dict(sandbox=sandbox, sandbox_seconds=seconds)
     for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
         try:
-            run = run_program("import sys; print(sys.version.split()[0])", python=python)
+            run = run_program("import sys; print(sys.version.split()[0])", python=python, config=config)
         except (SandboxError, OSError) as error:
             problem = error
             continue
@@ -316,7 +320,7 @@ def _without_margins(text):
     return "\n".join(map(str.rstrip, text.strip().splitlines()))
 
 
-def code(prompt, response, answer):
+def code(prompt, response, answer, config=None):
     """
     1.0 if the response's program passes the answer's tests (tests_of): its last ```python fence; without one the whole
     response, behind the prompt if it begins with an indent (a function's body, as in HumanEval).
@@ -324,7 +328,7 @@ def code(prompt, response, answer):
     What is expected never enters the sandbox: the calls do, and what comes back is compared outside, as text. So a
     program may patch what it likes, end itself or forge that text: it passes only with values that it had to know.
     White space at the ends of an output and of its lines does not count. Two runs of a program may differ if it uses a
-    clock, random numbers or addresses, or comes near to a limit.
+    clock, random numbers or addresses, or comes near to a limit. config: as in `run_program`.
     """
     _, fence, program = response.rpartition("```python")
     program = program.partition("```")[0]
@@ -332,7 +336,7 @@ def code(prompt, response, answer):
         program = prompt + program
     runs = []
     for calls, stdin, wanted in tests_of(answer):
-        runs.append(run := run_program(program, calls, stdin))
+        runs.append(run := run_program(program, calls, stdin, config=config))
         said = run.output.rpartition("\n")[2] if calls else _without_margins(run.output)
         if not (passed := run.verdict == "pass" and said == wanted):
             break
@@ -373,5 +377,7 @@ def python(code: str) -> str:
 python.impure = True  # for onecurve/agents/chat.py: near a limit two runs may differ
 
 
-code.check = lambda: interpreter(SETTINGS["sandbox"])
-code.reads = tests_of
+def make(config):
+    """The Reward 'code'. Raises ValueError, with a cure, where no program starts."""
+    interpreter(config["sandbox"], config["sandbox_seconds"])
+    return Reward(partial(code, config=config), reads=tests_of, waits=True)

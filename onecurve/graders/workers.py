@@ -17,8 +17,8 @@ CORES = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # 
 
 def serve(grader, seconds, memory, rules):
     """
-    What a process does: for each line of JSON, (what a grader is made of, once; what it is asked), it prints an empty
-    line, forks, so that every verdict begins in the same state, and prints a line [exit status, CPU seconds, score].
+    The work of a process: for each line of JSON, (the arguments of `grader`, its question), it prints an empty line,
+    forks, so that every verdict begins in the same state, and prints a line [exit status, CPU seconds, score].
     The kernel ends a fork after so many seconds of CPU time, and refuses it more bytes of address space and, if there
     are `rules`, a program of seccomp's, system calls; one that raises gives no score.
     """

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from configurator import ORIGINS, config_source, fail, provenance, require
 from onecurve.graders.watch import nothing_to_learn, text_metrics
 from onecurve.run.checkpoint import healthy_checkpoint
-from rewards import reward_metrics
+from onecurve.run.scores import reward_metrics
 from sync import FIRST_EVALUATION, Ledger, RunError, appears, content_hash, from_all_ranks, write_atomic
 
 LOGS = ("ledger.jsonl", "evaluations.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to

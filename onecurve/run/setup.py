@@ -18,10 +18,12 @@ import rewards
 import sync
 from configurator import MODES, OWN, library_versions, roles, sources_of
 from onecurve.cpu.host import share_cores
+from onecurve.graders import checks
 from onecurve.models import folders
 from onecurve.models.dense import check_memory, check_model
 from onecurve.run.checkpoint import checkpoints, clean_queue, read_checkpoint
 from onecurve.run.machine import end_with_a_line, one_device, report_error, take_gpu
+from onecurve.run.own import own_function
 from onecurve.run.record import Record, check_shared, open_run
 from onecurve.run.save import save_trainer
 from rollout_server import Flight
@@ -51,10 +53,11 @@ class Task:
     def __init__(self, c):
         self.c = c
         for key in OWN:
-            rewards.own_function(key, vars(c)[key])
+            own_function(key, vars(c)[key])
         # Without samples, what a reward needs, a judge or a sandbox, may be missing.
         named = sources_of(vars(c)).items() if MODES[c.mode].samples else ()
         self.scored_by = {name: rewards.load_reward(own["reward"], vars(c)) for name, own in named}
+        self.reward_models = checks.models_of(self.scored_by).values()
         self.agent = None  # an Agent, whose episodes take the place of samples of one turn
         self.template_skipped = False
 
@@ -62,7 +65,7 @@ class Task:
         """Reads the data: train_rows {source: rows} and eval_rows. first: this rank is the one that prints."""
         c = self.c
         config = vars(c)
-        rewards.check_vocabulary(tokenizer)
+        checks.check_vocabulary(self.scored_by, tokenizer)
         self.template_skipped = tokenizer.chat_template and not (c.chat_template or c.prompt_template or c.agent)
         if first:
             folders.say_ends(tokenizer, stop_tokens, c.chat_template or c.agent, c.system_prompt)
@@ -74,12 +77,12 @@ class Task:
         if self.agent:
             self.agent.check_tools(next(chain(*self.train_rows.values(), eval_rows)))
         elif self.scored_by:
-            rewards.check_answers(self.scored_by, chain(*self.train_rows.values(), eval_rows), config)
+            checks.check_answers(self.scored_by, chain(*self.train_rows.values(), eval_rows), config)
         for name, rows in self.train_rows.items():
             self.train_rows[name] = rewards.encode_prompts(rows, f"training {name}".strip(), tokenizer, config)
         self.eval_rows = rewards.encode_prompts(eval_rows, "held-out", tokenizer, config)
         if self.scored_by and not self.agent and first:
-            rewards.try_own(self.scored_by, chain(*self.train_rows.values(), self.eval_rows))
+            checks.try_own(self.scored_by, chain(*self.train_rows.values(), self.eval_rows))
 
 
 class Run:
@@ -117,7 +120,7 @@ class Run:
         self.hf = check_model(self.model_path, config)
         self.large = self.device == "cuda" or folders.large(self.model_path)
         if self.large:
-            check_memory(self.hf, config, self.device, [judge.hf for judge in rewards.MODELS.values()])
+            check_memory(self.hf, config, self.device, [judge.hf for judge in task.reward_models])
         self.tokenizer, self.stop_tokens = folders.load_tokenizer(self.model_path)
         task.read(self.model_path, self.tokenizer, self.stop_tokens, first)
         self.evaluates = task.eval_rows and (self.publishes or not self.does.steps)
