@@ -15,17 +15,13 @@ All of it serves any script; only the last section knows the keys of train_grpo.
 
 import json
 import os
-import platform
 import re
-import shlex
 import signal
-import subprocess
 import sys
 import time
 import types
 from ast import literal_eval, parse
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from runpy import run_path
 from traceback import extract_tb
@@ -161,27 +157,6 @@ def config_source(config, origins=ORIGINS):
     return "".join(f"{key} = {value!r}{comments.get(key, '')}\n" for key, value in config.items())
 
 
-def library_versions():
-    """{name: version} of the libraries whose change may change bits."""
-    return {name: version(name).partition("+")[0] for name in "torch sglang transformers triton numba".split()}
-
-
-def commit():
-    """The code's commit, with '-dirty' behind it if the code was changed; 'unknown' without git."""
-    # Through env, which any machine has: without git it fails like git does without a repository.
-    command = "env git describe --always --dirty --abbrev=40".split()
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
-def provenance(gpu):
-    """Comment lines for a saved config: command, commit, versions and machine. gpu: its name, or '' for the CPU."""
-    libraries = ", ".join(f"{name} {number}" for name, number in library_versions().items())
-    chip = gpu or f"{platform.processor() or platform.machine()} CPU"
-    machine = f"python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores"
-    return f"# {shlex.join(sys.argv)}\n# commit {commit()}\n# {machine}\n"
-
-
 def _typed(value, kind, is_text):
     """`value` as a `kind`, or an exception. The text of a flag is read as a Python literal unless a str is wanted."""
     if is_text and kind is not str:
@@ -278,7 +253,6 @@ NOT_NEGATIVE = """
     learning_rate warmup_steps lr_decay_steps min_lr beta1 beta2 weight_decay grad_clip gamma gae_lambda value_coef
     value_clip clip_low clip_high importance_floor importance_cap router_aux_loss_coef kl_coef""".split()
 AT_MOST_1 = "engine_memory gamma gae_lambda".split()
-HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 # {a condition (see `holds`): the keys that have an effect only then}
 HAVE_EFFECT = {
     "advantage=gae": "gae_lambda value_coef value_clip",
@@ -375,21 +349,7 @@ def resolve(namespace, defaults):
         why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
         require(MODES.get(config["mode"], before).scores == before.scores, f"mode={config['mode']!r}: {why}")
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
-    check_versions()
     return config, saved, restarted
-
-
-def check_versions():
-    """Refuses other versions than pyproject.toml's: the hooks into these libraries are written for them."""
-    pins = Path(__file__).with_name("pyproject.toml").read_text()
-    try:
-        versions = library_versions()
-    except PackageNotFoundError as e:
-        require(False, f"{e.name}: not installed for {sys.executable}; start with uv run, as in: uv run train_grpo.py")
-    for name, found in versions.items():
-        wanted = re.search(f'"{name}==([^"]*)', pins)[1]
-        cure = "install that one (uv sync), or adapt the hooks and the pin in pyproject.toml"
-        require(found == wanted, f"{name} {found}: the hooks into it are written for {name} {wanted}; {cure}")
 
 
 def roles(config, world):

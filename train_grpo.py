@@ -32,8 +32,9 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from configurator import MODES, OWN, block, library_versions, require, resolve, roles, sources_of
+from configurator import MODES, OWN, block, require, resolve, roles, sources_of
 from onecurve.run.start import end_with_parent, lean_imports
+from onecurve.run.versions import check_versions, library_versions
 from onecurve.sglang.start import start_engine_early
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -201,6 +202,7 @@ if __name__ == "__mp_main__" or __name__ == "__main__" and "TORCHELASTIC_RUN_ID"
 if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
     config, resumed, restarted = resolve(globals(), DEFAULTS)
+    check_versions()
 
 with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") == "0"):
     import torch

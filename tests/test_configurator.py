@@ -16,7 +16,7 @@ from conftest import error_line
 
 import configurator
 from configurator import check_config, config_source, configure, fail, require
-from onecurve.run import start
+from onecurve.run import start, versions
 from train_grpo import DEFAULTS
 
 HEAD = """
@@ -630,11 +630,11 @@ def test_an_engine_on_another_kind_of_cpu_is_refused_and_a_mode_without_one_is_n
 @pytest.mark.parametrize("name", ["torch", "sglang", "transformers", "triton", "numba"])
 def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    configurator.check_versions()  # those that are here are the pinned ones
-    right = configurator.library_versions()
-    monkeypatch.setattr(configurator, "library_versions", lambda: right | {name: "9.9.9"})
+    versions.check_versions()  # those that are here are the pinned ones
+    right = versions.library_versions()
+    monkeypatch.setattr(versions, "library_versions", lambda: right | {name: "9.9.9"})
     with pytest.raises(SystemExit) as e:
-        configurator.check_versions()
+        versions.check_versions()
     line = capsys.readouterr().err
     assert e.value.code == 2 and line.count("\n") == 1
     assert line.startswith(f"error: {name} 9.9.9: the hooks into it are written for {name} {right[name]}; ")
@@ -643,9 +643,9 @@ def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys
 
 def test_outside_of_the_environment_the_line_says_how_to_start(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(configurator, "version", lambda name: importlib.metadata.version(f"no_{name}"))
+    monkeypatch.setattr(versions, "version", lambda name: importlib.metadata.version(f"no_{name}"))
     with pytest.raises(SystemExit) as e:
-        configurator.check_versions()
+        versions.check_versions()
     line = capsys.readouterr().err
     assert e.value.code == 2 and line.count("\n") == 1 and line.startswith("error: no_torch: not installed for ")
     assert line.endswith("; start with uv run, as in: uv run train_grpo.py\n")

@@ -19,7 +19,7 @@ from conftest import error_line
 from prove import ROOT
 from test_readme import size_of
 
-from configurator import commit
+from onecurve.run.versions import commit
 
 pytest.importorskip("matplotlib", reason="no matplotlib: uv sync --group plot")
 

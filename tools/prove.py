@@ -32,9 +32,9 @@ from runs import ROOT, lines
 from safetensors.torch import load_file, save_file
 
 import sync
-from configurator import commit
 from onecurve.run.checkpoint import checkpoints, seal_checkpoint
 from onecurve.run.record import Record
+from onecurve.run.versions import commit
 
 # ---- what no flag offers: ways to break a promise, and trials that it must survive
 

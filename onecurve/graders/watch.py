@@ -5,7 +5,7 @@ A watch for reward hacking: pure functions of what a run records, and so as repe
 from itertools import pairwise
 from statistics import fmean
 
-from configurator import HEALTHY
+from onecurve.run.checkpoint import HEALTHY
 from rewards import terms_of
 
 WATCHED = HEALTHY // 2  # steps of a mean
