@@ -32,7 +32,9 @@ from traceback import extract_tb
 
 import torch
 
-from configurator import MODES, SUMS, named_arguments, printable, require, seed_of, sources_of, suggestion
+from configurator import MODES, named_arguments, printable, require, suggestion
+from onecurve.keys.prompts import SUMS, sources_of
+from onecurve.keys.seeds import seed_of
 from sync import content_hash, reason
 
 

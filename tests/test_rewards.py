@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import rewards
-from configurator import check_config, configure, sources_of
+from configurator import check_config, configure
 from onecurve.graders import judges
+from onecurve.keys.prompts import sources_of
 from rewards import (
     RewardError,
     arithmetic,

@@ -18,6 +18,7 @@ from conftest import error_line
 import train_grpo as train
 from configurator import CHOICES, MODES, check_config, configure
 from onecurve.algorithms import critic
+from onecurve.keys.reference import ESTIMATORS
 from onecurve.models.dense import Output
 from rewards import pass_at_k
 from sync import Group
@@ -136,7 +137,7 @@ def test_the_gradient_of_gspo_is_that_of_its_sequence_objective():
 def test_kl_estimates_are_those_of_a_loop_and_average_to_the_kl():
     new, reference, _ = random_tokens([50])
     expected = dict(k1=lambda d: d, k2=lambda d: d * d / 2, k3=lambda d: math.exp(-d) - 1 + d)
-    for kind in CHOICES["kl_estimator"].split():
+    for kind in ESTIMATORS.split():
         ours = train.kl(torch.tensor(new), torch.tensor(reference), kind).tolist()
         assert ours == pytest.approx([expected[kind](a - b) for a, b in zip(new, reference)], rel=1e-3, abs=1e-6)
     p, q = (torch.log_softmax(torch.randn(5, dtype=torch.float64), 0) for _ in range(2))

@@ -44,8 +44,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from configurator import noise_seed, require
+from configurator import require
 from onecurve.graders.sandbox import SandboxError
+from onecurve.keys.seeds import noise_seed
 from rewards import describe, finite
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
