@@ -10,22 +10,20 @@ its default; defaults < files in their order < flags, in whatever order they are
 is a config file itself. A mistake ends in one line and status 2, never in a traceback. `--help` shows the comments of a
 block that stands at the left margin.
 
-All of it serves any script; only the last section knows the keys of train_grpo.py.
+A feature has a file of its own in onecurve/keys/: its keys in a block, and its `rules`. A script that gives these files
+to `configure` has their keys, too. All of it serves any script; only the last section knows the keys of train_grpo.py.
 """
 
 import json
 import os
-import platform
 import re
-import shlex
 import signal
-import subprocess
 import sys
 import time
 import types
 from ast import literal_eval, parse
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from runpy import run_path
 from traceback import extract_tb
@@ -89,20 +87,34 @@ def block(namespace):
     return {key: x for key, x in namespace.items() if key.islower() and key[0] != "_" and type(x) in WANTED}
 
 
-def configure(namespace, argv=None):
+def load_features():
+    """{name: module} of the files in onecurve/keys/, by name. They import nothing that takes time."""
+    files = sorted(Path(__file__).parent.glob("onecurve/keys/*.py"))
+    return {file.stem: import_module(f"onecurve.keys.{file.stem}") for file in files}
+
+
+def keys_of(features):
+    """{key: default} of all features, one after the other."""
+    return {key: x for feature in features.values() for key, x in block(vars(feature)).items()}
+
+
+def configure(namespace, argv=None, features=None):
     """
     Overrides the config block in `namespace` (a script's globals()) from `argv`, in place; returns {key: value} in the
-    block's order. Call it before the script binds any other name that `block` would take for a key. In a config file a
-    name that is not a key starts with an underscore.
+    block's order, then the keys of `features`, {name: module}. Call it before the script binds any other name that
+    `block` would take for a key. In a config file a name that is not a key starts with an underscore.
     """
     argv = sys.argv[1:] if argv is None else argv
     script = Path(namespace.get("__file__", ""))
-    defaults = block(namespace)
-    if "--help" in argv or "-h" in argv:
-        if os.environ.get("RANK", "0") == "0":
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
-            print(_help(defaults, script), flush=True)
-        sys.exit(0)
+    features = features or {}
+    defaults = block(namespace) | keys_of(features)
+    for arg in argv:
+        if re.match("(-h|--help)($|=)", arg):
+            text = _help(arg.partition("=")[2], defaults, script, features)
+            if os.environ.get("RANK", "0") == "0":
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
+                print(text, flush=True)
+            sys.exit(0)
 
     config = dict(defaults)
     ORIGINS.clear()
@@ -113,7 +125,7 @@ def configure(namespace, argv=None):
         for key, value in assigned.items():
             where = "--" if is_flag else f"{arg}: "
             near = suggestion(key, defaults)
-            require(key in defaults, f"{where}{key}: no such key{near}  (--help lists all keys)")
+            require(key in defaults, f"{where}{key}: no such key{near}  (--help=all lists all keys)")
             kind = type(defaults[key])
             try:
                 config[key] = _typed(value, kind, is_text=is_flag and value is not True)
@@ -161,27 +173,6 @@ def config_source(config, origins=ORIGINS):
     return "".join(f"{key} = {value!r}{comments.get(key, '')}\n" for key, value in config.items())
 
 
-def library_versions():
-    """{name: version} of the libraries whose change may change bits."""
-    return {name: version(name).partition("+")[0] for name in "torch sglang transformers triton numba".split()}
-
-
-def commit():
-    """The code's commit, with '-dirty' behind it if the code was changed; 'unknown' without git."""
-    # Through env, which any machine has: without git it fails like git does without a repository.
-    command = "env git describe --always --dirty --abbrev=40".split()
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
-def provenance(gpu):
-    """Comment lines for a saved config: command, commit, versions and machine. gpu: its name, or '' for the CPU."""
-    libraries = ", ".join(f"{name} {number}" for name, number in library_versions().items())
-    chip = gpu or f"{platform.processor() or platform.machine()} CPU"
-    machine = f"python {platform.python_version()}, {libraries}; {chip}, {os.cpu_count()} cores"
-    return f"# {shlex.join(sys.argv)}\n# commit {commit()}\n# {machine}\n"
-
-
 def _typed(value, kind, is_text):
     """`value` as a `kind`, or an exception. The text of a flag is read as a Python literal unless a str is wanted."""
     if is_text and kind is not str:
@@ -209,17 +200,39 @@ def _run_file(name, folder, defaults):
     return {key: x for key, x in scope.items() if key in defaults or not (key[0] == "_" or hasattr(x, "__name__"))}
 
 
-def _help(defaults, script):
-    """Every key with its default, its comment in the script and the comment lines above it."""
-    source = script.read_text(encoding="utf-8") if script.is_file() else ""
+def _help(what, defaults, script, features):
+    """The text of --help (what is ''), of --help=all, or of --help= and a feature's name."""
+    near = suggestion(what, ["all", *features])
+    require(what in ("", "all", *features), f"--help={what}: no such feature{near}  (--help lists the features)")
+    if what in features:
+        return "\n".join(_about(what, features[what]))
+    own = {key: x for key, x in defaults.items() if key not in keys_of(features)}
+    lines = [f"usage: {Path(sys.argv[0]).name} [config/file.py ...] [--key=value ...]", *_described(own, script)]
+    if what == "all":
+        for name, feature in features.items():
+            lines += ["", *_about(name, feature)]
+    elif features:
+        lines += ["", "# features: --help=lora lists the keys of one, --help=all those of all"]
+        lines += [f"  {name:<12}  {feature.__doc__.splitlines()[1]}" for name, feature in features.items()]
+    return "\n".join(lines)
+
+
+def _about(name, feature):
+    """Lines about a feature: its docstring and its keys."""
+    docstring = [f"# {line}" for line in feature.__doc__.strip().splitlines()]
+    return [f"# {name}", *docstring, *_described(block(vars(feature)), Path(feature.__file__))]
+
+
+def _described(keys, file):
+    """A line for each key: its default, its comment in the file; before it the comment lines above it."""
+    source = file.read_text(encoding="utf-8") if file.is_file() else ""
     found = re.findall(r"((?:^#.*\n)*)^(\w+) = .*?(?:  # (.*))?$", source, re.MULTILINE)
     notes = {key: (above, comment) for above, key, comment in found}
-    lines = [f"usage: {Path(sys.argv[0]).name} [config/file.py ...] [--key=value ...]"]
-    for key, default in defaults.items():
+    for key, default in keys.items():
         above, comment = notes.get(key, ("", ""))
-        lines += ["", above.strip()] * bool(above)
-        lines.append(f"  {f'--{key}={default!r}':<36}  {comment}".rstrip())
-    return "\n".join(lines)
+        if above:
+            yield from ("", above.strip())
+        yield f"  {f'--{key}={default!r}':<36}  {comment}".rstrip()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -256,73 +269,17 @@ MODES = {
 CHOICES = {  # beside the default, which may be ''
     "device": "cpu cuda",
     "mode": " ".join(MODES),
-    "weight_sync": "broadcast ipc",
-    "engine_bits": "fp32 bf16 fp16 fp8 int8 bf16:act fp16:act fp8:act int8:act",
-    "credit": "sample turn",
-    "sandbox": "bwrap none",
-    "watch": "stop",
     "advantage": "grpo dr_grpo rloo reinforce++ reinforce++_baseline gae distill",
     "loss": "ppo gspo cispo pg",
     "loss_aggregation": "token sequence constant",
-    "importance": "full truncate mask",
-    "kl_estimator": "k1 k2 k3",
 }
-OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 POSITIVE = """
-    prompts_per_step group_size max_new_tokens max_prompt_tokens temperature eval_samples engine_timeout
-    keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp rollout_ranks tp_split max_turns agent_timeout
-    judge_tries sandbox_seconds lora_alpha sft_batch engine_memory""".split()
+    prompts_per_step group_size max_new_tokens max_prompt_tokens temperature eval_samples
+    keep_checkpoints updates_per_batch leaf_tokens lanes rollout_tp rollout_ranks"""
 NOT_NEGATIVE = """
-    curriculum lag segment_tokens groups_in_flight lora_rank eval_temperature top_k min_p max_steps threads
-    eval_size eval_every checkpoint_every keep_rollouts sample_every dynamic_sampling warmup_sft_steps sft_learning_rate
-    learning_rate warmup_steps lr_decay_steps min_lr beta1 beta2 weight_decay grad_clip gamma gae_lambda value_coef
-    value_clip clip_low clip_high importance_floor importance_cap router_aux_loss_coef kl_coef""".split()
-AT_MOST_1 = "engine_memory gamma gae_lambda".split()
-HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
-# {a condition (see `holds`): the keys that have an effect only then}
-HAVE_EFFECT = {
-    "advantage=gae": "gae_lambda value_coef value_clip",
-    "advantage=gae or --credit=turn": "gamma",
-    "kl_coef or --advantage=distill": "reference",
-    "mode=replay": "queue_dir",
-    "batch_invariant=True": "tp_split",
-    "mode=rm or dpo": "chosen_column rejected_column",
-    "segment_tokens": "groups_in_flight",
-    "mode=grpo or replay": "engine_bits",
-    "kl_coef": "kl_in_reward",
-    "lora_rank": "lora_alpha lora_targets",
-    "agent": "credit",
-    "agent or --chat_template": "chat_template_args",
-    "chat_template": "system_prompt",
-    "advantage=grpo, dr_grpo, rloo or gae": "credit",
-}
-EXCLUDES = {  # {a condition: the keys that must then be left alone}
-    "agent": "chat_template segment_tokens",
-    "segment_tokens": "curriculum dynamic_sampling",
-    "credit=turn": "kl_in_reward overlong_cache",
-    "advantage=distill": "kl_coef",
-    "advantage=reinforce++, gae or distill": "dynamic_sampling",
-    "loss=pg": "updates_per_batch",
-    "mode=rm or dpo": "agent",
-    "mode=rm": "lora_rank",
-    "mode=sft, rm, dpo or eval": "watch",
-}
-SUMS = r"arithmetic(?::(\d+):(\d+))?"  # a `dataset` that is made here
-SEEDS = {"data", "noise", "init", "eval"}
-SCRATCH = (
-    "num_hidden_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, "
-    "intermediate_size=384, num_experts=0, num_experts_per_tok=2"
-)
-SOURCE = """
-    weight dataset dataset_config split eval_split eval_size
-    prompt_column answer_column sft_column prompt_template reward""".split()
-ARGUMENTS = {  # keys whose value is the text of named arguments
-    "chat_template_args": "arguments of the chat template, such as 'enable_thinking=False'",
-    "engine_args": "arguments of SGLang's ServerArgs, such as 'max_running_requests=64'",
-    "scratch_args": f"whole numbers, of a scratch model that has else {SCRATCH}",
-    "seeds": "whole numbers for some of data, noise, init, eval, such as 'data=2, eval=3'",
-    "sources": "names with a dictionary each, of " + ", ".join(SOURCE),
-}
+    max_steps threads eval_size eval_every eval_temperature checkpoint_every keep_rollouts sample_every
+    learning_rate warmup_steps lr_decay_steps min_lr beta1 beta2 weight_decay grad_clip clip_low clip_high"""
+OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 
 
 def named_arguments(text):
@@ -333,34 +290,13 @@ def named_arguments(text):
     return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
 
 
-def scratch_sizes(config):
-    """{name: size} of a scratch model; of two sizes of one name the last."""
-    return named_arguments(f"{SCRATCH}, {config['scratch_args']}")
-
-
-def seed_of(config, source):
-    """The seed of a source of chance: its own, if `seeds` has one, or the run's."""
-    return named_arguments(config["seeds"]).get(source, config["seed"])
-
-
-def sources_of(config):
-    """{name: the config by which a source's rows are read and scored, and its weight}; an only one has the name ''."""
-    sources = named_arguments(config["sources"]) or {"": {}}
-    return {name: config | {"weight": 1} | own for name, own in sources.items()}
-
-
-def noise_seed(config, stream="rl"):
-    """The seed of the noise in the samples of a stream: held-out ones have their own."""
-    return seed_of(config, "eval" if stream == "eval" else "noise")
-
-
 def resolve(namespace, defaults):
     """
     Reads the command line of train_grpo.py, whose globals() are `namespace`, into its block and checks it; imports
     nothing that takes time. Returns (the config; on a resume the saved config of the run in out_dir, else {}; whether
     torchrun has restarted the run, and not the user).
     """
-    config = configure(namespace)
+    config = configure(namespace, features=load_features())
     saved = {}
     path = Path(config["out_dir"], "config.py")
     by_user = config["init_from"] == "resume"
@@ -375,21 +311,7 @@ def resolve(namespace, defaults):
         why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
         require(MODES.get(config["mode"], before).scores == before.scores, f"mode={config['mode']!r}: {why}")
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
-    check_versions()
     return config, saved, restarted
-
-
-def check_versions():
-    """Refuses other versions than pyproject.toml's: the hooks into these libraries are written for them."""
-    pins = Path(__file__).with_name("pyproject.toml").read_text()
-    try:
-        versions = library_versions()
-    except PackageNotFoundError as e:
-        require(False, f"{e.name}: not installed for {sys.executable}; start with uv run, as in: uv run train_grpo.py")
-    for name, found in versions.items():
-        wanted = re.search(f'"{name}==([^"]*)', pins)[1]
-        cure = "install that one (uv sync), or adapt the hooks and the pin in pyproject.toml"
-        require(found == wanted, f"{name} {found}: the hooks into it are written for {name} {wanted}; {cure}")
 
 
 def roles(config, world):
@@ -405,126 +327,93 @@ def roles(config, world):
     return world - last, last // config["rollout_tp"]
 
 
-def holds(condition, values):
-    """Whether one of a condition's parts does: 'mode=rm or dpo' (one of these), 'agent or --chat_template' (not 0)."""
-    parts = (part.partition("=") for part in condition.split(" or --"))
-    return any(str(values[key]) in re.split(", | or ", known) if known else values[key] for key, _, known in parts)
+# What a rule yields: a key, whether its value fits, and else what is wrong and the cure. `c` is the config as a
+# namespace that has `world`, the number of ranks, and `defaults`, too. Several keys are words of one string.
 
 
-def key_rules(c, world, defaults):
-    """Each key by itself, and what a run's ranks can do."""
-    values = vars(c)
+def positive(c, keys):
+    for key in keys.split():
+        yield key, vars(c)[key] > 0, "must be more than 0"
+
+
+def not_negative(c, keys):
+    for key in keys.split():
+        yield key, vars(c)[key] >= 0, "use 0 or more"
+
+
+def at_most_1(c, keys):
+    for key in keys.split():
+        yield key, vars(c)[key] <= 1, "use 1 or less"
+
+
+def power_of_2(c, key):
+    yield key, vars(c)[key].bit_count() == 1, "not a power of two; use 1, 2, 4, .."
+
+
+def choice(c, key, known):
+    """One of the words `known`, or the default."""
+    value = vars(c)[key]
+    fits = value in (c.defaults[key], *known.split()) or key in OWN and ".py:" in value
+    yield key, fits, f"use {known.replace(' ', ', ')}" + ", or 'mine.py:f'" * (key in OWN)
+
+
+def untouched(c, keys, why):
+    """The keys have their defaults, as they do nothing here: `why`, such as 'is for --lora_rank'."""
+    for key in keys.split():
+        yield key, vars(c)[key] == c.defaults[key], f"{why}; use {c.defaults[key]!r}"
+
+
+def arguments(c, key, what, numbers=None):
+    """The text of named arguments. numbers: the names that they may have, whose values are whole numbers."""
+    try:
+        given = named_arguments(vars(c)[key])
+    except NO_LITERAL as e:
+        yield key, False, f"{getattr(e, 'msg', e)}; use {what}"
+    else:
+        fits = numbers is None or given.keys() <= {*numbers} and all(type(x) is int for x in given.values())
+        yield key, fits, f"use {what}"
+
+
+def block_rules(c):
+    """The keys of the block, each by itself; those that make no sense together."""
     for key, known in CHOICES.items():
-        fits = values[key] in [defaults[key], *known.split()] or key in OWN and ".py:" in values[key]
-        yield key, fits, f"use {known.replace(' ', ', ')}" + ", or 'mine.py:f'" * (key in OWN)
-    for key in POSITIVE:
-        yield key, values[key] > 0, "must be more than 0"
-    for key in NOT_NEGATIVE:
-        yield key, values[key] >= 0, "use 0 or more"
-    for key in AT_MOST_1:
-        yield key, values[key] <= 1, "use 1 or less"
+        yield from choice(c, key, known)
+    yield from positive(c, POSITIVE)
+    yield from not_negative(c, NOT_NEGATIVE)
     for key in ("beta1", "beta2"):
-        yield key, values[key] < 1, "the part of a mean that each step keeps; use less than 1"
-    for key in ("lanes", "tp_split"):
-        yield key, values[key].bit_count() == 1, "not a power of two; use 1, 2, 4, .."
-    for conditions, what, may in ((HAVE_EFFECT, "is for", True), (EXCLUDES, "is not for", False)):
-        for condition, keys in conditions.items():
-            fits = holds(condition, values) == may
-            for key in keys.split():
-                yield key, fits or values[key] == defaults[key], f"{what} --{condition}; use {defaults[key]!r}"
-    for key, what in ARGUMENTS.items():
-        try:
-            given = named_arguments(values[key])
-            names = {"seeds": SEEDS, "scratch_args": named_arguments(SCRATCH).keys()}.get(key)
-            fits = names is None or given.keys() <= names and all(type(x) is int for x in given.values())
-            yield key, fits, f"use {what}"
-        except NO_LITERAL as e:
-            yield key, False, f"{getattr(e, 'msg', e)}; use {what}"
-    trainers, engines = roles(values, world)
+        yield key, vars(c)[key] < 1, "the part of a mean that each step keeps; use less than 1"
+    why = f"mode={c.mode!r} is of held-out prompts; use more than 0"
+    yield "eval_size", c.eval_size > 0 or MODES[c.mode].steps, why
+    why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
+    yield "group_size", c.group_size > 1 or c.advantage in ("reinforce++", "gae", "distill"), why
+    per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
+    yield "loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence"
+    if c.loss == "pg":
+        yield from untouched(c, "updates_per_batch", "is not for --loss=pg")
+
+
+def rank_rules(c):
+    """What the ranks can do, whoever trains and samples."""
+    world = c.world
+    trainers, engines = roles(vars(c), world)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # an engine's ranks are of one node, and train nothing
     fill = trainers + engines * c.rollout_tp == world and (here == world or here % c.rollout_tp == 0)
     why = f"{world} ranks, of which {trainers} train, do not make engines of {c.rollout_tp}; use others, or 1"
     yield "rollout_tp", c.rollout_tp == 1 or fill, why
-    machine = os.uname().machine
-    why = f"SGLang's engine has run on x86_64 only, and this is {machine}; use a mode without an engine, such as sft"
-    yield "device", machine == "x86_64" or not (engines and on_cpu(values)), why
     why = f"of {world} ranks at least one must roll out and one train; or use --colocate"
     yield "rollout_ranks", (trainers > 0, engines > 0) == MODES[c.mode][:2], why
-    why = f"does not divide tp_split={c.tp_split}, the parts of a sum; use a tp_split of which it is a divisor"
-    yield "rollout_tp", c.tp_split % c.rollout_tp == 0, why
+    yield from power_of_2(c, "lanes")
     why = f"{trainers} trainer ranks cannot share them; use 1, 2, 4, .. ranks, at most as many as lanes"
     yield "lanes", not trainers or c.lanes % trainers == 0, why
-    why = "engine and trainer must be one process; use --colocate or another transport"
-    yield "weight_sync", c.weight_sync != "ipc" or trainers == engines == world, why
-
-
-def data_rules(c, world, defaults):
-    """Sources, and the quotas by which a step's prompts are shared out among them."""
-    given = named_arguments(c.sources)
-    for name, own in given.items():
-        yield "sources", isinstance(own, dict) and own.keys() <= {*SOURCE}, f"{name}: use {ARGUMENTS['sources']}"
-        for key, x in own.items():
-            kind = type(defaults.get(key, 0))
-            yield "sources", type(x) is kind, f"{name}: {key}={x!r}: wants {WANTED[kind]}"
-            yield "sources", key not in NOT_NEGATIVE or x >= 0, f"{name}: {key}={x!r}: use 0 or more"
-    weights = [own["weight"] for own in sources_of(vars(c)).values()]
-    yield "sources", min(weights) >= 0, "a weight is 0, for held-out prompts only, or more"
-    total = sum(weights)
-    steps = MODES[c.mode].steps
-    yield "sources", total > 0 or not steps, "all weights are 0; use more for what is trained on"
-    why = f"the weights of sources add up to {total}; use a multiple, so that each has its share of a step"
-    yield "prompts_per_step", steps != "rl" or c.prompts_per_step % total == 0, why
-    supervised = steps == "supervised" or c.warmup_sft_steps > 0
-    yield "sft_batch", not (supervised and total) or c.sft_batch % total == 0, why
-
-
-def algorithm_rules(c, world, defaults):
-    """Keys of one algorithm that make no sense together."""
-    yield "kl_coef", c.kl_coef > 0 or c.mode != "dpo", "is DPO's beta; use more than 0, such as 0.1"
-    why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
-    yield "group_size", c.group_size > 1 or c.advantage in ("reinforce++", "gae", "distill"), why
-    yield "advantage", c.reference or c.advantage != "distill", "needs a teacher; --reference=model folder"
-    refers = not c.kl_coef or c.reference or c.init_from != "scratch"
-    yield "kl_coef", refers, "needs a reference, as a scratch model is random; --reference=model folder"
-    per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
-    yield "loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence"
-    why = f"the weight of equal log-probs, 1, must lie between it and importance_cap={c.importance_cap}"
-    yield "importance_floor", c.importance_floor < 1 < c.importance_cap, why
-    yield "overlong_cache", 0 <= c.overlong_cache < c.max_new_tokens, f"not within max_new_tokens={c.max_new_tokens}"
-    yield "dual_clip", not c.dual_clip or c.dual_clip > 1, "a bound of the ratio; use more than 1, or 0"
-    yield "top_p", 0 < c.top_p <= 1, "a probability; use more than 0, or 1: all tokens"
-    yield "top_k", c.top_k != 1, "samples of a group must differ; use 2 or more, or 0: all tokens"
-    yield "min_p", c.min_p < 1, "a part of the largest probability; use less than 1, or 0: all tokens"
-
-
-def feature_rules(c, world, defaults):
-    """Modes, partial rollouts, LoRA and agents."""
-    mode = MODES[c.mode]
-    yield "eval_size", c.eval_size > 0 or mode.steps, f"mode={c.mode!r} is of held-out prompts; use more than 0"
-    replays = c.mode != "replay" or Path(c.queue_dir, "rl_000000").is_dir()
-    yield "queue_dir", replays, "mode='replay' needs the queue of a run, such as 'out/tiny/queue'"
-    fits = c.segment_tokens <= c.max_new_tokens
-    yield "segment_tokens", fits, f"not within max_new_tokens={c.max_new_tokens}; use less, or 0: whole samples"
-    why = f"a step trains on prompts_per_step={c.prompts_per_step} groups out of these; use {2 * c.prompts_per_step}"
-    yield "groups_in_flight", not c.segment_tokens or c.groups_in_flight >= c.prompts_per_step, why
-    *sizes, experts, active = scratch_sizes(vars(c)).values()
-    fits = 0 < min(*sizes, active) and active <= (experts or active)
-    yield "scratch_args", fits, f"sizes must be more than 0, and a token's experts no more than num_experts={experts}"
-    why = "adapters are trained here; to use them first make one model of both (tools/merge.py)"
-    for key in ("lora_rank", "lora"):
-        yield key, not vars(c)[key] or mode.trains, f"mode={c.mode!r}: {why}"
-    yield "lora", not c.lora or c.lora_rank, "adapters to train on; use --lora_rank, with their rank, too"
-    tokens = c.max_prompt_tokens + c.max_new_tokens + 1
-    cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
-    yield "engine_args", cache >= tokens, f"one sample may take max_total_tokens={tokens}; use more"
 
 
 def check_config(config, world, defaults):
     """
-    Refuses values that make no sense together, before anything is started. world: number of ranks. The rules yield
-    (key, whether its value fits, what is wrong with it and the cure), and the first that does not fit is told.
+    Refuses values that make no sense together, before anything is started. world: number of ranks. Of what does not
+    fit, the first is told.
     """
-    c = types.SimpleNamespace(**config)
-    for rules in (key_rules, data_rules, algorithm_rules, feature_rules):
-        for key, fits, why in rules(c, world, defaults):
+    c = types.SimpleNamespace(**config, world=world, defaults=defaults)
+    features = load_features().values()
+    for rules in (block_rules, rank_rules, *(feature.rules for feature in features)):
+        for key, fits, why in rules(c):
             require(fits, f"{key}={config[key]!r}: {why}")

@@ -32,9 +32,11 @@ from typing import NamedTuple
 
 import torch
 
-from configurator import MODES, SUMS, named_arguments, require, seed_of, sources_of
+from configurator import MODES, named_arguments, require
 from onecurve.algorithms.curriculum import learnable_rows
 from onecurve.algorithms.pairs import sides, with_wrong_sum
+from onecurve.keys.prompts import SUMS, sources_of
+from onecurve.keys.seeds import seed_of
 from onecurve.run.own import describe, find_function, parameters_of, run_of
 from sync import content_hash, reason
 

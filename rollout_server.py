@@ -42,8 +42,9 @@ from typing import NamedTuple
 import torch
 
 import kernels
-from configurator import close_bars, error_line, noise_seed
+from configurator import close_bars, error_line
 from onecurve.cpu import host
+from onecurve.keys.seeds import noise_seed
 from onecurve.models.dense import rope_frequencies
 from onecurve.run.start import output_to
 from onecurve.sglang.engine import folder_for_sockets, start_engine
@@ -187,7 +188,7 @@ class Sampler:
     """Makes samples with one engine: prompts in, group files out."""
 
     engine: "RolloutEngine"
-    config: dict  # the keys of train_grpo.py's block
+    config: dict  # the keys of train_grpo.py
     run: str  # the run's id
     engines: int  # of the run
     rewards: dict  # {source of the data: load_reward's WeightedSum}
@@ -350,7 +351,7 @@ class RolloutEngine:
     One SGLang engine, kept alive and supplied with weights. Raises RunError when it dies while it is asked for
     something, or says nothing for `engine_timeout` seconds; a death at another moment ends the process with one line.
 
-    hf: the model's Hugging Face config. config: the keys of train_grpo.py's block. log: the file that takes SGLang's
+    hf: the model's Hugging Face config. config: the keys of train_grpo.py. log: the file that takes SGLang's
     output. lends: `sleep` gives the memory of weights and cache to this rank's trainer. cores: as in
     `kernels.enable_batch_invariant`. patches: rows for onecurve/sglang/patches.py's `install`, such as an agent's.
     models: reward models that this process is to load first.

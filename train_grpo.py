@@ -27,30 +27,26 @@ from itertools import chain
 from time import monotonic
 from typing import NamedTuple
 
-from configurator import block, require, resolve
+from configurator import block, keys_of, load_features, require, resolve
 from onecurve.run.start import end_with_parent, lean_imports
+from onecurve.run.versions import check_versions
 from onecurve.sglang.start import start_engine_early
 
 # ------------------------------------------------------------------------------------------------------------------
+# The keys that every run turns. Those of a feature are in onecurve/keys/, a file for each feature.
+
 # the run
 out_dir = "out/run"  # everything the run writes
+# a model folder, hub name or GGUF file; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
+init_from = "scratch"
 # grpo: sample and train. Modes without an engine: replay trains again on the rollouts in queue_dir, sft trains on the
 # data's answers, rm a reward model on the data's pairs, dpo the model itself on such pairs (kl_coef is DPO's beta).
 # Modes without a trainer: rollout generates and scores, eval samples and scores the held-out prompts only
 mode = "grpo"
-# a model folder, hub name or GGUF file; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
-init_from = "scratch"
-seed = 1  # of the data order, the samples and a scratch model
-# other seeds for some of them, such as 'data=2, noise=7, init=1, eval=3': the order of the data, the noise of samples,
-# the first weights of a scratch model or of adapters, the noise of held-out samples
-seeds = ""
 max_steps = 100  # RL steps; with mode='sft', 'rm' or 'dpo' supervised steps
+seed = 1  # of the data order, the samples and a scratch model
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores, shared by those that work. Changes no bit
-# who does what
-rollout_ranks = 1  # number of ranks, taken from the end, that sample; the others train
-colocate = False  # every rank samples and trains, one after the other (a single process always does)
-rollout_tp = 1  # number of sampling ranks that share an engine, for models larger than a GPU (tensor parallel)
 # the data
 # a hub name, a .jsonl or .parquet file, 'my_file.py:my_function' that returns rows, 'reasoning_gym:countdown'; made
 # here: 'programs', and 'arithmetic', sums of two numbers from 0 up to 99, or 'arithmetic:10:50', from 10 up to 49
@@ -59,70 +55,19 @@ dataset_config = ""  # configuration of a hub data set, such as 'main'; argument
 split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
-sft_column = ""  # column of the responses that supervised steps train on; '': answer_column
-chosen_column = "chosen"  # with mode='rm' or 'dpo': column of the preferred responses
-rejected_column = "rejected"  # with mode='rm' or 'dpo': column of the other responses
 prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
 # put the prompt through the tokenizer's chat template, as a user's message or as the list of messages that it is
 chat_template = False
-system_prompt = ""  # a first message with chat_template; '': the template's own, if it has one
 max_prompt_tokens = 256  # longer prompts are dropped
-eval_split = ""  # held-out split of a hub data set, or a file; '': eval_size rows of `split`, first of a fixed shuffle
-# several data sets, each with its own values of these keys and a weight, its share of each step; 0: held out only. Such
-# as "easy={'dataset': 'arithmetic:0:10', 'weight': 3}, hard={'reward': 'exact'}"
-sources = ""
-# prompts are drawn by what a model learns from: one with half of its samples right when last seen is this number of
-# times (and once more) as likely as one with all or none; 0: each once an epoch
-curriculum = 0
-eval_size = 256  # held-out prompts; 0: no evaluation
-eval_every = 0  # steps between evaluations; 0: only before the first step and after the last
-eval_samples = 1  # samples per held-out prompt
-eval_temperature = 1.0  # 0: greedy
-pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, for easy and hard groups
+# numeric, exact, format, math, judge, code (programs and tests), reasoning_gym, 'my_file.py:my_function',
+# 'model:my_folder' (a reward model), or a weighted sum: 'numeric+0.2*format'; '0*' before a term that is only noted
+reward = "numeric"
 # the rollout
 prompts_per_step = 8  # P
 group_size = 8  # G
 max_new_tokens = 256
 temperature = 1.0
-# which tokens are drawn from, in training, evaluation and the log-probs of both (kernels.Sampling)
-top_p = 1.0  # the likeliest that together have this probability; 1: all
-top_k = 0  # the likeliest, this number of them; 0: all
-min_p = 0.0  # those with at least this part of the likeliest token's probability; 0: all
-ignore_eos = False  # sample on to max_new_tokens: for benchmarks
-# numeric, exact, format, math, judge, code (programs and tests), reasoning_gym, 'my_file.py:my_function',
-# 'model:my_folder' (a reward model), or a weighted sum: 'numeric+0.2*format'; '0*' before a term that is only noted
-reward = "numeric"
-judge = ""  # an OpenAI-compatible endpoint such as 'http://127.0.0.1:8000/v1'; its key is in JUDGE_API_KEY
-judge_model = ""  # '': the first model that the endpoint lists
-# a text file that asks for a line 'score: <0 to 1>', with {response} and, if wanted, {prompt} and {answer} in it
-judge_prompt = ""
-judge_tries = 3  # requests for one verdict; the run ends if the last fails, too
-sandbox = "bwrap"  # what runs programs, for reward='code' and the tool `python`; 'none': they run as you, unprotected
-sandbox_seconds = 2.0  # seconds of CPU time that a program may take
-watch = ""  # 'stop': ends the run, with status 3, when the reward looks gamed (onecurve/graders/watch.py)
-overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: no penalty
-overlong_filter = False  # samples cut off at max_new_tokens give no loss; their rewards still count in the group
-dynamic_sampling = 0  # number of further rounds, at most, that replace groups of equal rewards; 0: such groups are kept
-# agents: samples of several turns, with tools
-# 'my_file.py:my_function' (onecurve/agents/chat.py says how to write one), or a command such as 'python my_agent.py'
-# (onecurve/agents/endpoint.py); '': no agent: one turn, scored by `reward`
-agent = ""
-max_turns = 8  # turns of a dialogue
-agent_timeout = 600.0  # seconds without progress after which an episode counts as hanging
-chat_template_args = ""  # such as 'enable_thinking=False'
-tool_call_parser = ""  # SGLang's name for the format of tool calls; '': qwen25, or llama3 for a llama
-credit = "sample"  # each token gets its sample's advantage; 'turn': its turn's, later turns discounted by gamma
-# asynchrony: counts decide which weights sample a token, never a moment in time
-lag = 0  # samples are begun with the weights of lag steps before; 0: training and sampling wait for each other
-segment_tokens = 0  # partial rollouts: tokens that an unfinished sample gets per step; 0: all of them
-groups_in_flight = 0  # with segment_tokens: number of groups begun but not yet trained on, prompts_per_step or more
 # the update
-gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
-leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample is a leaf of its own
-# compute once what samples of a leaf begin with alike, such as a group's prompt, in the update, too: much of the work
-# where answers are short. The gradients are then added in another order
-share_prefixes = False
-lanes = 8  # leaves that the trainers compute side by side, a row: a power of two. It, not their number, orders sums
 learning_rate = 1e-6
 warmup_steps = 0  # of the learning rate, linear
 lr_decay_steps = 0  # cosine from warmup_steps to lr_decay_steps; 0: constant
@@ -131,12 +76,9 @@ beta1 = 0.9
 beta2 = 0.95
 weight_decay = 0.0  # of matrices only
 grad_clip = 1.0  # l2 norm; 0: off
+# the loss
 # grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, gae (PPO's critic), distill (a reference) or 'mine.py:f'
 advantage = "grpo"
-gamma = 1.0  # discount per token with advantage='gae', per turn with credit='turn'
-gae_lambda = 0.95
-value_coef = 0.5  # only with advantage='gae': weight of the critic's loss; its head is on the policy's trunk
-value_clip = 0.2  # only with advantage='gae': bound of a value's change in one batch; 0: none
 # ppo, gspo (a ratio per sequence), cispo, pg (no ratio) or 'mine.py:f'; experiments/losses.py has more, and shows how
 loss = "ppo"
 # 'token': sum / loss tokens; 'sequence': mean of sample means; 'constant': sum / (samples * max_new_tokens)
@@ -144,58 +86,41 @@ loss_aggregation = "token"
 updates_per_batch = 1  # optimizer steps on each batch of rollouts
 clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
-dual_clip = 0.0  # bound of the ratio where the advantage is negative, such as 3.0; 0: none
-# 'full', 'truncate' or 'mask': importance-weight each token by pi_old / pi_rollout, its probability before the update
-# over that when it was sampled, which is exactly 1 where the weights are the same ones; '': no weights
-importance = ""
-importance_floor = 0.0  # 'truncate' clamps the weight to floor .. cap, 'mask' makes it 0 outside
-importance_cap = 2.0
 entropy_coef = 0.0  # weight of the entropy bonus
-router_aux_loss_coef = 0.0  # of a mixture of experts: weight of the loss that spreads the tokens over the experts
-kl_coef = 0.0  # weight of the KL to the frozen reference
-kl_in_reward = False  # True: subtract the KL from a sample's reward (with gae each token's); False: add it to the loss
-kl_estimator = "k3"  # k1, k2 or k3
-reference = ""  # model folder or hub name, with advantage='distill' the teacher; '': that of init_from
-# LoRA (Hu et al. 2021, arXiv:2106.09685): the model's weights W are frozen, W + lora_alpha / lora_rank * B A is used.
-# Adapters usually want a learning_rate some ten times that of full training (docs/scale.md)
-lora_rank = 0  # rows of A and columns of B; 0: no LoRA, all weights are trained
-lora_alpha = 32.0
-lora_targets = ""  # such as 'q_proj,v_proj'; '': all linear layers of attention and MLP
-lora = ""  # a folder of adapters to begin with, one of our checkpoints or PEFT's; '': new adapters
-# supervised warm-up on the reference answers, before RL
-warmup_sft_steps = 0
-sft_learning_rate = 1e-3  # constant, after 20 steps of warm-up
-sft_batch = 64  # samples per step; with mode='rm' or 'dpo' pairs
+# evaluation
+eval_split = ""  # held-out split of a hub data set, or a file; '': eval_size rows of `split`, first of a fixed shuffle
+eval_size = 256  # held-out prompts; 0: no evaluation
+eval_every = 0  # steps between evaluations; 0: only before the first step and after the last
+eval_samples = 1  # samples per held-out prompt
+eval_temperature = 1.0  # 0: greedy
+pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, for easy and hard groups
+# who does what
+rollout_ranks = 1  # number of ranks, taken from the end, that sample; the others train
+colocate = False  # every rank samples and trains, one after the other (a single process always does)
+rollout_tp = 1  # number of sampling ranks that share an engine, for models larger than a GPU (tensor parallel)
+lanes = 8  # leaves that the trainers compute side by side, a row: a power of two. It, not their number, orders sums
+leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample is a leaf of its own
+gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
+# compute once what samples of a leaf begin with alike, such as a group's prompt, in the update, too: much of the work
+# where answers are short. The gradients are then added in another order
+share_prefixes = False
+# checkpoints, the record
+checkpoint_every = 50  # steps between checkpoints, beside those after the warm-up and the last step; 0: no checkpoints
+keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
+keep_rollouts = 0  # steps of rollout files to keep; 0: all
+sample_every = 20  # steps between entries of samples.md; 0: none
 # determinism
 strict = True  # stop at the first log-prob that differs between engine and trainer
 batch_invariant = True  # False: the libraries' own kernels, for comparison
-tp_split = 1  # parts into which the sums of o_proj and down_proj are cut, a power of two; rollout_tp divides it
-# the engine
-engine_memory = 0.6  # share for weights and cache, of what is free of a GPU when the engine starts
-engine_args = ""  # any of SGLang's ServerArgs, such as 'max_running_requests=64, disable_radix_cache=True'
-# the dial: what the engine's weights are rounded to, and with ':act' what its operators give; the trainer stays as it
-# is. fp32, bf16, fp16, fp8 or int8 (a scale for each row). Log-probs that differ are then counted, and stop nothing
-engine_bits = "fp32"
-engine_timeout = 600.0  # seconds of silence after which an engine counts as dead
-# weights, checkpoints, the record
-# 'broadcast' or 'ipc' (to an engine of the same rank); '': ipc if colocated on CUDA, else broadcast
-weight_sync = ""
-checkpoint_every = 50  # steps between checkpoints, beside those after the warm-up and the last step; 0: no checkpoints
-keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
-queue_dir = ""  # only with mode='replay': the folder of a run's rollouts, such as 'out/tiny/queue'
-keep_rollouts = 0  # steps of rollout files to keep; 0: all
-sample_every = 20  # steps between entries of samples.md; 0: none
-# sizes of a model made by init_from='scratch', as Hugging Face's configs name them: 'num_hidden_layers=8', with
-# 'num_experts=8' a mixture of experts; those that are not named are configurator.SCRATCH's
-scratch_args = ""
 # ------------------------------------------------------------------------------------------------------------------
 
-DEFAULTS = block(globals())
+DEFAULTS = block(globals()) | keys_of(load_features())
 if __name__ == "__mp_main__" or __name__ == "__main__" and "TORCHELASTIC_RUN_ID" in os.environ:
     end_with_parent()  # a rank of torchrun's, or an engine's process; before anything that takes time
 if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
     config, resumed, restarted = resolve(globals(), DEFAULTS)
+    check_versions()
 
 with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") == "0"):
     import torch

@@ -32,7 +32,7 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
-from configurator import commit  # noqa: E402
+from onecurve.run.versions import commit  # noqa: E402
 
 bf16, f32 = torch.bfloat16, torch.float32
 CUDA = torch.cuda.is_available() and not kernels.INTERPRET

@@ -6,6 +6,7 @@ The config block, files and flags: what wins, what is refused, and what the user
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import types
@@ -16,7 +17,7 @@ from conftest import error_line
 
 import configurator
 from configurator import check_config, config_source, configure, fail, require
-from onecurve.run import start
+from onecurve.run import start, versions
 from train_grpo import DEFAULTS
 
 HEAD = """
@@ -250,20 +251,22 @@ def test_a_value_of_another_type_in_a_file_is_refused(refuse, write, source, com
 
 
 def test_a_typo_on_the_command_line_is_refused_with_a_suggestion(refuse):
-    expected = "--learing_rate: no such key; did you mean learning_rate?  (--help lists all keys)"
+    expected = "--learing_rate: no such key; did you mean learning_rate?  (--help=all lists all keys)"
     assert refuse("--learing_rate=1") == refuse("--learing_rate") == expected
-    assert refuse("--learning-rate=1").endswith("did you mean learning_rate?  (--help lists all keys)")
+    assert refuse("--learning-rate=1").endswith("did you mean learning_rate?  (--help=all lists all keys)")
 
 
 def test_a_typo_in_a_file_is_refused_with_a_suggestion(refuse, write):
     """nanoGPT runs the file in its globals, where `learing_rate = 1` makes a new name and trains with the old value."""
     file = write("learing_rate = 1\n")
-    assert refuse(file) == f"{file}: learing_rate: no such key; did you mean learning_rate?  (--help lists all keys)"
+    assert (
+        refuse(file) == f"{file}: learing_rate: no such key; did you mean learning_rate?  (--help=all lists all keys)"
+    )
 
 
 def test_a_key_like_no_other_is_refused_without_a_suggestion(refuse, write):
-    assert refuse("--zzz=1") == "--zzz: no such key  (--help lists all keys)"
-    assert refuse("--") == "--: no such key  (--help lists all keys)"
+    assert refuse("--zzz=1") == "--zzz: no such key  (--help=all lists all keys)"
+    assert refuse("--") == "--: no such key  (--help=all lists all keys)"
     assert ": STEPS: no such key" in refuse(write("STEPS = 1\n"))
     assert ": pi: no such key" in refuse(write("from math import pi\n"))
 
@@ -382,6 +385,71 @@ def test_help_works_without_a_source_file(block, capsys):
     assert stop.value.code == 0 and "--out_dir=" in capsys.readouterr().out
 
 
+# ---- features
+
+
+FEATURES = configurator.load_features()
+
+
+def started(*argv):
+    """train_grpo.py with these arguments, as a finished process."""
+    script = Path(configurator.__file__).parent / "train_grpo.py"
+    return subprocess.run([sys.executable, script, *argv], capture_output=True, text=True, timeout=60)
+
+
+def keys_in(text):
+    return re.findall(r"^  --(\w+)=", text, re.MULTILINE)
+
+
+def test_help_has_the_keys_of_the_block_and_a_line_for_each_feature():
+    done = started("--help")
+    block, _, features = done.stdout.partition("# features: ")
+    assert done.returncode == 0 and keys_in(done.stdout) == keys_in(block)
+    assert keys_in(block) == [key for key in DEFAULTS if key not in configurator.keys_of(FEATURES)]
+    assert [line.split()[0] for line in features.splitlines()[1:]] == [*FEATURES]
+    assert "  lora          Adapters are trained beside the model's weights, which are frozen.\n" in features
+
+
+def test_help_of_a_feature_has_its_docstring_and_its_keys_and_help_all_has_all():
+    lora = started("--help=lora").stdout
+    assert keys_in(lora) == ["lora_rank", "lora_alpha", "lora_targets", "lora"]
+    assert "# Code: onecurve/models/adapters.py." in lora and "rows of A and columns of B; 0: no LoRA" in lora
+    everything = started("--help=all").stdout
+    assert keys_in(everything) == [*DEFAULTS] and lora in everything and everything.startswith("usage: ")
+
+
+def test_help_of_an_unknown_feature_is_one_line_with_a_suggestion():
+    for name, near in (("lorra", "; did you mean lora?"), ("zzz", "")):
+        done = started(f"--help={name}")
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr == f"error: --help={name}: no such feature{near}  (--help lists the features)\n"
+
+
+def test_no_key_is_declared_twice():
+    declared = keys_in(started("--help").stdout)
+    for name, feature in FEATURES.items():
+        own = re.findall(r"^([a-z]\w*) = ", Path(feature.__file__).read_text(), re.MULTILINE)
+        assert own == [*configurator.block(vars(feature))], name
+        declared += own
+    assert len(declared) == len({*declared}) and declared == [*DEFAULTS]
+
+
+def test_a_feature_says_what_it_is_and_where_its_code_is():
+    for name, feature in FEATURES.items():
+        empty, what, where, _ = feature.__doc__.split("\n")
+        assert not empty and len(what) < 100 and where.startswith("Code: "), name
+        for file in re.findall(r"\w+(?:/\w+)*(?:\.py|\.md|/(?=[. ,]))", where):
+            assert (Path(configurator.__file__).parent / file).exists(), f"{name}: {file}"
+
+
+def test_the_keys_of_a_feature_come_behind_the_block_and_are_set_like_it(block):
+    feature = types.ModuleType("deep")
+    feature.depth = 2
+    config = configure(block, ["--depth=3", "--steps=7"], {"deep": feature})
+    assert list(config) == ["learning_rate", "steps", "strict", "out_dir", "depth"]
+    assert config["depth"] == block["depth"] == 3 and feature.depth == 2
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # ranks
 
@@ -437,6 +505,8 @@ def test_a_resume_takes_the_saved_config_and_only_free_keys_from_the_command(tmp
         return configurator.resume_config(configure(dict(block), list(argv)), saved, free)[1]
 
     assert resume() == dict(steps=5, rate=0.5, name="run")
+    saved.write_text("rate = 0.5\nname = 'run'\nsteps = 5\n")  # the run's order stays: its id is made in that order
+    assert list(resume("--steps=9")) == ["rate", "name", "steps"]
     assert resume("--steps=9", "--rate=0.5") == dict(steps=9, rate=0.5, name="run")
     for argv, free, line in (
         (
@@ -613,12 +683,12 @@ def test_a_negative_number_is_refused_wherever_it_has_no_meaning(capsys, monkeyp
             accepted.append(key)
         except SystemExit:
             assert capsys.readouterr().err.startswith(f"error: {key}=-1")
-    assert accepted == ["seed", "pass_reward", "entropy_coef"]
+    assert accepted == ["seed", "entropy_coef", "pass_reward"]
 
 
 def test_an_engine_on_another_kind_of_cpu_is_refused_and_a_mode_without_one_is_not(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(configurator.os, "uname", lambda: types.SimpleNamespace(machine="aarch64"))
+    monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine="aarch64"))
     config = DEFAULTS | dict(device="cpu")
     check_config(config | dict(mode="sft"), 1, DEFAULTS)
     check_config(config | dict(device="cuda"), 1, DEFAULTS)
@@ -630,11 +700,11 @@ def test_an_engine_on_another_kind_of_cpu_is_refused_and_a_mode_without_one_is_n
 @pytest.mark.parametrize("name", ["torch", "sglang", "transformers", "triton", "numba"])
 def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    configurator.check_versions()  # those that are here are the pinned ones
-    right = configurator.library_versions()
-    monkeypatch.setattr(configurator, "library_versions", lambda: right | {name: "9.9.9"})
+    versions.check_versions()  # those that are here are the pinned ones
+    right = versions.library_versions()
+    monkeypatch.setattr(versions, "library_versions", lambda: right | {name: "9.9.9"})
     with pytest.raises(SystemExit) as e:
-        configurator.check_versions()
+        versions.check_versions()
     line = capsys.readouterr().err
     assert e.value.code == 2 and line.count("\n") == 1
     assert line.startswith(f"error: {name} 9.9.9: the hooks into it are written for {name} {right[name]}; ")
@@ -643,15 +713,24 @@ def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys
 
 def test_outside_of_the_environment_the_line_says_how_to_start(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(configurator, "version", lambda name: importlib.metadata.version(f"no_{name}"))
+    monkeypatch.setattr(versions, "version", lambda name: importlib.metadata.version(f"no_{name}"))
     with pytest.raises(SystemExit) as e:
-        configurator.check_versions()
+        versions.check_versions()
     line = capsys.readouterr().err
     assert e.value.code == 2 and line.count("\n") == 1 and line.startswith("error: no_torch: not installed for ")
     assert line.endswith("; start with uv run, as in: uv run train_grpo.py\n")
 
 
-@pytest.mark.parametrize("argument,status", [("--help", 0), ("--learing_rate=1", 2), ("--group_size=1", 2)])
+WITHOUT_LIBRARIES = [
+    ("--help", 0),
+    ("--help=all", 0),
+    ("--learing_rate=1", 2),
+    ("--group_size=1", 2),
+    ("--watch=rewind", 2),  # a rule of the last feature: those of all features before it have been tried
+]
+
+
+@pytest.mark.parametrize("argument,status", WITHOUT_LIBRARIES)
 def test_help_and_mistyped_keys_do_not_wait_for_the_libraries(argument, status):
     """None of them is imported; a time limit would show that on an idle machine only."""
     script = Path(configurator.__file__).parent / "train_grpo.py"

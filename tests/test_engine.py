@@ -28,7 +28,6 @@ from trials import lines
 import kernels
 import sync
 import train_grpo as train
-from configurator import block
 from kernels import Sampling
 from onecurve.cpu import host
 from onecurve.cpu.loops import murmur_hash32
@@ -38,7 +37,7 @@ from onecurve.sglang.patches import load_all, run_scheduler
 from rewards import load_reward
 from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
 
-DEFAULTS = block(vars(train))
+DEFAULTS = train.DEFAULTS
 # so small a cache that the engine has to retract requests, and takes them up again later
 CONFIG = DEFAULTS | dict(
     max_prompt_tokens=150,

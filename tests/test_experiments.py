@@ -19,7 +19,7 @@ from conftest import error_line
 from test_readme import size_of
 from trials import ROOT
 
-from configurator import commit
+from onecurve.run.versions import commit
 
 pytest.importorskip("matplotlib", reason="no matplotlib: uv sync --group plot")
 

@@ -21,14 +21,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402
-from configurator import block, configure  # noqa: E402
+from configurator import configure, load_features  # noqa: E402
 
 README, RUN = ROOT / "README.md", ROOT / "docs" / "run.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 TEACHING = [page for folder in ("learn", "experiments") for page in sorted((ROOT / folder).rglob("*.md"))]
 PAGES = [README, *DOCS, ROOT / ".github" / "CONTRIBUTING.md", *TEACHING]
 FLAGS = re.findall(r"--(\w+)", "".join(path.read_text() for path in (ROOT / "tools").glob("*.py")))  # the tools' own
-KEYS = {*train_grpo.DEFAULTS, *FLAGS, "tool_choice"}  # the last is a field of OpenAI's requests
+KEYS = {*train_grpo.DEFAULTS, *FLAGS, "help", "tool_choice"}  # the last is a field of OpenAI's requests
 LINE = re.compile(r"\[`([\w.]+|[\w ]+)`\]\(([\w./]+\.py)#L(\d+)\)")  # [`Trainer.update`](train_grpo.py#L907)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 KEY = re.compile(r"`(?:--)?([a-z]\w*)=")  # `lag=1`, `--lag=1`
@@ -98,11 +98,13 @@ def mistakes(text, folder, capsys):
         words = shlex.split(command)
         flags = [flag for flag in words[words.index("train_grpo.py") + 1 :] if flag != "--help"]
         try:
-            configure(block(vars(train_grpo)) | {"__file__": str(ROOT / "train_grpo.py")}, flags)
+            configure(train_grpo.DEFAULTS | {"__file__": str(ROOT / "train_grpo.py")}, flags)
         except SystemExit:
             yield f"{command}: {capsys.readouterr().err.strip()}"
     for key in sorted(set(KEY.findall(text)) - KEYS):
         yield f"`{key}=`: no such key"
+    for name in set(re.findall(r"--help=(\w+)", text)) - {"all", *load_features()}:
+        yield f"`--help={name}`: no such feature"
     for file in sorted(set(FILE.findall(text))):
         if not (ROOT / file).exists():
             yield f"{file}: no such file"
@@ -128,6 +130,7 @@ def test_lines_commands_keys_files_and_sizes_are_as_a_page_says(page, capsys):
         "    uv run train_grpo.py config/tiny.py --sed=1",
         "    uv run train_grpo.py config/none.py",
         "set `sed=1`",
+        "see `--help=lorra`",
         "`tools/none.py`",
         "| `sync.py` | 1 | 1 | what it does |",
     ],

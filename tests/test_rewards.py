@@ -21,9 +21,10 @@ import pytest
 import torch
 
 import rewards
-from configurator import check_config, configure, sources_of
+from configurator import check_config, configure
 from onecurve.graders import judges
 from onecurve.graders.checks import check_answers, try_own
+from onecurve.keys.prompts import sources_of
 from onecurve.run.scores import by_source, pass_rates, reward_metrics
 from rewards import (
     Reward,

@@ -15,10 +15,12 @@ import pytest
 import torch
 from conftest import error_line
 
+import rewards
 import train_grpo as train
 from configurator import CHOICES, MODES, check_config, configure
 from onecurve.algorithms import critic
 from onecurve.algorithms.supervised import supervised_samples
+from onecurve.keys.reference import ESTIMATORS
 from onecurve.models.dense import Output, check_model
 from onecurve.run.observers import off_policy_of
 from onecurve.run.past import max_staleness, of_age
@@ -140,7 +142,7 @@ def test_the_gradient_of_gspo_is_that_of_its_sequence_objective():
 def test_kl_estimates_are_those_of_a_loop_and_average_to_the_kl():
     new, reference, _ = random_tokens([50])
     expected = dict(k1=lambda d: d, k2=lambda d: d * d / 2, k3=lambda d: math.exp(-d) - 1 + d)
-    for kind in CHOICES["kl_estimator"].split():
+    for kind in ESTIMATORS.split():
         ours = train.kl(torch.tensor(new), torch.tensor(reference), kind).tolist()
         assert ours == pytest.approx([expected[kind](a - b) for a, b in zip(new, reference)], rel=1e-3, abs=1e-6)
     p, q = (torch.log_softmax(torch.randn(5, dtype=torch.float64), 0) for _ in range(2))
@@ -349,7 +351,7 @@ class Rollouts:
 def test_groups_of_equal_rewards_give_way_to_the_next_rounds_in_the_order_of_prompts():
     c, rows = config_of(dynamic_sampling=2, prompts_per_step=4, group_size=2, temperature=0.7), {"": list(range(24))}
     # an epoch: three rounds for each step
-    order = [train.rewards.rows_of_step(24, 4, k, c.seed, "rl") for k in range(6)]
+    order = [rewards.rows_of_step(24, 4, k, c.seed, "rl") for k in range(6)]
     equal = {order[3][0], order[3][2], order[4][1], order[4][2], *order[5]}
     queue = Rollouts(equal)
     flight = Flight(3)
@@ -381,7 +383,7 @@ def test_a_curriculum_draws_most_often_what_was_last_seen_half_right():
     drawn = []
     for step in range(steps):
         flight = train.sample_step(queue.sample, step, {"": (rows := list(range(24)))}, c, 7, flight).flight
-        drawn.append([place for _, place in train.rewards.draw_rows({"": rows}, 4, step, c, "rl", flight.seen)])
+        drawn.append([place for _, place in rewards.draw_rows({"": rows}, 4, step, c, "rl", flight.seen)])
     assert {row: right for (_, row), right in flight.seen.items()} == {row: [0, 4, 2][row // 8] for row in rows}
     assert all(len({*step}) == 4 for step in drawn)
     counts = collections.Counter(row // 8 for step in drawn[30:] for row in step)
@@ -393,14 +395,14 @@ def test_a_curriculum_draws_most_often_what_was_last_seen_half_right():
 def test_sources_have_their_quota_of_every_step_each_in_its_own_order():
     c = config_of(sources="a={'weight': 3}, b={}, c={'weight': 0}")
     rows = {"a": list(range(10)), "b": list(range(5))}
-    steps = [train.rewards.draw_rows(rows, 8, step, c, "rl") for step in range(10)]
+    steps = [rewards.draw_rows(rows, 8, step, c, "rl") for step in range(10)]
     assert all([name for name, _ in step] == ["a"] * 6 + ["b"] * 2 for step in steps)
     for name, n in (("a", 10), ("b", 5)):
         order = [row for step in steps for source, row in step if source == name]
         assert all(sorted(order[i : i + n]) == list(range(n)) for i in range(0, len(order), n))
     one = config_of()
-    alone = [row for _, row in train.rewards.draw_rows({"": list(range(10))}, 8, 0, one, "rl")]
-    assert alone == train.rewards.rows_of_step(10, 8, 0, one.seed, "rl")
+    alone = [row for _, row in rewards.draw_rows({"": list(range(10))}, 8, 0, one, "rl")]
+    assert alone == rewards.rows_of_step(10, 8, 0, one.seed, "rl")
 
 
 def test_held_out_prompts_have_samples_and_a_temperature_of_their_own():
@@ -461,7 +463,7 @@ def test_partial_rollouts_carry_groups_on_in_their_order_and_train_on_the_first_
     c = config_of(segment_tokens=2, groups_in_flight=5, prompts_per_step=3, group_size=2, max_new_tokens=8)
     rows = [f"row {i}" for i in range(30)]
     # as whole samples are
-    order = [rows[i] for s in range(10) for i in train.rewards.rows_of_step(30, 3, s, c.seed, "rl")]
+    order = [rows[i] for s in range(10) for i in rewards.rows_of_step(30, 3, s, c.seed, "rl")]
     queue, flight, trained = Segments(lambda n: [1, 4, 1, 2, 3, 1, 1][n % 7], 3), Flight(), []
     for step in range(6):
         first = len(queue.jobs)
@@ -541,7 +543,7 @@ def test_decoupled_ppo_weighs_by_the_last_version_over_the_behaviour_and_clips_a
 
 def test_supervised_samples_learn_the_whole_answer_and_nothing_of_the_prompt():
     c, rows = config_of(sft_batch=4), [dict(prompt_tokens=[i, i], answer_tokens=[50, i, 1]) for i in range(20)]
-    chosen = train.rewards.rows_of_step(20, 4, 2, c.seed, "sft")
+    chosen = rewards.rows_of_step(20, 4, 2, c.seed, "sft")
     samples = supervised_samples([rows[i] for i in chosen], c, train.make_sample)
     assert [int(s.tokens[0]) for s in samples] == chosen
     for s in samples:

@@ -25,7 +25,8 @@ import runs
 from scipy import stats  # SGLang's own dependency
 from tqdm import tqdm
 
-from configurator import commit, fail
+from configurator import fail
+from onecurve.run.versions import commit
 from sync import content_hash
 
 FEW = 4  # of fewer seeds the spread, and so an interval, is itself hardly known

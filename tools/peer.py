@@ -118,7 +118,7 @@ def trl_side(folder):
 
 def trl_python():
     """The command that is Python in TRL's environment. Ends the run in one line if there can be none."""
-    from configurator import library_versions
+    from onecurve.run.versions import library_versions
 
     if not shutil.which("uv"):
         refuse("no uv, which makes TRL's environment: pip install uv")
@@ -273,7 +273,7 @@ def report(args):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import torch
 
-    from configurator import commit, library_versions
+    from onecurve.run.versions import commit, library_versions
 
     if torch.cuda.is_available():
         refuse("it compares on a CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=")

@@ -40,8 +40,9 @@ from runs import ROOT, run
 from scipy.optimize import nnls  # SGLang's own dependency
 
 import train_grpo
-from configurator import check_config, configure, named_arguments, require, roles, scratch_sizes
+from configurator import check_config, configure, load_features, named_arguments, require, roles
 from kernels import CHUNK
+from onecurve.keys.scratch import scratch_sizes
 from onecurve.models.dense import check_model
 from onecurve.models.moe import KIND
 from onecurve.run.machine import least_memory, machine_memory
@@ -502,7 +503,8 @@ def report(s, c, card):
 def read(argv):
     """(Shape, the config as a namespace with what a step's samples are, Card) of a command line."""
     defaults = train_grpo.DEFAULTS
-    c = types.SimpleNamespace(**configure(KEYS | defaults | {"__file__": str(ROOT / "train_grpo.py")}, argv))
+    namespace = KEYS | defaults | {"__file__": str(ROOT / "train_grpo.py")}
+    c = types.SimpleNamespace(**configure(namespace, argv, load_features()))
     require(c.card in CARDS, f"card={c.card!r}: use {' or '.join(CARDS)}")
     require(c.mode == "grpo", f"mode={c.mode!r}: a plan is of RL steps; use 'grpo'")
     for key in ("gpus", "gpus_per_node"):

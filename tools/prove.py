@@ -19,7 +19,7 @@ import pytest
 import torch
 from runs import ROOT
 
-from configurator import commit
+from onecurve.run.versions import commit
 
 
 class Table:

@@ -193,7 +193,7 @@ def card(run, name):
     steps = [line for line in run.lines if line["phase"] == "rl"]
     different = sum(line.get("logprob_mismatch_tokens", 0) for line in steps)
     passes = [line["scores"] | line for line in evaluations(run.folder) if "pass@1" in line["scores"]]
-    notes = re.findall("^# (.*)$", (run.folder / "config.py").read_text(), re.MULTILINE)  # as configurator.provenance
+    notes = re.findall("^# (.*)$", (run.folder / "config.py").read_text(), re.MULTILINE)  # as versions.provenance
     command, commit, machine = [*notes, *["unknown"] * 3][:3]
     command = re.sub(r"(?<==)/\S*/", "", command)  # folders of this machine say nothing elsewhere
     scratch = config["init_from"] == "scratch"

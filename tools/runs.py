@@ -21,6 +21,7 @@ HUB = Path("out", "hub")  # where runs of the hub are copied to
 sys.path.insert(0, str(ROOT))  # whoever imports this can import the files there
 import configurator  # noqa: E402
 from configurator import require  # noqa: E402
+from onecurve.keys.prompts import SUMS  # noqa: E402
 
 MOST_STEPS = 2**40  # more than any run has: a stranger's log may have any number
 
@@ -138,7 +139,7 @@ def saved_config(folder):
     return configurator.saved_config(path)
 
 
-MADE_HERE = {"init_from": "scratch", "dataset": f"programs|{configurator.SUMS}"}  # values that name nothing elsewhere
+MADE_HERE = {"init_from": "scratch", "dataset": f"programs|{SUMS}"}  # values that name nothing elsewhere
 
 
 def check_links(run):

@@ -26,8 +26,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from configurator import block, check_config, configure, library_versions, named_arguments, on_cpu, require
+from configurator import block, check_config, configure, named_arguments, on_cpu, require
 from onecurve.run.start import end_with_parent, lean_imports
+from onecurve.run.versions import library_versions
 from onecurve.sglang.start import start_schedulers
 
 if __name__ == "__mp_main__":

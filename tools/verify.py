@@ -51,10 +51,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import sync
-from configurator import MODES, ORIGINS, configure, fail, library_versions, printable, require
+from configurator import MODES, ORIGINS, configure, fail, printable, require
 from onecurve.models.adapters import PEFT
 from onecurve.run.checkpoint import checkpoints
 from onecurve.run.record import LOGS
+from onecurve.run.versions import library_versions
 
 # Repeated steps are not to be stopped by a watch.
 QUIET = ("--eval_samples=1", "--watch=")

@@ -45,8 +45,9 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from configurator import noise_seed, require
+from configurator import require
 from onecurve.graders.sandbox import SandboxError
+from onecurve.keys.seeds import noise_seed
 from onecurve.run.own import describe, run_of
 from rewards import finite
 

@@ -18,8 +18,9 @@ import types
 
 import torch
 
-from configurator import MODES, fail, named_arguments, noise_seed, require
+from configurator import MODES, fail, named_arguments, require
 from onecurve.agents import again, chat, scheduler
+from onecurve.keys.seeds import noise_seed
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
 

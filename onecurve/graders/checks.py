@@ -2,7 +2,8 @@
 
 from itertools import chain
 
-from configurator import require, sources_of
+from configurator import require
+from onecurve.keys.prompts import sources_of
 from rewards import RewardError, WeightedSum, score_all
 
 

@@ -206,7 +206,7 @@ class RewardModel:
     """
     The reward 'model:name': the score that a reward model, in a folder or on the hub, gives at the end of a response.
     Our operators compute it, so its bits do not depend on what is scored beside it. Ends the run with one line if it is
-    no such model. config: the keys of train_grpo.py's block.
+    no such model. config: the keys of train_grpo.py.
 
     A reward knows texts alone: they are tokenized again, as in training with mode='rm', and each response gets an EOS,
     even one that was cut off.

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import torch.distributed as dist
 
-from configurator import HEALTHY
+from onecurve.run.checkpoint import HEALTHY
 from rewards import terms_of
 from sync import FOREVER, from_all_ranks
 

@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 
 import kernels
-from configurator import require, seed_of
+from configurator import require
+from onecurve.keys.seeds import seed_of
 from onecurve.models.folders import FullWeights, load_weights
 from onecurve.run.checkpoint import write_file
 from sync import Shard, content_hash, reason, tensor_hashes, whole

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from configurator import require, scratch_sizes, seed_of
+from configurator import require
+from onecurve.keys.scratch import scratch_sizes
+from onecurve.keys.seeds import seed_of
 from onecurve.models.moe import KIND, per_expert
 from onecurve.run.checkpoint import write_tensors
 from onecurve.run.machine import machine_memory

@@ -13,9 +13,10 @@ from pathlib import Path
 import gguf
 from huggingface_hub.constants import HF_HOME
 
-from configurator import library_versions, require
+from configurator import require
 from onecurve.models.dense import MODEL_TYPES
 from onecurve.models.folders import write_tokenizer
+from onecurve.run.versions import library_versions
 from sync import reason
 
 # How a file's tokenizer cuts a text into words, by the name in its tokenizer.ggml.pre: (regex, is a digit a word?).

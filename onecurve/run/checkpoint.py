@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from configurator import HEALTHY
 from onecurve.models.moe import per_expert
 from sync import RunError, buckets, check_fields, checksum, fsync, read_group, whole, write_atomic
+
+HEALTHY = 20  # a checkpoint this many steps before a watch speaks counts as healthy: two of its means are over by then
 
 
 def write_file(path, tensors, **metadata):

@@ -15,10 +15,11 @@ from uuid import uuid4
 import torch
 from tqdm import tqdm
 
-from configurator import ORIGINS, config_source, fail, provenance, require
+from configurator import ORIGINS, config_source, fail, require
 from onecurve.graders.watch import nothing_to_learn, text_metrics
 from onecurve.run.checkpoint import healthy_checkpoint
 from onecurve.run.scores import reward_metrics
+from onecurve.run.versions import provenance
 from sync import FIRST_EVALUATION, Ledger, RunError, appears, content_hash, from_all_ranks, write_atomic
 
 LOGS = ("ledger.jsonl", "evaluations.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to

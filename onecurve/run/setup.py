@@ -16,9 +16,10 @@ from tqdm import tqdm
 import kernels
 import rewards
 import sync
-from configurator import MODES, OWN, library_versions, roles, sources_of
+from configurator import MODES, OWN, roles
 from onecurve.cpu.host import share_cores
 from onecurve.graders import checks
+from onecurve.keys.prompts import sources_of
 from onecurve.models import folders
 from onecurve.models.dense import check_memory, check_model
 from onecurve.run.checkpoint import checkpoints, clean_queue, read_checkpoint
@@ -26,6 +27,7 @@ from onecurve.run.machine import end_with_a_line, one_device, report_error, take
 from onecurve.run.own import own_function
 from onecurve.run.record import Record, check_shared, open_run
 from onecurve.run.save import save_trainer
+from onecurve.run.versions import library_versions
 from rollout_server import Flight
 
 
