@@ -10,8 +10,8 @@ its default; defaults < files in their order < flags, in whatever order they are
 is a config file itself. A mistake ends in one line and status 2, never in a traceback. `--help` shows the comments of a
 block that stands at the left margin.
 
-A feature has a file of its own in onecurve/keys/: its keys in a block, and its `rules`. A script that gives these files
-to `configure` has their keys, too. All of it serves any script; only the last section knows the keys of train_grpo.py.
+Each feature has a file in onecurve/keys/ with a block of its keys and its `rules`. A script that gives these files to
+`configure` has their keys, too. All of this serves any script; only the last section knows the keys of train_grpo.py.
 """
 
 import json
@@ -42,17 +42,17 @@ def close_bars():
 
 
 def on_cpu(config):
-    """Whether the run will be on a CPU; before torch, which knows, is imported."""
+    """Whether the run will use a CPU, found without torch, which is imported later."""
     return config["device"] == "cpu" or not (config["device"] or Path("/proc/driver/nvidia").exists())
 
 
 def printable(text):
-    """`text` as one line that a terminal shows and does not obey: what others wrote may have escape sequences in it."""
+    """`text` as one line that is safe to print: text of others may contain escape sequences for the terminal."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.splitlines()))
 
 
 def error_line(message):
-    """The line in which an error ends this process. Under torchrun it is told, too, so that its last line is this."""
+    """The line in which an error ends this process. torchrun, if there is one, gets it as its own last line, too."""
     line = f"error: {printable(message)}"
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = dict(py_callstack=line, timestamp=str(int(time.time())))
@@ -68,7 +68,7 @@ def fail(message):
 
 
 def require(condition, message):
-    """Ends the run with one line unless `condition`, which is best the same on every rank."""
+    """Ends the run with one line unless `condition`, which should be the same on every rank."""
     if not condition:
         if os.environ.get("RANK", "0") != "0":
             # torchrun kills all ranks as soon as one has exited. Rank 0 prints the line, and may come here seconds
@@ -201,7 +201,7 @@ def _run_file(name, folder, defaults):
 
 
 def _help(what, defaults, script, features):
-    """The text of --help (what is ''), of --help=all, or of --help= and a feature's name."""
+    """The text of --help (`what` is ''), of --help=all, or of --help= and a feature's name."""
     near = suggestion(what, ["all", *features])
     require(what in ("", "all", *features), f"--help={what}: no such feature{near}  (--help lists the features)")
     if what in features:
@@ -236,7 +236,7 @@ def _described(keys, file):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# the keys of train_grpo.py: what may change on the way, and which values make no sense together
+# the keys of train_grpo.py: which may change on a resume, and which values make no sense together
 
 # keys that say where and how fast, not what is computed: they may differ between two runs with one digest
 FREE_KEYS = """
@@ -358,7 +358,7 @@ def choice(c, key, known):
 
 
 def untouched(c, keys, why):
-    """The keys have their defaults, as they do nothing here: `why`, such as 'is for --lora_rank'."""
+    """The keys must have their defaults, as they have no effect here. why: such as 'is for --lora_rank'."""
     for key in keys.split():
         yield key, vars(c)[key] == c.defaults[key], f"{why}; use {c.defaults[key]!r}"
 
@@ -375,7 +375,7 @@ def arguments(c, key, what, numbers=None):
 
 
 def block_rules(c):
-    """The keys of the block, each by itself; those that make no sense together."""
+    """The rules of the block: for each key by itself, and for values that make no sense together."""
     for key, known in CHOICES.items():
         yield from choice(c, key, known)
     yield from positive(c, POSITIVE)
@@ -409,8 +409,8 @@ def rank_rules(c):
 
 def check_config(config, world, defaults):
     """
-    Refuses values that make no sense together, before anything is started. world: number of ranks. Of what does not
-    fit, the first is told.
+    Refuses values that make no sense together, before anything is started, in a line about the first of them. world:
+    number of ranks.
     """
     c = types.SimpleNamespace(**config, world=world, defaults=defaults)
     features = load_features().values()

@@ -163,7 +163,7 @@ def naive_attention(q, k, v, scale):
 # never enter it.
 
 # Speed only, never seen in the bits. The tiles for few rows, and attention's, were tried on an H200 with Qwen3-8B's
-# shapes; what is elsewhere, and for other cards, are guesses until measured.
+# shapes; all others, and those for other cards, are guesses until measured.
 TILES = (  # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages of a matmul's program; an SM has room for 8 warps of them
     (128, 256, 64, 8, 3),
     (128, 128, 64, 8, 5),
@@ -200,7 +200,7 @@ def _part(c, m, n, M, N, c_m, c_n, ROWS: constexpr, COLUMNS: constexpr):
 def _multiply_tile(
     a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
-    """The rows m below M and the columns n below N of c = a b. ADD: the chain goes on from what c holds."""
+    """The rows m below M and the columns n below N of c = a b. ADD: the chain continues from the values in c."""
     k = tl.arange(0, BLOCK_K)
     inside_m = (m < M)[:, None]
     inside_n = (n < N)[None, :]
@@ -247,9 +247,9 @@ def triton_matmul_tma(
 ):  # fmt: skip
     """
     The same chain, fed by the copy engine. A_MK, B_NK: the descriptor's matrix lies (M, K), (N, K), K contiguous.
-    Flattened, the loops over tiles and K are one: a tile is stored while the next one's loads are under way. It goes in
-    halves, since the stages leave no shared memory for a whole one. With ADD, whose accumulator is read from c, the
-    flattened loads would be waited for one by one.
+    Flattened, the loops over tiles and K are one: a tile is stored while the next one's loads are under way. It is
+    stored in halves, since the stages leave no shared memory for a whole one. With ADD the accumulator is read from c,
+    and each flattened load would have to be waited for.
     """
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), PROGRAMS, flatten=not ADD):
         row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
@@ -276,9 +276,9 @@ def _tiles(M, N, block_m, block_n):
 
 def _tile_time(M, N, block_m, block_n, sms):
     """
-    An estimate, in numbers loaded per k: what the SM with most of the tiles loads, beyond the matrix's end as well, and
-    what it multiplies; or, if that takes longer, what all of them load, as a good half of the SMs keep memory busy.
-    Fitted to an H200's times.
+    An estimate, in numbers loaded per k: the loads (beyond the matrix's end as well) and products of the SM with most
+    of the tiles; or, if longer, the loads of all SMs, as a good half of them keep memory busy. Fitted to an H200's
+    times.
     """
     tiles = _tiles(M, N, block_m, block_n)
     loads = block_m + block_n
@@ -400,8 +400,8 @@ def addmm(bias, a, b, *, beta=1, alpha=1):
 # ------------------------------------------------------------------------------------------------------------------
 # split products: a b as the sum of products over equal parts of K, a chain of float32 each, added as a binary tree and
 # rounded once. Where an engine runs on several GPUs (Shoeybi et al. 2019, arXiv:1909.08053), each has some of the parts
-# of o_proj and down_proj, and the tree goes on across the GPUs: so its sum does not depend on who has which part. What
-# else is cut there, heads, columns and the vocabulary, leaves every sum whole on one GPU.
+# of o_proj and down_proj, and the tree continues across the GPUs: so its sum does not depend on who has which part. The
+# other cuts there, of heads, columns and the vocabulary, leave every sum whole on one GPU.
 
 
 class SplitLinear(torch.autograd.Function):
@@ -508,8 +508,8 @@ class LoRALinear(torch.autograd.Function):
 
 def _float32_mm(a, b):
     """
-    a (M, K) @ b (K, N) -> (M, N) float32; one of them is float32. Beside bfloat16, on a GPU, it is the sum of three
-    bfloat16 numbers, each with 8 of its 24 bits: tensor cores do not multiply float32.
+    a (M, K) @ b (K, N) -> (M, N) float32; one of them is float32. If the other is bfloat16, on a GPU, it is cut into
+    three bfloat16 numbers, each with 8 of its 24 bits: tensor cores do not multiply float32.
     """
     if a.dtype == b.dtype or not use_triton(a):
         return torch.mm(a.float(), b.float())
@@ -805,9 +805,9 @@ def swiglu(gate, up):
 # matmuls, which do not see how many pairs an expert has. Sums over a token's pairs go slot by slot, and an expert's
 # gradient is one chain over its pairs in order: exact zeros where there are none.
 #
-# On Triton nothing is asked of the host, so that a decode step can be a CUDA graph: an expert's program counts the
-# pairs before its own, and a product's program finds its expert and rows from these counts. As many are started as so
-# many pairs and experts can need at most. A tile is computed as `triton_matmul` does it, so no tile is seen in a row.
+# On Triton the host does nothing, so that a decode step can be a CUDA graph: an expert's program counts the pairs
+# before its own, and a product's program finds its expert and rows from these counts. The number of programs is the
+# most that these pairs and experts can need. A tile is computed as by `triton_matmul`, so no tile is seen in a row.
 
 
 @triton.jit
@@ -1057,8 +1057,8 @@ def moe(x, router, gate_up, down, k, routed=None, first=0, add=None):
 # largest score, which has no order. Backward (Dao 2023, algorithm 2): ds = p * (do v^T - rowsum(do * o)).
 #
 # Sums begin at the sequence's first key, and tiles of keys lie at absolute positions. A key in a row's future adds an
-# exact zero, and so does a tile of them. So neither the batch, nor the chunk of a prefill, nor the pages of the cache
-# can be seen.
+# exact zero, and so does a tile of them. So the result depends neither on the batch, nor on the chunk of a prefill, nor
+# on the pages of the cache.
 
 # Speed only: query rows of a tile ..
 DECODE_ROWS = 64  # .. of a decode step: 16 would be enough, but mma.sync instead of wgmma
@@ -1079,9 +1079,9 @@ class Plan:
     sequence. Without a page_table the keys are packed as the queries are. first, row: see `packed_plan`; of each token
     a row of its own.
 
-    The Triton kernels read every number from the device: no step waits for it. A captured CUDA graph replays with what
-    kv_lens, page_table and requests then hold; q_lens, of which the plan keeps running sums (B,), must stay. Keep the
-    plan as long as the graph. The CPU makes its indices at the first use.
+    The Triton kernels read every number from the device: no step waits for it. A captured CUDA graph replays with the
+    then current kv_lens, page_table and requests; q_lens must stay, since the plan keeps running sums (B,) of it. Keep
+    the plan as long as the graph. The CPU makes its indices at the first use.
     """
 
     def __init__(self, q_lens, kv_lens, page_table=None, requests=None, first=..., row=None):
@@ -1114,8 +1114,8 @@ class Plan:
     def cpu_indices(self):
         """
         For the CPU: (tokens of the packed batch, rows of the keys), (any,) int32 each; and for each sequence, (B,)
-        int64 each, where its queries begin in the first, how many they are, where its keys begin in the second, how
-        many.
+        int64 each, the start of its queries in the first, their number, the start of its keys in the second, their
+        number.
         """
         starts = self.q_ends - self.q_lens
         tokens = torch.arange(self.queries, dtype=torch.int32)
@@ -1130,15 +1130,16 @@ class Plan:
 
     @functools.cached_property
     def cpu_pairs(self):
-        """Query times key of each sequence, added: what the work of a loop is reckoned from."""
+        """The sum over sequences of queries times keys, from which a loop's work is estimated."""
         _, _, _, q_lens, _, kv_lens = self.cpu_indices
         return int((q_lens * kv_lens).sum())
 
 
 def packed_plan(lengths, device=None, ids=None):
     """
-    The plan of a packed batch of whole sequences, `lengths` (B,) tokens each, for training. ids (N,): their tokens, if
-    those with one prefix share a row of q, k and v: the rows are of the tokens `first` (U,), each token's is in `row`.
+    The plan of a packed batch of whole sequences, `lengths` (B,) tokens each, for training. With ids (N,), their
+    tokens, those with the same prefix share a row of q, k and v: rows are of the tokens `first` (U,), and `row` has
+    each token's.
     """
     lengths = torch.as_tensor(lengths, device=device).contiguous()  # as the Triton kernels read them
     if ids is None:
@@ -1422,7 +1423,7 @@ def triton_attention_dkv(
         valid = (r < rows)[:, None]
         x = tl.load(q + (token * q_n + group * q_h)[:, None] + d, mask=valid, other=0.0)
         g = tl.load(grad + ((token * (HEADS * GROUPS) + group) * D)[:, None] + d, mask=valid, other=0.0)
-        # past the sequence anything
+        # past the sequence these hold anything
         top = tl.load(lse + r)[None, :]
         mean = tl.load(delta + r)[None, :]
         s = tl.dot(kt, x.T, input_precision="ieee")
@@ -1960,7 +1961,7 @@ def draw(logprobs, seeds, positions):
 
     The noise is -log(-log(u)), u = hash / (2^32 - 1) in float64. Of the hash 2^32 - 1 that is +inf, and once in 2^32
     draws a token was taken whatever its probability: of 151,936 tokens to draw from, one in 28,000 (sglang issue 25106,
-    mended after 0.5.17). Of 2^32 - 2, u is 1 - 2^-32 and the noise 22.2, so the two largest hashes now stand for the
+    fixed after 0.5.17). Of 2^32 - 2, u is 1 - 2^-32 and the noise 22.2, so the two largest hashes now stand for the
     same tail. Every other hash keeps its noise, bit for bit.
 
     The other end is finite as it is: -log(0) is clamped to 1.8e308, and the noise of hash 0 is -709.8, where an exact
@@ -2136,7 +2137,7 @@ CARDS = {
 CAPABILITIES = ", ".join(f"{major}.{minor}" for major, minor in CARDS)
 
 
-@functools.cache  # torch takes microseconds to answer, and every launch asks
+@functools.cache  # torch takes microseconds to answer, and every launch needs it
 def _card_of(device):
     return CARDS.get(torch.cuda.get_device_capability(device))
 
@@ -2226,7 +2227,7 @@ class _NoGradient:
 
 
 def _apply(function, *args):
-    """function.apply(*args) if a gradient may be asked for, else forward alone: `apply` is slower than some loops."""
+    """function.apply(*args) if a gradient may be needed, else forward alone: `apply` is slower than some loops."""
     return function.apply(*args) if torch.is_grad_enabled() else function.forward(_NoGradient(), *args)
 
 

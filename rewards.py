@@ -4,8 +4,8 @@ Data in, scores out: rows with their prompts, and rewards of responses to them. 
     reward(prompt: str, response: str, answer: str) -> float, or (float, a dict of notes for the rollout file)
 
 of its arguments alone: a clock, a random number or the order of a set of strings (it changes with PYTHONHASHSEED) would
-end the promise that a run can be repeated bit for bit. One of yours that has a parameter `row` gets by that name the
-data set's row, a dict of all its columns. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
+end the promise that a run can be repeated bit for bit. A function of yours with a parameter `row` also gets the data
+set's row, a dict of all its columns. `load_reward("numeric + 0.2*format + my_rewards.py:short")`
 gives a weighted sum of such functions, built in or yours; `score` calls it and names the culprit when it fails.
 
 Elsewhere: rewards that need other processes or models, and checks before a run, in onecurve/graders/; functions of your
@@ -116,8 +116,8 @@ FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datase
 
 def load_split(name, configuration, split):
     """
-    The rows of a file or of a function in one, which is the data set `name` or else `split`, or of a split of a hub
-    data set. Ends the run with one line if it cannot be read.
+    The rows of a split of a hub data set, or of a file or a function in a file, named by the data set's `name` or by
+    `split`. Ends the run with one line if it cannot be read.
     """
     for made_by in (split, name):
         if ".py:" in made_by:

@@ -1,26 +1,25 @@
 """
 The rollout side: a real SGLang engine started inside a torchrun rank; prompts in, scored groups of samples out.
 
-    sample_step     has a step's samples made: whole ones, or a segment of each that is in flight
+    sample_step     makes a step's samples: whole ones, or a segment of each one in flight
     Sampler         makes samples with an engine
     RolloutEngine   starts SGLang, notices its death, lends its memory, supplies it with the trainers' weights
 
 The life of one prompt:
 
-    plan       which prompts a step has follows from (seed, step) alone, so all ranks make the same Job by themselves
+    plan       a step's prompts follow from (seed, step) alone, so all ranks make the same Job by themselves
     share      an engine that has room takes the next prompt, by a counter in torchrun's store: this decides who does
                the work, not what comes out of it
-    generate   SGLang draws G samples side by side, the noise of each from a seed of its own
+    generate   SGLang draws G samples side by side, each with noise from its own seed
     score      the reward function sees the texts while other prompts are generated; user code, one text at a time
     write      group_0003.safetensors appears whole: tokens, log-probs, rewards and weight version under one checksum
-    take       all ranks wait until every engine has said that its files are there, and read them in the order of the
-               prompts
+    take       all ranks wait until every engine has reported its files, and read them in the order of the prompts
 
 A group whose file exists is never made again.
 
-SGLang runs the model in a process of its own, the scheduler, with the operators and the draw of kernels.py. What is
-replaced there is a table in onecurve/sglang/patches.py; how the process starts is in onecurve/sglang/engine.py. Nothing
-here imports sglang before an engine is wanted: that takes seconds.
+SGLang runs the model in a separate process, the scheduler, with the operators and the draw of kernels.py. The table in
+onecurve/sglang/patches.py lists what is replaced there; onecurve/sglang/engine.py starts the process. sglang is only
+imported when an engine is started: that takes seconds.
 """
 
 import asyncio
@@ -64,12 +63,12 @@ class Job(NamedTuple):
     rows: dict  # {prompt's index in the step: dict(prompt text, answer text, prompt_tokens list)}
     samples: int  # G, per prompt
     sampling: kernels.Sampling  # temperature 0: greedy
-    tokens: int = 0  # most tokens that each sample gets in this job; 0: as many as max_new_tokens leaves it
+    tokens: int = 0  # most new tokens of a sample in this job; 0: up to max_new_tokens
     begun: dict = {}  # {prompt's index: ((step, index) with which its group was begun, the group so far or None)}
 
 
 class Flight(NamedTuple):
-    """Groups that were begun and that no step has trained on yet: all that one step's samples pass on to the next's."""
+    """Groups that were begun and not trained on yet: the only state that sampling passes from one step to the next."""
 
     begun: int = 0  # number of prompts begun so far, in the order of the data
     groups: tuple = ()  # in that order
@@ -99,7 +98,7 @@ def groups_of(queue, sampler, job):
 
 def sample_step(sample, step, rows, c, version, flight):
     """
-    Has the engines make samples (`groups_of`, Sampler.sample, SGLang's async_generate); returns the Batch of RL step
+    Makes samples with the engines (`groups_of`, Sampler.sample, SGLang's async_generate); returns the Batch of RL step
     `step` on every rank, in the order of the prompts. sample: Job -> its Groups. With dynamic sampling (DAPO, equation
     11) groups of equal rewards are replaced by the next round's; if groups are missing after the last round, the first
     of those dropped fill up the batch. Each round has its own prompts, so the number of rounds in a step changes no
@@ -114,7 +113,7 @@ def sample_step(sample, step, rows, c, version, flight):
     seen = dict(flight.seen)
     for k in range(rounds):
         places = draw_rows(rows, P, step * rounds + k, c, "rl", flight.seen)
-        # The numbers of a round's prompts go on from the round before: they are part of a sample's seed.
+        # The numbers of a round's prompts continue those of the round before: they are part of a sample's seed.
         prompts = {i: rows[source][row] for i, (source, row) in enumerate(places, k * P)}
         groups = sample(Job("rl", step, version, prompts, c.group_size, sampling_of(c)))
         for place, group in zip(places, groups):
@@ -132,9 +131,9 @@ def sample_step(sample, step, rows, c, version, flight):
 def sample_segments(sample, step, rows, c, version, flight):
     """
     The same with partial rollouts (Kimi k1.5, arXiv:2501.12599, 3.2; APRIL, arXiv:2509.18521), cut by counts alone.
-    Each step every unfinished sample in flight gets up to `segment_tokens` more, and goes on from its own tokens; fresh
-    prompts fill the flight up. The step trains on the first P finished groups in the order in which they were begun;
-    where fewer are finished, all go on under the same weights.
+    In each step every unfinished sample in flight continues by up to `segment_tokens` tokens, and fresh prompts fill
+    the flight up. The step trains on the first P finished groups in the order in which they were begun; while fewer are
+    finished, all continue under the same weights.
     """
     P = c.prompts_per_step
     places = c.groups_in_flight
@@ -164,7 +163,7 @@ def sample_segments(sample, step, rows, c, version, flight):
 # ------------------------------------------------------------------------------------------------------------------
 # samples
 
-SCORERS = ThreadPoolExecutor(64, "reward")  # rewards are worked out beside the engine, which does not wait for them
+SCORERS = ThreadPoolExecutor(64, "reward")  # rewards are computed beside the engine, which does not wait for them
 
 
 def sampling_seed(*key):
@@ -196,7 +195,7 @@ class Sampler:
     stop_tokens: list  # a sample ends with the first of them
 
     def params(self, job, seed, **others):
-        """What SGLang is told of a request."""
+        """SGLang's sampling parameters for a request."""
         return job.sampling._asdict() | dict(
             top_k=job.sampling.top_k or -1,
             sampling_seed=seed,
@@ -250,7 +249,7 @@ class Sampler:
         """A prompt's samples of one turn: (tensors, meta) of the group file."""
         row = job.rows[index]
         began = time.time()
-        # a fresh prompt, which nothing is drawn of, or a partial rollout, begun at an earlier step
+        # a fresh prompt without tokens yet, or a partial rollout, begun at an earlier step
         born, group = job.begun.get(index, ((job.step, index), None))
         seeds = [sampling_seed(self.seed, job.stream, *born, g, 0) for g in range(job.samples)]
         samples = [Drawn([], [], []) for _ in seeds]
@@ -266,7 +265,7 @@ class Sampler:
             where = f"{job.stream} step {job.step}, prompt {index}, sample "
             reward = self.rewards[row.get("source", "")]
             calls = [(text, f"{where}{g}") for g, text in enumerate(texts)]
-            # Those that wait for a process or an answer do so side by side; others would only wake each other.
+            # Rewards that wait for a process or an answer run side by side; others would only wake each other.
             parts = [[call] for call in calls] if reward.waits else [calls]
             run = functools.partial(asyncio.get_running_loop().run_in_executor, SCORERS, score_all, reward, row)
             scored = [*itertools.chain(*await asyncio.gather(*map(run, parts)))]
@@ -315,8 +314,8 @@ class Sampler:
 
 def start_sampler(run, task, lends):
     """
-    The Sampler of a Run's Task with this rank's engine, which it starts; an agent's makes episodes. lends: the engine
-    gives its memory to this rank's trainer meanwhile.
+    Starts this rank's engine; returns the Sampler of a Run's Task, which makes episodes if there is an agent. lends:
+    the engine gives its memory to this rank's trainer while that works.
     """
     c = run.c
     agent = task.agent
@@ -348,8 +347,8 @@ LENT = ["kv_cache", "weights"]  # SGLang's names of the memory that sleeps
 
 class RolloutEngine:
     """
-    One SGLang engine, kept alive and supplied with weights. Raises RunError when it dies while it is asked for
-    something, or says nothing for `engine_timeout` seconds; a death at another moment ends the process with one line.
+    One SGLang engine, kept alive and supplied with weights. Raises RunError if it dies during a request or is silent
+    for `engine_timeout` seconds; if it dies at another moment, the process ends with one line.
 
     hf: the model's Hugging Face config. config: the keys of train_grpo.py. log: the file that takes SGLang's
     output. lends: `sleep` gives the memory of weights and cache to this rank's trainer. cores: as in
@@ -374,8 +373,8 @@ class RolloutEngine:
         self.asleep = False
         self.model_type = hf.model_type
         self.asked = 0  # open requests
-        self.since = 0.0  # when there was one
-        self.busy = 0.0  # seconds with any before that
+        self.since = 0.0  # when the first of them began
+        self.busy = 0.0  # seconds with open requests before that
         on_sigterm = signal.getsignal(signal.SIGTERM)
         started = time.monotonic()
         print(f"{self.name}: starting SGLang, its output goes to {log}", flush=True)
@@ -395,7 +394,7 @@ class RolloutEngine:
                 self.manager = self.sglang.tokenizer_manager
                 self.io_struct = io_struct
                 self.loop.run_until_complete(self._take_signals_back(on_sigterm))
-                self.flush()  # by each of its sockets a first message
+                self.flush()  # sends a first message over each of its sockets
                 self.check_weights({})
         except Exception as e:
             raise RunError(f"{self.name}: SGLang did not start: {e} (see {log})")
@@ -406,7 +405,7 @@ class RolloutEngine:
         Takes SIGTERM and SIGQUIT back from SGLang, which would drain its requests first. A SIGTERM, torchrun's too,
         ends this process (the kernel then ends the scheduler), and a dead scheduler is reported in one line.
         """
-        self.manager.auto_create_handle_loop()  # SGLang takes the signals here, if no request has made it do so yet
+        self.manager.auto_create_handle_loop()  # SGLang takes the signals here, unless a request has made it do so
         for s in (signal.SIGTERM, signal.SIGQUIT):
             self.loop.remove_signal_handler(s)  # outside of the loop uvloop would not
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -439,7 +438,7 @@ class RolloutEngine:
             self.sglang.shutdown()
 
     def run(self, coroutines, when):
-        """The results of coroutines, run side by side. Raises RunError where SGLang falls silent while it is asked."""
+        """The results of coroutines, run side by side. Raises RunError if SGLang falls silent meanwhile."""
         return self.loop.run_until_complete(self._watched(coroutines, when))
 
     async def ask(self, request):
@@ -453,7 +452,7 @@ class RolloutEngine:
             self.busy += 0 if self.asked else time.time() - self.since
 
     def worked(self):
-        """Seconds so far in which SGLang was asked for something."""
+        """Seconds so far with an open request to SGLang."""
         return self.busy + (time.time() - self.since if self.asked else 0)
 
     def generate(self, ids, params, **options):
@@ -490,11 +489,11 @@ class RolloutEngine:
             raise
 
     def silent(self, when):
-        """The error of an engine that answers no more."""
+        """The error of an engine that no longer answers."""
         return RunError(f"{self.name}: silent for {self.config['engine_timeout']:g} s {when}; see {self.log}")
 
     def request(self, coroutine, doing):
-        """Runs one of the manager's coroutines. Raises RunError where SGLang refuses what it requests."""
+        """Runs one of the manager's coroutines. Raises RunError if SGLang refuses the request."""
         answer = self.run([self.ask(coroutine)], f"while {doing}")[0]
         if answer and not answer[0]:  # (whether it worked, why not, ..), or None
             rank_is_lost(answer[1])
@@ -520,7 +519,7 @@ class RolloutEngine:
         self.request(self.manager.destroy_weights_update_group(group), "leaving the weight group")
 
     def flush(self):
-        """Empties the prefix cache. Asks until it is done: just after its last token the scheduler is still busy."""
+        """Empties the prefix cache. Retries until it is done: just after its last token the scheduler is still busy."""
         end = time.monotonic() + self.config["engine_timeout"]
         while not self.run([self.ask(self.manager.flush_cache())], "while flushing its cache")[0].success:
             if time.monotonic() > end:
@@ -531,7 +530,7 @@ class RolloutEngine:
         """If it lends: gives up the memory of weights and cache until the next weights come."""
         if self.lends and self.device == "cuda" and not self.can_lend:
             print(f"{self.name}: SGLang lends no memory, its torch_memory_saver is not loaded; see {self.log}")
-            self.lends = False  # all else goes on as if it did
+            self.lends = False  # all else works as if it did
         if self.lends:
             self.flush()  # waits until it is idle; on a CPU what it lends are the weights' panels
             self.asleep = True
@@ -541,7 +540,7 @@ class RolloutEngine:
 
     @functools.cached_property
     def can_lend(self):
-        """Whether SGLang's processes have the library that does it: ld.so leaves one out that it does not find."""
+        """Whether SGLang's processes have loaded the library that does it: ld.so skips one that it does not find."""
         maps = (Path(f"/proc/{pid}/maps").read_text() for pid in self.sglang.get_all_child_pids())
         return any("torch_memory_saver" in text for text in maps)
 

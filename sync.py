@@ -54,7 +54,7 @@ class RunError(SystemExit):
 
 
 def rank_is_lost(error):
-    """Whether what an exception or a library says comes from another rank's end; that one gets time to say why."""
+    """Whether an error means that another rank has ended; if so, waits, so that rank can print its reason."""
     lost = isinstance(error, dist.DistError) or re.search("gloo|NCCL", str(error))
     if lost:
         time.sleep(5)
@@ -195,7 +195,7 @@ def meet(group=None):
 def from_all_ranks(x, group=None):
     """[each rank's x], on every rank. group: one that no other thread uses meanwhile; None: the default, of all."""
     everyone = [x] * dist.get_world_size(group)
-    if len(everyone) > 1:  # to ask nobody takes a millisecond
+    if len(everyone) > 1:  # alone, a collective would still take a millisecond
         meet(group)
         dist.all_gather_object(everyone, x, group=group)
     return everyone
@@ -210,8 +210,8 @@ def from_all_ranks(x, group=None):
 class TreeReduceScatter(DefaultReduceScatter):
     """
     FSDP2's reduce-scatter as an all-to-all and a pairwise sum in rank order. The backend's own adds in ring order,
-    which depends on the number of ranks. Sends as many bytes. It adds even where `op` asks for FSDP's average: the
-    loss has been divided already.
+    which depends on the number of ranks. Both send the same number of bytes. It adds even where `op` is FSDP's
+    average: the loss has been divided already.
     """
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
@@ -243,8 +243,8 @@ class LeafSum:
 
     def backward(self, loss):
         """
-        Adds the gradients of a leaf's loss. Autograd adds the second leaf of each pair in place, and every leaf of a
-        rank that has one in each row: so the gradients of a leaf take no room of their own.
+        Adds the gradients of a leaf's loss. Autograd adds the second leaf of each pair in place, and on a rank with one
+        leaf per row every leaf: so a leaf's gradients need no extra memory.
         """
         loss.backward()  # FSDP2 adds the ranks' gradients here, by TreeReduceScatter
         self.waiting += 1
@@ -261,7 +261,7 @@ class LeafSum:
         self.waiting = 0
 
     def add(self, grads, leaves=1):
-        """Adds the tensors [(rows here, ..)] of so many leaves, and keeps and overwrites them."""
+        """Adds the tensors [(rows here, ..)] of this number of leaves, and keeps and overwrites them."""
         while left := self.subtrees.pop(leaves, None):
             torch._foreach_add_(left, grads)
             grads = left
@@ -305,7 +305,7 @@ def shards(model, mesh):
 
 
 def whole(shard, mesh):
-    """The whole tensor, on every rank, of the rows that each has. Collective over the trainers."""
+    """The whole tensor, on every rank, from each rank's rows. Collective over the trainers."""
     if mesh.size() == 1:  # a DTensor would come to the same, more slowly
         return shard.data
     stride = torch.empty(shard.shape, device="meta").stride()
@@ -315,8 +315,8 @@ def whole(shard, mesh):
 
 def grad_norm(grads, shards, group):
     """
-    l2 norm over all ranks (a float64 scalar): squares are added along each row, and the rows of all parameters, put
-    in their places by adding zeros, pairwise in order. So it is the same number on any number of ranks.
+    l2 norm over all ranks (a float64 scalar): squares are added along each row, then the rows of all parameters
+    pairwise in order (adding zeros puts each in its place). So it is the same number on any number of ranks.
     """
     sizes = [s.shape[0] for s in shards]
     rows = torch.zeros(sum(sizes), dtype=torch.float64, device=grads[0].device)
@@ -349,8 +349,8 @@ def buckets(shapes, dtype, max_bytes=1 << 30):
 
 def rounded_to(x, bits):
     """
-    x (.., C) float32 rounded as an engine of these bits would have it. bf16, fp16: to the nearest. fp8 (e4m3), int8:
-    each row by a scale of its own, its largest number over the type's; vectors, such as norms, then are bf16.
+    x (.., C) float32 rounded to the weights of an engine of these bits. bf16, fp16: to the nearest. fp8 (e4m3), int8:
+    each row has its own scale, its largest number over the type's; vectors, such as norms, are then bf16.
     """
     bits = bits.removesuffix(":act")
     if bits == "fp32":
@@ -368,8 +368,8 @@ class WeightSync:
     Sends the trainers' weights to every engine, and compares a hash of each parameter that the engine then holds with
     the trainers'. Collective over all ranks; without a trainer `shards` is (), without an engine `engine` is None.
 
-    broadcast   each trainer sends its rows to all engines' workers, in a group of its own with them: so nobody waits
-                for another trainer, and no card holds more than its rows (onecurve/sglang/patches.py)
+    broadcast   each trainer sends its rows to all engines' workers, in its own group with them: so no trainer waits
+                for another, and no card holds more than its rows (onecurve/sglang/patches.py)
     ipc         a rank that has both hands its engine the memory itself (CUDA's handles; shared memory on a CPU)
 
     how: one of these; '' is ipc where every rank has a GPU, a trainer and an engine, else broadcast. dtype: of what is
@@ -463,7 +463,7 @@ class WeightSync:
             self.engine.check_weights(expected)
 
     def _send_on(self, stream):
-        """The thread that sends. An error of its own ends this process, and so the run."""
+        """The sending thread. Its errors end this process, and so the run."""
         try:
             with torch.cuda.stream(stream):
                 while delivery := self.deliveries.get():
@@ -487,7 +487,7 @@ class WeightSync:
             self._at_both_ends(lambda: dist.destroy_process_group(self.group), "leave_weight_group")
 
     def _broadcast(self, bucket, shards, version, last):
-        """Sends this trainer's rows, in one piece, first in a group that it has with all engines: `src=0` is itself."""
+        """Sends this trainer's rows, in one piece, in its group with all engines, where it is rank 0 (`src=0`)."""
         sending = None
         if self.group:
             piece = torch.cat([s.data.flatten() for s in shards])
@@ -504,9 +504,9 @@ class WeightSync:
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# rollouts: queue/rl_000012/group_0003.safetensors, written once and whole. Engines say over torchrun's store which of
-# them makes which file, and when all are written. So no node asks for a file too early: a network file system might
-# then go on for a minute to say that it does not exist.
+# rollouts: queue/rl_000012/group_0003.safetensors, written once and whole. Engines announce over torchrun's store which
+# of them makes which file, and when all are written. So no node looks for a file too early: a network file system might
+# then report it as missing for another minute.
 
 
 def fsync(path):
@@ -542,10 +542,10 @@ class Group(NamedTuple):
     One prompt's G scored samples, as a group file has them. A row is a dialogue with its model; without an agent each
     sample is one row of one turn.
 
-    tensors, all on the CPU: prompt_tokens; of each row: lengths (tokens), sample (0 .. G-1), turns (how many),
+    tensors, all on the CPU: prompt_tokens; of each row: lengths (tokens), sample (0 .. G-1), turns (their number),
     truncated; of each token, the rows end to end: tokens, logprobs, loss_mask, weight_version, turn (its index in the
     row; -1: the model did not write it); of each turn: turn_rewards; of each sample: rewards, without an agent seeds.
-    meta: what was asked and said in words, by whom and when: str, int and list values.
+    meta: the prompt and the responses as text, who made them and when: str, int and list values.
     """
 
     tensors: dict
@@ -581,8 +581,8 @@ def write_group(path, tensors, meta):
 def read_group(path, vocabulary=0, **expected):
     """
     The Group of a file. Raises RunError for a torn or altered file, and where meta differs from `expected` (run, step,
-    prompt, version): a file of another run must not be trained on. vocabulary: number of tokens that there are; then
-    also where the tensors do not fit together, as an operator would read beside them.
+    prompt, version): a file of another run must not be trained on. vocabulary: its size; with it, raises also where
+    the tensors do not fit together, as an operator would read outside of them.
     """
     try:
         with safe_open(path, "np") as f:  # three times as fast as "pt"
@@ -607,7 +607,7 @@ def check_fields(path, found, expected):
 
 
 def appears(path, seconds):
-    """Whether a file that another node may have written can be seen here within so many seconds."""
+    """Whether a file that another node may have written can be seen here within `seconds`."""
     end = time.monotonic() + seconds
     while not (there := path.exists()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -639,13 +639,13 @@ class Queue(NamedTuple):
         return folder
 
     def share(self, job):
-        """This engine's share of a job's prompts: each goes to the engine that asks next. It changes who, not what."""
+        """This engine's share of a job's prompts: each goes to the next free engine. It changes who, not what."""
         prompts = list(job.rows)
         while (n := self.store.add(self._key(job), 1)) <= len(prompts):
             yield prompts[n - 1]
 
     def done(self, job, engine):
-        """Says that what this engine took of a job is written."""
+        """Reports that this engine's share of a job is written."""
         self.store.set(f"{self._key(job)} engine {engine}", "done")
 
     def take(self, job):
@@ -662,7 +662,7 @@ class Queue(NamedTuple):
         return groups
 
     def _wait(self, folder, keys):
-        """Returns when all engines have said that what they took is written."""
+        """Returns when all engines have reported their shares as written."""
         since = time.monotonic()
         before = None
         lend_cores(True)
@@ -726,7 +726,7 @@ def run_id(config):
     return content_hash({key: value for key, value in config.items() if key not in FREE_KEYS})
 
 
-FIRST_STEP = "onecurve 1"  # what the first link of a chain is the hash of: a format's name and version
+FIRST_STEP = "onecurve 1"  # its hash is the first link of a chain: a format's name and version
 FIRST_EVALUATION = "onecurve evaluations 1"
 
 
@@ -736,8 +736,8 @@ class Ledger:
     optimizer) and `chain`, a SHA-256 over the line and the chain before it. Two runs with the same last link did the
     same; the first differing line and stage say where two runs parted. `digest` is the last link.
 
-    size: bytes of an existing file to go on from. What a killed run wrote after them is cut off, and compared with
-    what comes out now. first: one of the two above. Raises RunError if the chain is broken, and, if `strict`, where the
+    size: bytes of an existing file to continue from. Later lines, of a killed run, are cut off and compared with the
+    new ones. first: one of the two above. Raises RunError if the chain is broken, and, if `strict`, where the
     comparison fails.
     """
 

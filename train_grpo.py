@@ -37,7 +37,7 @@ from onecurve.sglang.start import start_engine_early
 
 # the run
 out_dir = "out/run"  # everything the run writes
-# a model folder, hub name or GGUF file; 'scratch': a small Qwen3 made here; 'resume': go on in out_dir
+# a model folder, hub name or GGUF file; 'scratch': a small Qwen3 made here; 'resume': continue in out_dir
 init_from = "scratch"
 # grpo: sample and train. Modes without an engine: replay trains again on the rollouts in queue_dir, sft trains on the
 # data's answers, rm a reward model on the data's pairs, dpo the model itself on such pairs (kl_coef is DPO's beta).
@@ -56,7 +56,7 @@ split = "train"
 prompt_column = "prompt"
 answer_column = "answer"
 prompt_template = ""  # such as 'Q: {prompt}\nA:', with any column's name in braces; '': the prompt column as it is
-# put the prompt through the tokenizer's chat template, as a user's message or as the list of messages that it is
+# apply the tokenizer's chat template to the prompt: a user's message, or a list of messages
 chat_template = False
 max_prompt_tokens = 256  # longer prompts are dropped
 # numeric, exact, format, math, judge, code (programs and tests), reasoning_gym, 'my_file.py:my_function',
@@ -98,11 +98,11 @@ pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, fo
 rollout_ranks = 1  # number of ranks, taken from the end, that sample; the others train
 colocate = False  # every rank samples and trains, one after the other (a single process always does)
 rollout_tp = 1  # number of sampling ranks that share an engine, for models larger than a GPU (tensor parallel)
-lanes = 8  # leaves that the trainers compute side by side, a row: a power of two. It, not their number, orders sums
-leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample is a leaf of its own
+lanes = 8  # leaves of a row, which trainers compute side by side: a power of two. It fixes the order of sums
+leaf_tokens = 16384  # most tokens of a micro-batch ("leaf"); a longer sample gets its own leaf
 gradient_checkpointing = False  # keep one activation per layer and compute the others again; changes no bit
-# compute once what samples of a leaf begin with alike, such as a group's prompt, in the update, too: much of the work
-# where answers are short. The gradients are then added in another order
+# compute a prefix that samples of a leaf share, such as a group's prompt, only once in the update, too: it is much of
+# the work where answers are short. The gradients are then added in another order
 share_prefixes = False
 # checkpoints, the record
 checkpoint_every = 50  # steps between checkpoints, beside those after the warm-up and the last step; 0: no checkpoints
@@ -207,10 +207,10 @@ def policy_loss(kind, logprobs, old_logprobs, advantages, counts, clip_low, clip
             with the gradient of its variant GSPO-token
     cispo   -clip(r) A logprob, no gradient through the clip: MiniMax-M1 (arXiv:2506.13585)
 
-    old_logprob is the trainer's before the first update with `importance`, else the engine's.
+    With `importance`, old_logprob is the trainer's before the first update; else it is the engine's.
 
-    A loss in a file returns the same, of what it gets by name: these arguments, rollout_logprobs (the engine's),
-    entropy (M,), what else a Leaf has (reference, mark, ..), and every key of the config.
+    A loss in a file returns the same. It gets by name these arguments, rollout_logprobs (the engine's), entropy (M,),
+    the other columns of a Leaf (reference, mark, ..), and every key of the config.
     """
     if kind == "pg":
         return -advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
@@ -241,8 +241,8 @@ def kl(logprobs, reference_logprobs, kind):
 
 def aggregate(losses, counts, kind, samples, tokens, longest):
     """
-    A leaf's part of a step's loss; `samples` and `tokens` are how many samples and loss tokens the whole step has. The
-    parts of all leaves add up to
+    A leaf's part of a step's loss; `samples` and `tokens` are the numbers of samples and loss tokens of the whole step.
+    The parts of all leaves add up to
 
     token      the mean over all tokens (DAPO, equation 8)
     sequence   the mean over samples of the mean over each one's tokens (GRPO, equation 3)
@@ -259,7 +259,7 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
         return peak * (step + 1) / warmup_steps
     if not decay_steps:
         return peak
-    from onecurve.cpu.loops import cos_sin  # a libm's cosine follows the machine
+    from onecurve.cpu.loops import cos_sin  # a libm's cosine depends on the machine
 
     done = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
     return min_lr + (peak - min_lr) * 0.5 * (1 + cos_sin(math.pi * done)[0])
@@ -270,7 +270,7 @@ def learning_rate_at(step, peak, warmup_steps, decay_steps, min_lr):
 
 class Sample(NamedTuple):
     tokens: Tensor  # (T,) prompt and response
-    prompt_tokens: int  # how many of them are the prompt's
+    prompt_tokens: int  # number of prompt tokens among them
     loss_at: Tensor  # (M,) indices of the loss tokens in `tokens`; the tensors below are of these tokens alone
     turn: Tensor  # (M,) index of each token's turn
     staleness: Tensor  # (M,) steps from the weights that sampled the token to those that are trained now
@@ -280,16 +280,16 @@ class Sample(NamedTuple):
     reference: Tensor  # (M,) log-probs of the reference
     values: Tensor  # (M,) of the critic before the first update
     returns: Tensor  # (M,) what the critic learns
-    mark: Tensor  # (M,) what the `before` of a loss in a file has noted for it
+    mark: Tensor  # (M,) set by the function `before` of a loss in a file
     bootstrap: float = 0.0  # the critic's value after the last token; 0 unless cut off
     name: str = ""  # 'prompt 3, sample 5', for errors
     truncated: bool = False  # cut off at max_new_tokens
-    of: int = 0  # index of the sample in the batch; an agent's forks have the same, being dialogues of one sample
+    of: int = 0  # index of the sample in the batch; an agent's forks share it, as dialogues of one sample
     turn_rewards: Tensor = torch.zeros(1)  # (turns,)
     kept: Tensor = torch.zeros(2, 0).long()  # (2, K) pairs of a loss token and an id: what its sampling rule kept
 
     def only(self, chosen):
-        """The sample with no loss but on these loss tokens (M,), cut after the last of them."""
+        """The sample with a loss on these loss tokens (M,) only, cut after the last of them."""
         columns = {name: getattr(self, name)[chosen] for name in ("loss_at", "turn", *COLUMNS)}
         return self._replace(tokens=self.tokens[: columns["loss_at"][-1] + 1], **columns)
 
@@ -310,9 +310,9 @@ Leaf = namedtuple("Leaf", LEAF)
 
 def make_sample(prompt, response, loss_mask, logprobs, turn=None, staleness=None, **others):
     """
-    A Sample of a prompt and a response (R,), of whose tokens those in loss_mask (R,) have a loss. logprobs, turn,
-    staleness: (R,); None: 0. others: the last fields of a Sample. Columns that are not known yet are 0, and
-    old_logprobs the engine's.
+    A Sample of a prompt and a response (R,); loss_mask (R,) says which tokens have a loss. logprobs, turn, staleness:
+    (R,); None: 0. others: the last fields of a Sample. Columns that are not known yet are 0; old_logprobs are the
+    engine's.
     """
     at = loss_mask.nonzero()[:, 0]
     zeros = torch.zeros(len(at))
@@ -323,14 +323,14 @@ def make_sample(prompt, response, loss_mask, logprobs, turn=None, staleness=None
     return Sample(tokens, len(prompt), loss_at=len(prompt) + at, turn=turn, **columns, **others)
 
 
-# One token without loss, which stands in an empty leaf: its rank must take part in the other ranks' collectives.
+# One token without loss fills an empty leaf: its rank must take part in the other ranks' collectives.
 nothing = torch.zeros(0)
 FILLER = make_sample(torch.zeros(1).long(), nothing.long(), nothing, nothing)
 
 
 def samples_of(groups, step, overlong_filter=False):
     """
-    The samples of rollout Groups in their order, for training at `step`. overlong_filter: those cut off teach nothing.
+    The samples of rollout Groups in order, for training at `step`. overlong_filter: samples cut off have no loss.
     """
     samples = []
     begun = 0  # samples of the groups before
@@ -378,7 +378,7 @@ def pack(samples, device):
 def plan_leaves(lengths, leaf_tokens, lanes):
     """
     Packs samples of these lengths (tokens) into leaves of at most leaf_tokens: lists of indices, `lanes` of them to a
-    row, row after row. A longer sample is a leaf of its own; a leaf may be empty. The ranks that share a row wait for
+    row, row after row. A longer sample gets its own leaf; a leaf may be empty. The ranks that share a row wait for
     its longest leaf, so leaves are made as even as can be: the longest sample first, each into the lightest leaf
     (Graham 1969, LPT), in about as few rows as hold them. The plan never depends on the number of ranks.
     """
@@ -434,7 +434,7 @@ def with_advantages(samples, rewards, c, groups=()):
 
 
 def policy_step_loss(output, leaf, c, samples, tokens):
-    """The loss of an RL step, of the terms that the config asks for."""
+    """The loss of an RL step, with the terms that the config sets."""
     logprobs, entropy, values = output.logprobs, output.entropy, output.values
     counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
@@ -462,8 +462,8 @@ POLICY = Objective("rl", policy_step_loss)
 
 def check_bits(leaf, logprobs, age=0):
     """
-    The promise of this project, checked at every loss token of a Leaf or a Sample: the trainer's log-probs (M,) are the
-    engine's, as bits, where both used the same weights, at tokens of staleness `age`. Returns which differ (M,).
+    The promise of this project: where trainer and engine used the same weights, which is at tokens of staleness `age`,
+    their log-probs (M,) have the same bits. Returns which loss tokens of a Leaf or a Sample differ (M,).
     """
     return (logprobs.view(torch.int32) != leaf.logprobs.view(torch.int32)) & (leaf.staleness == age)
 
@@ -482,11 +482,11 @@ def mismatch(sample, logprobs, differ):
 
 class Trainer:
     """
-    A rank's share of the model and of AdamW's state, and what is done with them. All methods that take samples are
+    A rank's share of the model and of AdamW's state, and the work on them. All methods that take samples are
     collective over the trainers: each rank passes all the samples of a step, and works on its own leaves.
 
     c: the config as a namespace. hf, folder: the model's Hugging Face config, and where its weights are read from.
-    checkpoint: the folder from which to go on, None without. saved: what it says of itself.
+    checkpoint: the folder to resume from, or None. saved: its record.
     """
 
     def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved=types.MappingProxyType({})):
@@ -532,7 +532,7 @@ class Trainer:
         self.mismatches = []  # since the last update, each sample's on one rank
 
     def published(self, version):
-        """This rank's shards of what engines get as `version`: of the copy if one is kept, else of the weights now."""
+        """This rank's shards of the weights that engines get as `version`: of a kept copy, else of the current ones."""
         return self.parts.published(self.past.versions.get(version, self.policy))
 
     @contextmanager
@@ -559,7 +559,7 @@ class Trainer:
         lengths = [len(s.tokens) for s in samples]
         unit = objective.unit
         shared = c.batch_invariant and (c.share_prefixes or not torch.is_grad_enabled())
-        if c.share_prefixes:  # a group goes into one leaf, or as much of it as is half of one
+        if c.share_prefixes:  # a group goes into one leaf, or in units of at most half a leaf
             unit *= max(1, min(c.group_size, len(samples) // (2 * c.lanes), c.leaf_tokens // (2 * max(lengths))))
         units = [sum(lengths[i : i + unit]) for i in range(0, len(lengths), unit)]
         planned = plan_leaves(units, c.leaf_tokens, c.lanes)
@@ -589,14 +589,14 @@ class Trainer:
         return self.in_order(mine)
 
     def in_order(self, mine):
-        """What each rank has of its samples, {index: ..}, as a list on every rank: advantages are of a whole batch."""
+        """Gathers each rank's {index: ..} into one list, on every rank: advantages need the whole batch."""
         found = ChainMap(*sync.from_all_ranks(mine, self.control))
         return [found[i] for i in sorted(found)]
 
     def forward_only(self, samples):
         """
-        Passes over a batch before its first update: the samples with the trainer's own log-probs (where importance
-        weights need them), what a sampling rule kept, the critic's values and the reference's log-probs filled in.
+        Passes over a batch before its first update, which fill in the trainer's own log-probs (where importance weights
+        need them), what a sampling rule kept, the critic's values and the reference's log-probs.
         """
         c = self.c
         again = self.reference or c.updates_per_batch > 1  # log-probs are computed again, by other weights
@@ -611,7 +611,7 @@ class Trainer:
         return self.reference.fill(samples) if self.reference else samples
 
     def compare(self, leaf, samples, logprobs, age=0):
-        """Notes where log-probs (M,) differ, by `check_bits`. samples: those of the Leaf, or the one that it is."""
+        """Records the log-probs (M,) that differ by `check_bits`. samples: those of the Leaf, or the one Sample."""
         differ = check_bits(leaf, logprobs, age)
         if differ.any():
             counts = [len(s.loss_at) for s in samples]
@@ -680,8 +680,8 @@ class Trainer:
         """
         grads, metrics = self.gradients(samples, objective, check)
         if check:
-            # Each rank has seen its own leaves only; what is printed must be the same on any number of ranks: the first
-            # sample of the batch that differs.
+            # Each rank has seen only its own leaves, but any number of ranks must print the same line: that of the
+            # batch's first sample that differs.
             mismatches = sorted(chain(*sync.from_all_ranks(self.mismatches, self.control)))
             self.mismatches = []
             differ = sum(count for *_, count, _ in mismatches)
@@ -708,8 +708,8 @@ def learn(trainer, step, groups, c):
     """
     began = monotonic()
     samples = samples_of(groups, step, c.overlong_filter)
-    # Before any weight moves, the trainer's log-probs are compared with the engine's: those of older weights in passes
-    # of their own, the others in the first update.
+    # Before any weight moves, the trainer's log-probs are compared with the engine's: those of older weights in
+    # separate passes, the others in the first update.
     samples = trainer.past.check(samples, step)
     metrics = dict(check_seconds=monotonic() - began)
     samples = trainer.forward_only(samples)
@@ -746,7 +746,7 @@ def evaluate(sample, step, rows, c, version, record):
 if __name__ == "__main__":
     c = types.SimpleNamespace(**config)
     prepare_process()
-    # ---- what this rank is and has. Nothing is computed before all of it is known to be usable.
+    # ---- this rank's parts. Nothing is computed before all of them are known to be usable.
     task = Task(c)  # the data and its rewards
     run = Run(c, task, resumed, restarted, lambda: resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS))
     ranks = run.ranks
@@ -775,9 +775,9 @@ if __name__ == "__main__":
     # that only sample wait in 3 for the weights; a rank that is both does one after the other.
     #
     # Without a lag, `ahead` is 0 and `sampled` is `s`. With one, samples are that many steps ahead: so the loop begins
-    # before `start`, with samples alone. A resume makes them again with the same versions of the weights, and those
-    # whose files are there are only read.
-    # By how many steps this rank samples before it learns. One that only trains reads files when they are due.
+    # before `start`, with samples alone. A resume makes these again with the same versions of the weights, or reads
+    # them where their files exist.
+    # How many steps this rank samples ahead. A rank that only trains reads files when they are due.
     ahead = c.lag if sampler or (ranks.engines and not run.overlaps) else 0
     flight = run.flight
     batches = {}  # {step: what was sampled for it}
@@ -787,8 +787,8 @@ if __name__ == "__main__":
         run.record.open_bar(run.start, run.steps)
     for s in range(run.start - c.lag, run.steps):
         times = [monotonic()]
-        # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since what
-        #    is sampled next may depend on what came (dynamic sampling, partial rollouts).
+        # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since the
+        #    next samples may depend on them (dynamic sampling, partial rollouts).
         sampled = s + ahead
         if run.start <= sampled < run.steps:
             batches[sampled] = sample_step(sample, sampled, task.train_rows, c, run.version_for(sampled), flight)
@@ -800,8 +800,8 @@ if __name__ == "__main__":
         # 2. Learn.
         metrics, hashes = learn(trainer, s, batch.groups, c) if batch and trainer else ({}, {})
         times.append(monotonic())
-        # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles overlap
-        #    this is a thread's work, and the proof comes later.
+        # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles
+        #    overlap, a thread does this and the proof comes later.
         if weights and s >= 0:
             weights.publish(s + 1, hashes.get("weights", {}), trainer.published(s + 1) if trainer else ())
         if not batch:
@@ -810,7 +810,7 @@ if __name__ == "__main__":
         # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
         if run.record:
             run.record.step(s, batch, metrics, hashes, times)
-        # 5. Now and then look at the held-out prompts, and save all that is needed to go on from here.
+        # 5. Every so many steps, evaluate on the held-out prompts and save a checkpoint.
         alarm = watch.alarm()
         if run.evaluates and due(s + 1, c.eval_every, run.steps):
             evaluate(sample, s + 1, task.eval_rows, c, s + 1, run.record)
