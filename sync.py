@@ -374,7 +374,7 @@ class WeightSync:
 
     how: one of these; '' is ipc where every rank has a GPU, a trainer and an engine, else broadcast. dtype: of what is
     sent; bits: see `rounded_to`. overlap: on a rank without an engine a thread sends, as soon as the engines are ready,
-    and the rank goes on.
+    and the rank continues.
     """
 
     def __init__(self, how, ranks, shards, engine, device, dtype, overlap=False, bits="fp32"):

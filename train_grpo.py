@@ -810,7 +810,7 @@ if __name__ == "__main__":
         # 4. Record what was done, as hashes in the ledger and as figures in the metrics.
         if run.record:
             run.record.step(s, batch, metrics, hashes, times)
-        # 5. Every so many steps, evaluate on the held-out prompts and save a checkpoint.
+        # 5. At intervals, evaluate on the held-out prompts and save a checkpoint.
         alarm = watch.alarm()
         if run.evaluates and due(s + 1, c.eval_every, run.steps):
             evaluate(sample, s + 1, task.eval_rows, c, s + 1, run.record)

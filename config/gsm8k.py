@@ -1,6 +1,6 @@
 """
-Grade-school word problems (Cobbe et al. 2021, arXiv:2110.14168) as all presets for GPUs train on them: the data, and
-what its samples and steps are. The presets import this file, and set the model, who does what, and what differs.
+Grade-school word problems (Cobbe et al. 2021, arXiv:2110.14168) as all presets for GPUs train on them: the data, its
+samples and steps. The presets import this file, and set the model, who does what, and what differs.
 """
 
 device = "cuda"

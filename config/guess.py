@@ -1,13 +1,12 @@
 """
 A game of several turns (examples/guess.py): guess a number from 1 to 15 by 'up' and 'down', in at most six guesses. A
-Qwen3 of 0.1 M parameters from scratch, which is shown play without a plan and then left to find out what is better.
+Qwen3 of 0.1 M parameters from scratch, which is shown play without a plan; RL then has to find better play.
 
     python train_grpo.py config/guess.py
     python train_grpo.py config/guess.py --seed=2 --out_dir=out/guess_2
 
-Right (pass@1) is a game of at most four guesses. Those who pick any number that is still possible, as the
-demonstrations do, get 0.60 of their games right and a mean reward of 0.49; those who halve what is left get all right
-and 0.62.
+Right (pass@1) is a game of at most four guesses. Picking any number that is still possible, as the demonstrations do,
+gets 0.60 of the games right and a mean reward of 0.49; halving what is left gets all right and 0.62.
 
 | seed | after the warm-up: pass@1, mean reward | after 120 RL steps | in training: first, last 20 steps | digest |
 |---|---|---|---|---|

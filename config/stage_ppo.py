@@ -1,6 +1,6 @@
 """
 The third stage: PPO trains the first stage's model on the second stage's scores, with a critic and a KL to that model.
-The sums' true accuracy is noted beside the scores: reward_numeric in metrics.jsonl.
+The sums' true accuracy is recorded beside the scores: reward_numeric in metrics.jsonl.
 
     python train_grpo.py config/stage_ppo.py
 """

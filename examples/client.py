@@ -1,5 +1,5 @@
 """
-examples/calculator.py as a program, with OpenAI's own client: what it asks is answered by the policy.
+examples/calculator.py as a program, with OpenAI's own client: the policy answers its requests.
 
     python train_grpo.py --agent="python examples/client.py" --init_from=out/run/ckpt/step_000100 ..
 """

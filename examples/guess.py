@@ -1,7 +1,6 @@
 """
-A game of several turns: a number from 1 to 15 is to be guessed, and the environment says which way it lies. The
-demonstrations keep to what they were told but choose without a plan; who always halves what is left needs at most four
-guesses, 3.3 in the mean.
+A game of several turns: guess a number from 1 to 15; the environment says which way it lies. The demonstrations follow
+these hints but choose without a plan; always halving what is left takes at most four guesses, 3.3 on average.
 """
 
 import random

@@ -1,6 +1,6 @@
 """
-An environment behind OpenEnv's protocol as an agent: reset, then a step for each turn of the model. It must do the same
-when it is reset with the same seed, as it is when a run is resumed; the second run after step 0 checks it.
+An environment behind OpenEnv's protocol as an agent: reset, then a step for each turn of the model. A reset with the
+same seed, as in a resume, must give the same episode; the second run after step 0 checks it.
 
     OPENENV_URL=http://127.0.0.1:8000 python train_grpo.py --agent=examples/openenv_env.py:solve ..
 """

@@ -10,9 +10,9 @@ any other: it can be resumed, replayed, compared (tools/diff.py, tools/plot.py) 
 
     python tools/branch.py out/tiny --step=40 --out_dir=out/twin --ulp=model.norm.weight[7]
 
-The twin differs in the last bit of one weight, and by what that one bit grows to.
+The twin differs in the last bit of one weight, and in all that grows from that bit.
 
-Exit status 2: no such run, step or weight, flags that the run cannot have, or a run that asks for trust
+Exit status 2: no such run, step or weight, flags that the run cannot have, or a run that requires trust
 (tools/verify.py).
 """
 
@@ -36,8 +36,8 @@ from sync import run_id
 
 def checkpoint_of(run, step, scratch, said):
     """
-    The run's checkpoint of this step: its own, or one made in the folder `scratch` from the one before it. said: what
-    the command line says, {key: value}.
+    The run's checkpoint of this step: its own, or one made in the folder `scratch` from the one before it. said: {key:
+    value} of the command line.
     """
     starts = starts_of(run)
     if step in starts:

@@ -1,5 +1,5 @@
 """
-Two settings beside each other over some seeds, on equal noise: what the second one changes, and how sure that is.
+Two settings compared over some seeds, on equal noise: the effect of the second one, and its uncertainty.
 
     python tools/compare.py '--advantage=grpo' '--advantage=rloo' config/tiny.py --seeds=5
     python tools/compare.py '' '--kl_coef=0.02' config/tiny.py --init_from=out/sft/ckpt/step_000257 --metric=reward_mean
@@ -29,7 +29,7 @@ from configurator import fail
 from onecurve.run.versions import commit
 from sync import content_hash
 
-FEW = 4  # of fewer seeds the spread, and so an interval, is itself hardly known
+FEW = 4  # with fewer seeds the spread, and so an interval, is itself hardly known
 
 
 def run(folder, flags):

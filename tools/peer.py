@@ -9,8 +9,8 @@ Sampled tokens per second, compared with TRL's GRPOTrainer on a CPU.
 Our trainer and TRL's run alternately, twice each: the same model folder, prompts, reward, threads, and samples per
 optimizer step. `sums` is a task to learn: samples end where they end, the learning rate is 1e-5, and the rewards of
 both are printed, step by step. --micro=4 has TRL train on a step in as many micro-batches, which may be faster. uv
-makes TRL an environment of its own, with the torch and the transformers that we run on, and needs a registry the first
-time. TRL is set to what is fast on a CPU and does our work (`trl_side`): one batch of all samples, float32, no
+makes a separate environment for TRL, with the torch and the transformers that we run on, and needs a registry the first
+time. TRL has the settings that are fast on a CPU and do our work (`trl_side`): one batch of all samples, float32, no
 gradient checkpointing, SDPA, generation by transformers with its KV cache, min_new_tokens = max_new_tokens
 where we ignore the EOS, one update per batch, no KL, fused AdamW with our betas and rate, no saving, no logging. TRL's
 step is the time between two calls of on_step_end, its rollout the part before the reward is called. The roof is of

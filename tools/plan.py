@@ -1,6 +1,6 @@
 """
-What a run would need and take, before there are the cards for it: memory per role, seconds per step, and where the
-design stops. A model on paper: nothing is started, and every figure for a GPU is an estimate.
+A plan of a run, before there are the cards for it: memory per role, seconds per step, and where the design stops. It is
+a model on paper: nothing is started, and every figure for a GPU is an estimate.
 
     python tools/plan.py config/qwen3_8b.py --gpus=8
     python tools/plan.py config/qwen3_8b.py --gpus=16 --card=H200 --lanes=8 --max_new_tokens=4096
@@ -11,8 +11,8 @@ Takes train_grpo.py's files and flags, and: `gpus`, `gpus_per_node`, `card` (a k
 `prompt_tokens` and `response_tokens` (0: half of the longest).
 
 Work is counted from the model's shape (bytes, operations, decode steps, layers), and divided by the rates of a machine
-(`Rates`). A card's rates are its data sheet's times shares, most of them measured on an H200; what the host does
-between a trainer's kernels, for which a small model waits, is not in them. A CPU's are four speeds, of Python and of
+(`Rates`). A card's rates are its data sheet's times shares, most of them measured on an H200, without the host's work
+between a trainer's kernels, for which a small model waits. A CPU's are four speeds, of Python and of
 arithmetic in engine and trainer: `--check` finds them from two runs that are not among those that it then predicts, and
 from a third run how much slower two processes are side by side. How much one kind of work costs relative to another is
 a property of the code, and written below.
@@ -126,7 +126,7 @@ ROLLOUT_BYTES = 21  # per token of a group's file: token, log-prob, mask, versio
 
 
 class Rates(NamedTuple):
-    """What an engine's or a trainer's processor does in a second, and the seconds of what has no size."""
+    """The work of an engine's or a trainer's processor in a second, and the seconds of work without a size."""
 
     products: float  # operations of matrix products
     attention: float  # operations, forward
@@ -198,7 +198,7 @@ def linears(s):
 
 
 def beside_linears(s, experts):
-    """Parameters of a mixture's router, and of so many experts but the one in `linears`."""
+    """Parameters of a mixture's router, and of this number of experts but the one in `linears`."""
     return s.experts and s.experts * s.hidden + (experts - 1) * 3 * s.mlp * s.hidden
 
 
@@ -256,7 +256,7 @@ def cache_bytes(s):
 def inner_bytes(s, tokens):
     """Bytes that a layer keeps for its backward pass: five hidden states, q, k, v twice, attention's, three MLP's."""
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
-    pairs = s.active * 2 * s.hidden  # what experts get and give
+    pairs = s.active * 2 * s.hidden  # the experts' inputs and outputs
     return 2 * tokens * (5 * s.hidden + 2 * qkv + s.heads * s.head_dim + 3 * s.mlp * max(1, s.active) + pairs)
 
 
@@ -320,7 +320,7 @@ def engine_memory(s, c, card, trainers=0):
 
 
 def rollout_seconds(s, c, engines, r, room=math.inf):
-    """{part: seconds} of sampling, where the cache of an engine has room for so many tokens."""
+    """{part: seconds} of sampling, where the cache of an engine has room for `room` tokens."""
     mine = c.samples / min(engines, c.prompts_per_step)  # an engine takes whole groups
     waves = max(1.0, mine * (c.prompt + c.response) / max(room, 1))
     parts = ("prefill", "decode: weights", "decode: cache", "decode: sampler", "decode: scheduler")
@@ -376,7 +376,7 @@ def training_seconds(s, c, ranks, r):
 
 
 def plan(s, c, card):
-    """What a run of this config is: its roles, {group: {part: seconds}} of a step, and bytes of its cards."""
+    """The plan of a run of this config: its roles, {group: {part: seconds}} of a step, and bytes of its cards."""
     trainers, _ = roles({key: vars(c)[key] for key in train_grpo.DEFAULTS}, c.gpus)
     both, size = trainers == c.gpus, 2 * parameters(s)
     cards = c.gpus if both else c.gpus - trainers
@@ -391,7 +391,7 @@ def plan(s, c, card):
     sends["hashed at both ends"] = 3 * size / r.elementwise
     parts = dict(rollout=rollout, training=training, weights=sends | {"sleep and wake": WAKE * both})
     roll, train, send = (sum(x.values()) for x in parts.values())
-    # Side by side engines take weights between two of their steps, while the trainers go on.
+    # Side by side engines take weights between two of their steps, while the trainers continue.
     step = max(roll + send, train + RECORD) if c.lag and not both else roll + train + send + RECORD
     trains, publishes = peaks(trainer_memory(s, c, trainers))
     # Where both are on one card, the engine's memory sleeps while it trains.
@@ -428,7 +428,7 @@ def most(fits, limit):
 
 
 def limits(s, c, card, made):
-    """What the design cannot go beyond with this config, a line each."""
+    """The limits of the design with this config, a line each."""
     size, ranks = 2 * parameters(s), 2 ** int(math.log2(c.gpus))
 
     def trains(shape, rank, trainers=ranks, leaf=0):
@@ -515,8 +515,8 @@ def read(argv):
     c.samples, c.prompt = c.prompts_per_step * c.group_size, c.prompt_tokens or c.max_prompt_tokens / 2
     c.response = c.response_tokens or c.max_new_tokens / (1 if c.ignore_eos else 2)
     c.tokens = c.samples * (c.prompt + c.response)
-    # The share (1 - t / longest)^tail of the samples goes on at token t: with tail 0 all are the longest, with 1 their
-    # lengths are uniform.
+    # The share (1 - t / longest)^tail of the samples continues at token t: with tail 0 all are the longest, with 1
+    # their lengths are uniform.
     c.tail = c.max_new_tokens / c.response - 1
     squared = c.prompt**2 + 2 * c.prompt * c.response + 2 * c.max_new_tokens**2 / ((c.tail + 1) * (c.tail + 2))
     c.squares = c.samples * squared  # the sum of the samples' squared lengths

@@ -6,10 +6,10 @@ Pictures of runs, and their samples to read: one HTML file that needs nothing el
     python tools/plot.py out/a out/b --out=out/ab --steps=3,40    # over each other; the samples of these steps
     python tools/plot.py out/tiny --live                          # the page of a run that goes on, for a browser here
 
-A value at step s belongs to the weights after s updates, before step s updates them. Runs with equal ledgers are said
-to be equal and drawn dashed over each other; where a run differs from the first, a vertical line marks the step, and
-the page names the fields of the ledger. A sample's tokens are shaded by their log-prob. Beside it stand its reward and,
-if that follows from the group's rewards alone, its advantage. Exit status 2: not a run, or no matplotlib.
+A value at step s belongs to the weights after s updates, before step s updates them. Runs with equal ledgers are
+labelled equal and drawn over each other, dashed; where a run differs from the first, a vertical line marks the step,
+and the page names the fields of the ledger. A sample's tokens are shaded by their log-prob, with its reward and, if it
+follows from the group's rewards alone, its advantage beside them. Exit status 2: not a run, or no matplotlib.
 """
 
 import argparse
@@ -294,7 +294,7 @@ def span(token, logprob, sampled, decode):
 
 
 def row_html(t, tokens, logprobs, mask, turn, decode):
-    """A row's tokens; of an agent's dialogue a line for each turn, and for what it was told between them."""
+    """A row's tokens; of an agent's dialogue a line for each turn, and for the other text between turns."""
     spans = [span(*token, decode) for token in zip(tokens.tolist(), logprobs.tolist(), mask.tolist())]
     if turn is None:
         return f"<pre>{''.join(spans)}</pre>"
@@ -364,11 +364,11 @@ STYLE += "".join(
 KEY = '<p>Tokens that were sampled, by log-prob: <code>{}</code>. <i>Grey: told</i>, not trained on. A border is \
 <span style="color:#0072B2">blue</span> where the sample did better than its group, <span style="color:#D55E00">orange\
 </span> where it did worse.</p>'
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser is told to run and to fetch nothing
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser must run and fetch nothing
 
 
 def page(runs, words, panels, samples, again=""):
-    """again: a tag for a browser that is to ask for the page again."""
+    """again: a tag that makes a browser reload the page."""
     title = html.escape(", ".join(run.name for run in runs))
     shades = " ".join(f'<b class="p{i}">{-i / 2:g}</b>' for i in range(SHADES)) + " or less"
     return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -421,9 +421,9 @@ def live_page(args):
 
 
 class Live(http.server.BaseHTTPRequestHandler):
-    """Answers a browser on this machine with the page. It reads, and that is all it does."""
+    """Answers a browser on this machine with the page. It only reads."""
 
-    timeout = 5  # seconds for a request; a browser may connect and ask for nothing
+    timeout = 5  # seconds for a request; a browser may connect and send nothing
 
     def do_GET(self):
         own = f"127.0.0.1:{self.server.server_port}"

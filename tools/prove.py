@@ -1,7 +1,7 @@
 """
 All laws, proven with whole runs of the real engine: what was varied, whether all bits are equal, and whether the
 negative control, a run with one thing wrong, was caught. tests/test_laws.py, and for L14 tests/test_instruments.py,
-make the runs and compare them; this runs their laws with more kills and prints what it found as a table.
+make the runs and compare them; this runs their laws with more kills and prints the results as a table.
 
     python tools/prove.py                  # all laws: some 10 minutes on two CPU cores
     python tools/prove.py L3 L6 --kills=20 -n 1

@@ -13,9 +13,9 @@ A run as a repository of the Hugging Face hub, which others load as a model, rea
                         checkpoints in float32, with the optimizer's state; and the Python files that config.py names,
                         as that of a reward. Other files in the run's folder are left out
 
-config.py says with which command, in which folders and with which judge's address the run was made. What looks like a
-key in there, such as a text after API_KEY= or a password in an address, is refused unless --public=API_KEY says that it
-may go out. Exit status 2: that, nothing to publish, or the hub refuses it.
+config.py has the run's command, its folders and its judge's address. What looks like a key in there, such as a text
+after API_KEY= or a password in an address, is refused unless --public=API_KEY says that it may go out. Exit status 2:
+that, nothing to publish, or the hub refuses it.
 """
 
 import argparse

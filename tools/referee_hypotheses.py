@@ -1,7 +1,7 @@
 """
-What tools/referee.py tries: the log-probs that a system with one mistake would report, and how likely its samples are
-under other ways to draw. The model is in float32 and by kernels.py, whose answer does not depend on the batch. No tool
-by itself.
+The hypotheses of tools/referee.py: the log-probs that a system with one mistake would report, and how likely its
+samples are under other ways to draw. The model is in float32 and by kernels.py, whose answer does not depend on the
+batch. No tool by itself.
 """
 
 import copy
@@ -38,8 +38,8 @@ class Reference:
         self.tokenizer, self.stop = load_tokenizer(self.folder)
         self.model = build_model(self.hf, None, "cpu", True)
         self.model.tie_weights()
-        # by transformers in bfloat16: what that costs is the measure of distances. Not from_pretrained, which would
-        # fetch what the folder names: another's adapters, or an attention of the hub
+        # by transformers in bfloat16: its cost is the measure of distances. Not from_pretrained, which would fetch what
+        # the folder names: another's adapters, or an attention of the hub
         options = dict(dtype=torch.bfloat16, attn_implementation="sdpa")
         self.rounded = AutoModelForCausalLM.from_config(copy.deepcopy(self.hf), **options).eval()
         for model in (self.model, self.rounded):
@@ -77,7 +77,7 @@ def over(samples, columns_of, *args):
 
 def drawn(sample, model, temperature):
     """
-    By temperature and by sampling rule the log-probs that an engine reports which draws so, and how likely it draws;
+    By temperature and by sampling rule, the log-probs that such an engine reports, and how likely it draws the samples;
     and the entropies.
     """
     z = logits(model, sample)[:-1]

@@ -25,7 +25,7 @@ def server(args):
     key = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}"}
 
     def answer(i):
-        """What the server says to request i, and with which log-probs."""
+        """The server's answer to request i, and its log-probs."""
         text = f"{PREFIX}{i} + {i * 7 % 50} ="
         body = dict(model=model, max_tokens=24, temperature=i % 2, seed=i)
         if chat:

@@ -1,7 +1,6 @@
 """
-One update of another trainer, done again in float32, for tools/referee.py: what moved, how far and where to, beside
-what the formula says, and what it would say with one mistake. Of AdamW it is the first step: its moments are 0 before.
-No tool by itself.
+One update of another trainer, done again in float32, for tools/referee.py: the change of the weights beside that of the
+formula, and beside those with one mistake. It is AdamW's first step: its moments are 0 before. No tool by itself.
 """
 
 import math

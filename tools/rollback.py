@@ -28,7 +28,7 @@ TURNS = 3
 
 
 def signal(folder):
-    """What the watch says of a run as far as it is recorded, in words; '' if nothing."""
+    """The watch's alarm for a run as far as it is recorded, in words; '' without one."""
     if not (folder / "metrics.jsonl").exists():
         return ""
     return hacking(lines(folder, phase="rl"), saved_config(folder)["reward"])

@@ -74,8 +74,8 @@ def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None, worke
 
 def launch_with_bar(command, folder, what, steps):
     """
-    `launch` of a run in this folder that ends after so many steps, with a bar that follows its metrics.jsonl: engines
-    take seconds to start.
+    `launch` of a run in this folder that ends after `steps`, with a bar that follows its metrics.jsonl: engines take
+    seconds to start.
     """
     from tqdm import tqdm
 
@@ -148,7 +148,7 @@ def check_links(run):
     files, or have no end.
     """
     every = sorted(run.rglob("*"))
-    # a run that goes on may have deleted one meanwhile
+    # a run in progress may have deleted one meanwhile
     others = (path for path in every if path.is_symlink() or path.exists() and not (path.is_file() or path.is_dir()))
     link = next(others, None)
     require(not link, f"{link}: a symbolic link, a pipe or a device; put a file there, or nothing")
@@ -156,8 +156,8 @@ def check_links(run):
 
 def check_trusted(run, saved, said):
     """
-    Ends this process with one line, unless `said`, {key: value} of the command line, repeats all by which a run's saved
-    config, which may be a stranger's, would have programs run here or other machines called.
+    Ends this process with one line if a run's saved config, which may be a stranger's, would run programs here or call
+    other machines, unless `said`, {key: value} of the command line, repeats it.
     """
 
     def text(key):

@@ -6,16 +6,16 @@ Repeats a published run and says whether it comes out the same.
     python tools/verify.py user/name                         # of the hub, where tools/publish.py has put it
 
 From the run's beginning every update is made again, from the published rollout files. The engine makes samples,
-log-probs and rewards of some steps again, and of evaluations. As published must come out: every line of the ledger,
-every evaluation, what metrics.jsonl says except times, the weights and moments of each checkpoint. The steps are drawn
+log-probs and rewards of some steps again, and of evaluations. These must come out as published: every line of the
+ledger, every evaluation, metrics.jsonl except times, the weights and moments of each checkpoint. The steps are drawn
 here and now, so that whoever publishes a run cannot know them; --seed, which is printed, draws the same ones again.
 
 With --trust=40 all begins at the checkpoint of step 40, and nothing says that its weights came from the steps before.
 
-The run may be a stranger's. Its files are read, none is executed; where its config names what would run here or call
-other machines (an agent, a reward, loss or advantage in a file, a judge, a model of the hub, sources, arguments of
-SGLang), nothing begins until your command line repeats it: so no program is run, and no key sent, that you have not
-named. A path into the run's folder is the stranger's, too; symbolic links are refused.
+The run may be a stranger's. Its files are read, none is executed; if its config would run code here or call other
+machines (an agent, a reward, loss or advantage in a file, a judge, a model of the hub, sources, arguments of SGLang),
+nothing begins until your command line repeats it: so no program is run, and no key sent, that you have not named. A
+path into the run's folder is the stranger's, too; symbolic links are refused.
 
 config.py and ledger.jsonl are enough; queue/ saves time: without rollout files the engine makes all samples again.
 
@@ -72,7 +72,7 @@ def chosen(seed, steps, count):
 
 
 def starts_of(run):
-    """{step: folder} of the run's checkpoints that these versions of the libraries can go on from."""
+    """{step: folder} of the run's checkpoints that these versions of the libraries can resume from."""
     found = {}
     for folder in checkpoints(run / "ckpt"):
         try:
@@ -159,7 +159,7 @@ def copy_run(run, folder, start, without=()):
 
 def go_on(folder, steps, flags, nproc=1):
     """
-    Runs train_grpo.py from the latest checkpoint in the folder to so many steps; returns its error line, '' if it does
+    Runs train_grpo.py from the latest checkpoint in the folder up to `steps`; returns its error line, '' if it does
     not fail.
     """
     config = saved_config(folder)

@@ -1,6 +1,6 @@
 """
-Loads an agent, and runs it again on its journal: rule 7 of chat.py. A replaced model says what was sampled
-(`recorded`), or what a script says (`scripted`).
+Loads an agent, and runs it again on its journal: rule 7 of chat.py. A stand-in for the model repeats what was sampled
+(`recorded`), or follows a script (`scripted`).
 """
 
 import asyncio
@@ -49,7 +49,7 @@ def recorded(rows, ids, template):
     async def source(chat, stop, most):
         turns, tokens = known.get(chat.path, ([], []))
         k = len(chat.turns)
-        start, end = (turns[k]["start"], turns[k]["end"]) if k < len(turns) else (0, 0)  # one more turn than there was
+        start, end = (turns[k]["start"], turns[k]["end"]) if k < len(turns) else (0, 0)  # a turn after the last one
         if chat.ids != tokens[:start]:
             told = [tokens[:start], chat.ids]
             same = len(os.path.commonprefix(told))
@@ -69,7 +69,7 @@ def recorded(rows, ids, template):
 def scripted(replies, template):
     """
     (source, parse) of an Episode in which the model says these replies: each a text, or [(name, arguments)], a turn's
-    calls. Raises AgentError where the agent asks for more.
+    calls. Raises AgentError if the agent requests more.
     """
 
     def parse(chat, text):
@@ -87,8 +87,8 @@ def scripted(replies, template):
 
 def run_again(job):
     """
-    Runs the agents of rollout files again on what was sampled and journaled for them; ends the process with one line if
-    one of them then says or returns anything else. job: dict(config, model folder, paths).
+    Runs the agents of rollout files again on their samples and journals; ends the process with one line if one of them
+    then says or returns anything else. job: dict(config, model folder, paths).
     """
     config = job["config"]
     solve, _ = load_agent(config["agent"])

@@ -3,12 +3,12 @@ What an agent talks to. An agent is a function
 
     async def solve(chat, row) -> float
 
-that asks the model, calls tools and returns a reward; row is a row of the data. examples/calculator.py is a short one.
+that queries the model, calls tools and returns a reward; row is a row of the data. See examples/calculator.py.
 
-    chat.system(text), chat.user(text)     what the model is told
+    chat.system(text), chat.user(text)     messages to the model
     await chat.generate(tools=..)          the model's turn: a Reply
-    await chat.call(reply.tool_calls)      runs tools side by side; their results are told in the order of the calls
-    await chat.do(function, *arguments)    anything else that asks the world: a page, a judge, a sandbox
+    await chat.call(reply.tool_calls)      runs tools side by side; their results are added in the order of the calls
+    await chat.do(function, *arguments)    any other request to the outside: a page, a judge, a sandbox
     chat.reward(number)                    a reward for the latest turn, beside the one that is returned
     chat.fork()                            another dialogue of the same sample: a sub-agent, a compacted history
     chat.random                            random numbers that are the same in every run
@@ -16,13 +16,13 @@ that asks the model, calls tools and returns a reward; row is a row of the data.
 
 A program in any language, with OpenAI's client, is an agent, too: onecurve/agents/endpoint.py.
 
-Two runs give the same bits although tools take their time, engines die and requests overtake each other, because
+Two runs give the same bits although tools are slow, engines die and requests come in another order, because
 
 1. token ids are only ever appended: what was sampled is never encoded again, and what the environment says is encoded
    once, as the chat template's continuation of the dialogue. A turn that is cut by length ends the dialogue.
-2. a turn's noise follows from its own tokens and its place in the sample, not from when it was asked for.
-3. limits are counts. A clock decides one thing only, that a run hangs; then the run ends, and a resume goes on.
-4. what comes from outside is in a journal, on the disk, before it is used: a resume reads it and does not ask again.
+2. a turn's noise follows from its own tokens and its place in the sample, not from the time of its request.
+3. limits are counts. A clock only decides whether a run hangs; then the run ends, and a resume continues it.
+4. results from outside are in a journal, on the disk, before they are used: a resume reads them and repeats no request.
 5. results come in the order of the calls.
 6. what differs between runs by itself is replaced: call ids, addresses of objects, the wording of errors.
 7. after the first step every agent runs again, in another process, on the same turns and results: it must do the same.
@@ -52,14 +52,14 @@ from onecurve.run.own import describe, run_of
 from rewards import finite
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
-AFTER_THE_END = 100  # an agent that asks an ended dialogue for more turns than this counts as one that never ends
+AFTER_THE_END = 100  # an agent that requests more turns than this of an ended dialogue counts as one that never ends
 # Limits are counts, the same in every run.
 MOST_CALLS = 32  # tool calls of a dialogue; each further call gets an error as its result
 MOST_FORKS = 16  # of a sample
 MOST_RESULT = 8192  # characters of a tool's result; the rest is cut off
 MARK = "\u2042"  # no template has this character
 NO_TOOLS = "it does not show the tools; docs/agents.md has a chat_template.jinja that does"
-MOST_PER_TOKEN = 16  # characters: of a longer prompt it is known without a tokenizer that it is too long
+MOST_PER_TOKEN = 16  # characters: a prompt with more is too long, which needs no tokenizer to know
 HEAVY = 2**16  # characters of messages that a thread renders and encodes, so that others do not wait for it
 KNOWN = 2**14  # most characters of messages whose ids are remembered: 2,048 times these and their ids are 160 MiB
 ENCODER = ThreadPoolExecutor(1, "encode")
@@ -67,11 +67,11 @@ WORKERS = ThreadPoolExecutor(512, "tool")  # what tools and journals wait in; it
 
 
 class AgentError(RuntimeError):
-    """What an agent or a tool did that ends the run. The message is one line that says where."""
+    """An error of an agent or a tool that ends the run. The message is one line that says where."""
 
 
 class TooLong(AgentError):
-    """A prompt that is longer than the model may be told. limit: tokens of prompt and answer; size: the prompt's."""
+    """A prompt that is too long for the model. limit: tokens of prompt and answer; size: the prompt's."""
 
     def __init__(self, message, limit, size):
         super().__init__(message)
@@ -120,7 +120,7 @@ class Template:
         self.stop_tokens = stop_tokens
         self.stops = [tokenizer.decode([i]) for i in stop_tokens]
         self.checked = set()  # sets of tools
-        self.known = functools.lru_cache(2048)(self._ids)  # samples of a prompt are told the same
+        self.known = functools.lru_cache(2048)(self._ids)  # samples of a prompt have the same messages
         self.call_marks = [*"<[{"]  # what a call of a tool may begin with, in any model's format
 
     def render(self, messages, tools, generate=True):
@@ -243,7 +243,7 @@ def told_calls(calls):
 
 
 def told_user(text):
-    """What the model is told as a message."""
+    """A text for the model as a message."""
     return {"role": "user", "content": text}
 
 
@@ -352,9 +352,9 @@ class Episode:
     A sample: the dialogues of an agent with the model, one as a rule.
 
     where: 'rl step 3, prompt 2, sample 5', for errors. sample: its number in the group. key: what its noise follows
-    from. source(chat, stop, most): draws the next tokens of a dialogue, at most so many: (tokens, log-probs).
+    from. source(chat, stop, most): draws the next tokens of a dialogue, at most `most`: (tokens, log-probs).
     parse(chat, text): (text, [(name, arguments)]). journal: a Journal. again: tools are called although the
-    journal has their results, and must give the same. most_tokens: of a dialogue with its prompt.
+    journal has their results, and must return the same. most_tokens: of a dialogue with its prompt.
     """
 
     config: dict
@@ -395,7 +395,7 @@ class Episode:
         return value
 
     async def once(self, chat, at, name, arguments, act, known=True):
-        """The journal's result of this question to the world, if `known`; else that of act(), once it is journaled."""
+        """The journal's result of this request to the outside, if `known`; else that of act(), once it is journaled."""
         entry = self.journal.entries.get((self.sample, at))
         asked = json.loads(json.dumps(arguments))
         if entry and (entry["name"], entry["arguments"]) != (name, asked):
@@ -421,7 +421,7 @@ class Episode:
 
 @contextmanager
 def watched(episodes, seconds, end):
-    """Inside, calls end(line) if an episode makes no progress for so many seconds, be it in a tool or in a loop."""
+    """Inside, calls end(line) if an episode makes no progress for `seconds`, in a tool or in a loop."""
     over = threading.Event()
 
     def watch():
@@ -466,8 +466,8 @@ class Chat:
         self.forks = 0
         self.acts = 0
         self.calls = 0
-        # For an endpoint: what else the engine is to do for a turn, who hears of its tokens as they come, and what the
-        # engine said of the latest one (RolloutEngine.generate).
+        # For an endpoint: more parameters and options of the engine for a turn, a listener to its tokens, and the
+        # engine's report of the latest one (RolloutEngine.generate).
         self.params = {}
         self.options = {}
         self.hear = None
@@ -574,7 +574,7 @@ class Chat:
             if not self.turns:
                 if self.schemas and (names := tuple(self.tools)) not in template.checked:
                     template.check_continuation(self.schemas)
-                    if len(template.checked) > 1000:  # anybody may ask for tools of any names
+                    if len(template.checked) > 1000:  # anybody may send tools of any names
                         template.checked.clear()
                     template.checked.add(names)
                 return template.first(fresh, self.schemas)
@@ -647,7 +647,7 @@ class Chat:
 
     async def do(self, function, *arguments):
         """
-        function(*arguments), whose result is journaled: for questions to the world. Arguments and result must be JSON.
+        function(*arguments), whose result is journaled: for requests to the outside. Arguments and result must be JSON.
         An exception ends the run, as a failure is no result; a resume tries again.
         """
         at = f"{self.now()}, do {self.acts}"

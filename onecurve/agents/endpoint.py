@@ -1,30 +1,30 @@
 """
-OpenAI's protocol over HTTP: for agents that ask as its clients do, and to serve a model (tools/serve.py).
+OpenAI's protocol over HTTP: for agents that use its clients, and to serve a model (tools/serve.py).
 
     python train_grpo.py --agent="python examples/client.py" ..      # a process per sample
     async with chat.openai() as client: ..                           # or a client inside the process
 
-A program finds in its environment OPENAI_BASE_URL (a session of its own), OPENAI_API_KEY and ROW, its row as JSON, and
+A program finds in its environment OPENAI_BASE_URL (its own session), OPENAI_API_KEY and ROW, its row as JSON, and
 otherwise only the variables in INHERITED; give it more by a script that reads them from a file. Its last line of output
 is the sample's reward, unless it has sent one to POST /reward, with the key in REWARD_KEY. A program that fails, or
-gives no number, ends the run. What a program asks the world by itself is in no journal. Keys are a session's own: no
-program can ask, or be rewarded, in another's name.
+gives no number, ends the run. A program's own requests to the outside are in no journal. Each session has its own keys:
+no program can send requests or a reward in another's name.
 
 In a session (/s/<name>/v1) tokens are only ever appended: a request whose messages begin with those of a dialogue, up
-to a turn of the model, goes on from the sampled tokens themselves. Any other history begins a dialogue of its own, a
-row that the metric `forks_mean` counts. A dialogue's name is the hash of what it begins with and how often the sample
-has begun so; its noise follows from the name, and the rows are in the names' order. So programs may ask side by side,
-but not go on from one turn twice at a time. A retry that says so (x-stainless-retry-count) gets the recorded answer,
-which is always completed, even if nobody waits for it.
+to a turn of the model, continues from the sampled tokens themselves. Any other history begins a new dialogue, a row
+that the metric `forks_mean` counts. A dialogue's name is the hash of its beginning and of how often the sample has
+begun so; its noise follows from the name, and the rows are in the names' order. So programs may send requests side by
+side, but not two at a time that continue the same turn. A retry that says so (x-stainless-retry-count) gets the
+recorded answer, which is always completed, even if nobody waits for it.
 
 Where a model is served, a request's noise follows from its seed, its content and the number of the choice: the same
-request always gets the same answer, bit for bit, whatever else is asked meanwhile, and as a stream, too. Without a seed
-the k-th request of equal ones goes on with the choices of the one before, so that repeats differ, and are together the
-same in any order. A request whose client is gone leaves the engine. Sessions exist there, too; they begin with their
-first request, whose seed and sampling rule they keep, and end with DELETE /s/<name>.
+request always gets the same answer, bit for bit, whatever other requests there are, and as a stream, too. Without a
+seed the k-th of equal requests continues with the choices after those of the one before: repeats differ, but together
+they are the same in any order. A request whose client is gone leaves the engine. Sessions exist there, too; they begin
+with their first request, whose seed and sampling rule they keep, and end with DELETE /s/<name>.
 
-What tool_choice and response_format want is drawn by a grammar. In a run the tokens of such a turn have no loss, as
-they are of another distribution than the policy's; the sampling rule is the run's, and other settings of a request are
+A grammar enforces tool_choice and response_format. In a run the tokens of such a turn have no loss, as they are of
+another distribution than the policy's; the sampling rule is the run's, and other settings of a request are
 ignored. A served model honours temperature (0: greedy), top_p, top_k and min_p, and refuses what it cannot draw
 exactly. Log-probs are those of the distribution that a token was drawn from; those of a prompt (`echo`) are of
 temperature 1 and of all tokens. No answer has a clock in it: `created` is 0.
@@ -81,7 +81,7 @@ MOST_CHOICES = 1024  # of all its prompts
 MOST_TOP = 20  # likeliest tokens
 MOST_ECHOED = 2**18  # log-probs of prompts
 MOST_OPEN = 4096  # sessions, and requests outside of one
-MOST_COUNTED = 2**17  # requests without a seed, of which the server knows how often they came
+MOST_COUNTED = 2**17  # requests without a seed that the server counts
 IDLE = 600.0  # seconds after which a session ends, if others need its place
 HALF_REQUEST = 30.0  # seconds after which half a request is given up
 TAIL = 2**16  # bytes of a program's output that are kept: its end
@@ -205,7 +205,7 @@ class Message(Body):
 
 
 def schemas_of(tools):
-    """A request's Tools as a Chat has them: JSON schemas, as they were sent."""
+    """A request's Tools for a Chat: JSON schemas, as they were sent."""
     return [tool.model_dump(exclude_unset=True) for tool in tools]
 
 
@@ -243,7 +243,7 @@ def listed(x):
 
 
 class Asked(Body):
-    """What a request asks for, of one of its prompts. messages, tools: as a Chat has them."""
+    """A request, for one of its prompts. messages, tools: as a Chat has them."""
 
     model: str = ""
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), AfterValidator(schemas_of)] = []
@@ -327,8 +327,8 @@ class AskedCompletion(Asked):
 
 def read(body, chat=True, exact=False):
     """
-    What the JSON of a request asks for, to /chat/completions or (chat=False) to /completions: an Asked for each of its
-    prompts. exact: as a served model, which refuses settings with which it does not draw. Raises Refusal.
+    Parses the JSON of a request to /chat/completions or (chat=False) to /completions: an Asked for each of its prompts.
+    exact: for a served model, which refuses settings that it does not draw with. Raises Refusal.
     """
     for key, only in EXACT.items() if exact else ():
         if body.get(key) not in (None, only):
@@ -367,7 +367,7 @@ def content_of(message):
 class Token(NamedTuple):
     id: int
     logprob: float | None  # None: a prompt's first
-    top: list  # [(id, log-prob)] of the likeliest, if they were asked for
+    top: list  # [(id, log-prob)] of the likeliest, if requested
 
 
 class Choice(NamedTuple):
@@ -530,7 +530,7 @@ def hash_of(*content):
 
 class Answer:
     """
-    What is being written for a request in a session: `task` gives the Choice. request: the hash of its bytes; chat: the
+    The answer in progress to a request in a session: `task` gives the Choice. request: the hash of its bytes; chat: the
     dialogue; id: of the response; tokens: those so far, if they are streamed; news: a future that is done when there
     are more.
     """
@@ -551,7 +551,7 @@ class Answer:
 
 
 async def end_all(answers):
-    """Ends the answers that are still being written, and the engine's work on them."""
+    """Ends the answers in progress, and the engine's work on them."""
     while tasks := [answer.task for answer in answers if not answer.task.done()]:
         for task in tasks:
             task.cancel()
@@ -559,7 +559,7 @@ async def end_all(answers):
 
 
 class Session:
-    """A sample whose agent asks over HTTP. root: the Chat with which it begins."""
+    """A sample whose agent uses HTTP. root: the Chat with which it begins."""
 
     def __init__(self, root):
         self.root = root
@@ -572,7 +572,7 @@ class Session:
         self.used = time.monotonic()
 
     def answer(self, asked, request, is_retry):
-        """The Answer to what is asked. request: the hash of its bytes."""
+        """The Answer to a request. request: the hash of its bytes."""
         self.used = time.monotonic()
         known = [answer for answer in self.answers if is_retry and answer.request == request]
         if not known:
@@ -615,7 +615,7 @@ class Session:
             self.failed.set_result(error)
 
     def _dialogue(self, asked):
-        """The Chat that the request continues, or a new one, told the request's new messages. Raises AgentError."""
+        """The Chat that the request continues, or a new one, with the request's new messages. Raises AgentError."""
         asks = [content_of(message) for message in asked.messages]
         tips = [
             chat
@@ -625,7 +625,7 @@ class Session:
             and [*map(content_of, chat.messages[: chat.said])] == asks[: chat.said]
         ]
         free = [chat for chat in tips if chat not in self.busy]
-        if tips and not free:  # which of the two goes on would be a matter of time
+        if tips and not free:  # the clock would decide which of the two continues
             second = f"{asks[-1][1]!r:.80} is the second; ask for one after the other"
             raise AgentError(f"{self.root.episode.where}: two requests at a time go on from one turn: {second}")
         chat = min(free, key=lambda chat: chat.path) if free else self._begun(asked)
@@ -659,7 +659,7 @@ def choice_of(asked, chat, reply):
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when half a request is all that came in HALF_REQUEST seconds."""
+    """A connection that is closed if only half a request has come after HALF_REQUEST seconds."""
 
     timer = None
 
@@ -739,7 +739,7 @@ class Endpoint:
     # ---- routes
 
     def key_of(self, session, use="ask"):
-        """The key of a session, to ask in it or (use='reward') to give its reward."""
+        """The key of a session, for its requests or (use='reward') for its reward."""
         return hmac.new(self.key.encode(), f"{use} {session}".encode(), hashlib.sha256).hexdigest()
 
     def _check_key(self, request, use="ask"):
@@ -805,7 +805,7 @@ class Endpoint:
         return end_all(self.sessions.pop(session).answers)
 
     def _session(self, request, asked=None):
-        """The session of a request's path; where a model is served, one begins with what is first asked there."""
+        """The session of a request's path; where a model is served, one begins with its first request."""
         name = request.path_params.get("session")
         if name and name not in self.sessions and self.serves and asked:
             self._take_place()
@@ -856,7 +856,7 @@ class Endpoint:
         if in_session:
             session = self._session(request, asks[0])
             retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            # The answer goes on without its client: a retry gets it, and a disconnection changes no training data.
+            # The answer is completed without its client: a retry gets it, and a disconnection changes no training data.
             answers = [session.answer(asks[0], hashlib.sha256(raw).digest(), retry)]
         else:
             self._take_place()
@@ -913,14 +913,14 @@ def listen(host, port):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# agents that ask over HTTP: a program, or a client inside the process
+# agents over HTTP: a program, or a client inside the process
 
 endpoints = {}  # of the event loops of this process
 
 
 @contextlib.asynccontextmanager
 async def session_of(chat):
-    """Inside, this sample's agent may ask: (its Session, {variable: value} that tells a client where and how)."""
+    """Inside, this sample's agent may send requests: (its Session, {environment variable: value} for a client)."""
     loop = asyncio.get_running_loop()
     episode = chat.episode
     if chat.messages or chat.turns:
@@ -937,7 +937,7 @@ async def session_of(chat):
     )  # fmt: skip
     try:
         yield session, where
-        # Answers that the agent asked for and did not wait for are trained on, too, however long they take.
+        # Answers that the agent requested and did not wait for are trained on, too, however long they take.
         await asyncio.gather(*[answer.task for answer in session.answers], return_exceptions=True)
     finally:
         del endpoint.sessions[name]
@@ -949,7 +949,7 @@ async def session_of(chat):
 async def openai(chat):
     """
     OpenAI's asynchronous client, whose requests are this sample's turns: for frameworks that can be given a client.
-    What it asks wrongly ends the run at the block's end, even if the framework goes on.
+    An invalid request ends the run at the block's end, even if the framework continues.
     """
     from openai import AsyncOpenAI
 

@@ -1,8 +1,8 @@
 """
 From an agent's episodes to the run's group files: a Sampler (rollout_server.py) whose samples are dialogues.
 
-Such a file has a row per dialogue: one per sample, and one more per fork. Its prompt is what all rows begin with; the
-rest of a row is what the model wrote and, masked, what it was told.
+Such a file has a row per dialogue: one per sample, and one more per fork. Its prompt is the common beginning of all
+rows; the rest of a row is what the model wrote and, masked, what others wrote.
 """
 
 import asyncio
@@ -44,15 +44,15 @@ class Agent:
 
     def check_tools(self, row):
         """
-        Ends the run with one line if the agent's first turn has tools and the chat template shows none. Only where that
-        has no word of tools is the agent tried, with a row, up to its first question to the model or to the world.
+        Ends the run with one line if the agent's first turn has tools and the chat template shows none. If the template
+        never mentions tools, the agent is tried with a row, up to its first request to the model or to the outside.
         """
-        is_program = " " in self.config["agent"].strip()  # its first request will tell
+        is_program = " " in self.config["agent"].strip()  # its first request will show it
         if is_program or "tools" in str(self.template.tokenizer.chat_template):
             return
 
         async def ask(*_):
-            raise asyncio.CancelledError  # which an agent does not take for an error of its own
+            raise asyncio.CancelledError  # which an agent does not take for its own error
 
         empty = types.SimpleNamespace(entries={})
         tried = chat.Episode(self.config, self.template, "tried", 0, ["sft", 0], ask, None, empty, again=True)
@@ -165,7 +165,7 @@ class AgentSampler(Sampler):
         return tensors_of(episodes, returned, job.version), meta
 
     async def _turn(self, job, used, of, stop, most):
-        """A turn of the dialogue `of`. Its noise follows from what it is told, and from nothing that has a time."""
+        """A turn of the dialogue `of`. Its noise follows from the tokens before it, and from no time."""
         told = hashlib.sha256(json.dumps(of.ids).encode()).hexdigest()
         seed = sampling_seed(noise_seed(self.config, job.stream), *of.episode.key, of.path, told)
         params = self.params(job, seed, max_new_tokens=most) | of.params | (dict(stop=stop) if stop else {})
@@ -216,7 +216,7 @@ class AgentSampler(Sampler):
 
 
 def counts_of(episodes):
-    """What the metrics say of a group's episodes; all of them numbers to be added over groups."""
+    """The metrics of a group's episodes; all of them are numbers to be added over groups."""
     chats = [c for e in episodes for c in e.chats]
     return dict(
         episodes=len(episodes), turns=sum(len(c.turns) for c in chats), calls=sum(c.calls for c in chats),
@@ -250,7 +250,7 @@ def tensors_of(episodes, returned, version):
         logprobs=flat(c.logprobs for c in chats),  # (T,)
         loss_mask=flat(c.mask for c in chats),  # (T,)
         weight_version=torch.full_like(tokens, version),  # (T,)
-        turn=flat(number),  # (T,) index of the turn in its row; -1: told
+        turn=flat(number),  # (T,) index of the turn in its row; -1: not the model's
         turns=torch.tensor([len(c.turns) for c in chats]),  # (rows,)
         turn_rewards=torch.tensor(gained, dtype=torch.float32),  # of all rows; the last turn's has the returned reward
         truncated=torch.tensor([c.turns[-1].truncated for c in chats]),  # (rows,)

@@ -7,7 +7,7 @@ def learnable_rows(right, curriculum, samples, per_step, source):
     """
     Indices of a step's rows, each drawn once, by the weights 1 + curriculum * 4 p (1 - p): p is the share of samples
     that were right when the row was last seen (Foster et al. 2025, arXiv:2502.12272: its learnability). right:
-    for each row how many of its `samples` were; None before any: as if half were. Whole numbers only: no rounding.
+    for each row the number of its `samples` that were; None before any: as if half were. Whole numbers: no rounding.
     source: a generator of random numbers.
     """
     spread = [4 * m * (samples - m) if m is not None else samples**2 for m in right]

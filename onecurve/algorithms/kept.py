@@ -1,6 +1,6 @@
 """
-What a sampling rule (top_p, top_k, min_p) kept at each token, as pairs (2, K) of a loss token and an id. It is noted
-where log-probs are computed again with other weights, under which the rule would keep others.
+What a sampling rule (top_p, top_k, min_p) kept at each token, as pairs (2, K) of a loss token and an id. It is recorded
+where log-probs are computed again with other weights, with which the rule would keep other tokens.
 """
 
 import torch

@@ -16,7 +16,7 @@ from onecurve.run.setup import due
 
 
 def loss_tokens(samples):
-    """How many tokens of the samples have a loss."""
+    """The number of tokens of the samples that have a loss."""
     return sum(len(s.loss_at) for s in samples)
 
 

@@ -1,10 +1,10 @@
 """
 Tasks of Reasoning Gym (github.com/open-thought/reasoning-gym): procedural, with verifiers. dataset='reasoning_gym:maze'
 takes rows from it, by dataset_config='size=500, seed=7', the arguments of its create_dataset; --reward=reasoning_gym
-asks the task's own verifier.
+calls the task's own verifier.
 
-An answer is data: of one that a verifier would evaluate as Python only literals and arithmetic are. And verifiers run
-where no text could write a file, start a process or reach anybody: in processes that bubblewrap isolates, or with
+An answer is data: where a verifier would evaluate it as Python, only literals and arithmetic are evaluated. Verifiers
+run in processes that bubblewrap isolates, where no text could write a file, start a process or reach anybody, or with
 sandbox='none' in plain ones.
 """
 
@@ -67,8 +67,8 @@ def gym_worker():
 
 def isolated():
     """
-    (a command that runs another one, which sees Python alone, writes nothing and reaches nobody; seccomp's program for
-    each verdict).
+    (a command that runs another one so that it sees Python alone, writes nothing and reaches nobody; seccomp's program
+    for each verdict).
     """
     command = ["bwrap", *BUBBLE, *"--clearenv --setenv PYTHONHASHSEED 0 --setenv OPENBLAS_NUM_THREADS 1".split()]
     for path in (sys.base_prefix, sys.prefix):

@@ -1,5 +1,5 @@
 """
-Rewards that need more than a pure function: math-verify in processes of its own (`math`), a model behind an
+Rewards that need more than a pure function: math-verify in separate processes (`math`), a model behind an
 OpenAI-compatible endpoint (`judge`), a reward model in this process (`model:folder`).
 """
 
@@ -152,7 +152,7 @@ def judge(prompt, response, answer, config=None):
     a failure is no 0. A verdict that cannot be read is a failure, too.
 
     The verdict is in the group file before anything uses it, and resumes and replays read it there. If the run is
-    killed before that file is written, a resume asks again, and nothing was computed from the lost verdict. Two
+    killed before that file is written, a resume requests it again, and nothing was computed from the lost one. Two
     fresh runs agree if the judge gives equal answers to equal requests, as our own endpoint does (tools/serve.py).
     In an agent: score, notes = await chat.do(judge, prompt, response, answer). config: by default that of the run that
     calls the user's function.
@@ -208,7 +208,7 @@ class RewardModel:
     Our operators compute it, so its bits do not depend on what is scored beside it. Ends the run with one line if it is
     no such model. config: the keys of train_grpo.py.
 
-    A reward knows texts alone: they are tokenized again, as in training with mode='rm', and each response gets an EOS,
+    A reward gets texts only: they are tokenized again, as in training with mode='rm', and each response gets an EOS,
     even one that was cut off.
     """
 

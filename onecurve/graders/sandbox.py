@@ -1,7 +1,7 @@
 """
 Programs that a model wrote, in a sandbox: the reward `code`, which judges them by tests, the tasks for it that are made
 here (dataset='programs'), and the tool `python` for agents. bubblewrap isolates them: no network, no files but the
-interpreter's and a small folder of their own, an empty environment, another user, few system calls that reach further,
+interpreter's and their own small folder, an empty environment, another user, few system calls that reach further, and
 limits of time, memory, threads and output. A program is one process, which may have threads: so the kernel's limits of
 a process are those of the program.
 """
@@ -138,7 +138,7 @@ class SandboxError(ValueError):
 
 
 class Run(NamedTuple):
-    """What became of a program."""
+    """The outcome of a program."""
 
     verdict: str  # 'pass': it ended with status 0; 'fail': with another; 'limit': of time, memory or output
     near_limit: bool  # so near to a limit of time or memory that another run may end with another verdict
@@ -245,7 +245,7 @@ def _memory_file(content):
 
 
 def _wait(pid, seconds):
-    """Whether the process ends within so many seconds. It stays a zombie, so no other process can get its id."""
+    """Whether the process ends within `seconds`. It stays a zombie, so no other process can get its id."""
     with open(os.pidfd_open(pid), "rb", buffering=0) as ends:
         poll = select.poll()
         poll.register(ends, select.POLLIN)
@@ -325,7 +325,7 @@ def code(prompt, response, answer, config=None):
     1.0 if the response's program passes the answer's tests (tests_of): its last ```python fence; without one the whole
     response, behind the prompt if it begins with an indent (a function's body, as in HumanEval).
 
-    What is expected never enters the sandbox: the calls do, and what comes back is compared outside, as text. So a
+    The expected values never enter the sandbox: the calls do, and their values are compared outside, as text. So a
     program may patch what it likes, end itself or forge that text: it passes only with values that it had to know.
     White space at the ends of an output and of its lines does not count. Two runs of a program may differ if it uses a
     clock, random numbers or addresses, or comes near to a limit. config: as in `run_program`.

@@ -1,5 +1,5 @@
 """
-A watch for reward hacking: pure functions of what a run records, and so as repeatable as the run.
+A watch for reward hacking: pure functions of a run's metrics and samples, and so as repeatable as the run.
 """
 
 from itertools import pairwise
@@ -24,9 +24,9 @@ GAP = 0.2  # a gap of training reward and truth larger than the smallest so far 
 
 def text_metrics(groups):
     """
-    {metric: value} of what Groups say: different responses per prompt, the share of different bigrams
-    among all (distinct-2: Li et al. 2016, arXiv:1510.03055), the mean share that a sample repeats, and that of
-    characters which are neither letters, digits nor white space.
+    {metric: value} of the responses of Groups: different ones per prompt, the share of different bigrams among all
+    (distinct-2: Li et al. 2016, arXiv:1510.03055), the mean share that a sample repeats, and the share of
+    characters that are neither letters, digits nor white space.
     """
     texts = []
     bigrams = []
@@ -49,8 +49,8 @@ def text_metrics(groups):
 
 def nothing_to_learn(steps, advantage="grpo", template_skipped=False):
     """
-    After each WATCHED RL steps in which no weight moved, or every group had equal rewards and `advantage` compares none
-    but those: so, with the likeliest cause; else ''. steps: as in `hacking`.
+    A line with the likeliest cause, after each WATCHED RL steps in which no weight moved, or in which every group had
+    equal rewards and `advantage` compares within groups only; else ''. steps: as in `hacking`.
     """
     last = steps[-WATCHED:]
     equal = all(x["zero_std_groups"] == x["groups"] for x in last)
@@ -77,11 +77,11 @@ def hacking(steps, reward=""):
     """
     A signal in words that the reward is gamed and not earned, or '', from the metrics of RL steps (dicts, the newest
     last). Means over the last WATCHED steps are compared with those over the steps before and over the first ones.
-    reward: the run's; the gap to each of its terms that are only noted, those of weight 0, is compared, too.
+    reward: the run's; the gap to each of its terms of weight 0, which are only recorded, is compared, too.
 
-    Such signals see the ways in which most hacks change a run. They do not see one that stays as diverse, as long and
-    as near to the reference as honest answers are, unless the truth is watched, and a truth can be gamed like any
-    reward; and honest learning that gives up variety for good, or finds a new format, looks like a hack to them.
+    Such signals see the ways in which most hacks change a run. They miss a hack that stays as diverse, as long and as
+    near to the reference as honest answers, unless the truth is watched; and a truth can be gamed like any reward.
+    Honest learning that gives up variety for good, or finds a new format, looks like a hack to them.
     """
     if len(steps) < 3 * WATCHED:
         return ""
@@ -121,7 +121,7 @@ class Watch:
     def __init__(self, c, record):
         self.c = c
         self.record = record
-        # A group of its own: a thread that sends weights may be in the default one.
+        # A separate group: a thread that sends weights may be in the default one.
         self.group = dist.new_group(backend="gloo", timeout=FOREVER) if c.watch else None
 
     def alarm(self):

@@ -1,4 +1,4 @@
-"""Other people's graders in processes of their own: what one verdict does or takes changes no other."""
+"""Other people's graders in separate processes: no verdict can change another one, whatever it does."""
 
 import functools
 import inspect
@@ -19,8 +19,8 @@ def serve(grader, seconds, memory, rules):
     """
     The work of a process: for each line of JSON, (the arguments of `grader`, its question), it prints an empty line,
     forks, so that every verdict begins in the same state, and prints a line [exit status, CPU seconds, score].
-    The kernel ends a fork after so many seconds of CPU time, and refuses it more bytes of address space and, if there
-    are `rules`, a program of seccomp's, system calls; one that raises gives no score.
+    The kernel ends a fork after `seconds` of CPU time, limits its address space to `memory` bytes and, if there are
+    `rules`, a program of seccomp's, refuses system calls; one that raises gives no score.
     """
     import ctypes
     import gc
@@ -82,7 +82,7 @@ class Workers:
         """
         (exit status, score, notes) of grader(*about)(*question). The verdict that is noted is 'limit' if a signal ended
         it, as the kernel sends after SECONDS, and else 'pass' for status 0. If the process itself ends in the midst of
-        it, another one is asked; where that ends, too, the verdict is 'limit'. Blocks; RuntimeError if the process has
+        it, another one is tried; if that ends, too, the verdict is 'limit'. Blocks; RuntimeError if the process has
         ended before.
         """
         worker = self.idle.get() or self._start()

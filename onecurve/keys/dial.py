@@ -5,8 +5,8 @@ Code: `rounded_to` of sync.py. Manual: docs/algorithms.md.
 
 from configurator import choice, untouched
 
-# what the engine's weights are rounded to, and with ':act' what its operators give: fp32, bf16, fp16, fp8 or int8 (a
-# scale for each row). Log-probs that differ are then counted, and stop nothing
+# the engine's weights, and with ':act' the results of its operators, are rounded to this: fp32, bf16, fp16, fp8 or int8
+# (a scale for each row). Log-probs that differ are then counted, and stop nothing
 engine_bits = "fp32"
 
 

@@ -8,8 +8,8 @@ from configurator import MODES, WANTED, arguments, named_arguments, not_negative
 # several data sets, each with its own values of these keys and a weight, its share of each step; 0: held out only. Such
 # as "easy={'dataset': 'arithmetic:0:10', 'weight': 3}, hard={'reward': 'exact'}"
 sources = ""
-# prompts are drawn by what a model learns from: one with half of its samples right when last seen is this number of
-# times (and once more) as likely as one with all or none; 0: each once an epoch
+# prompts are drawn by how much a model learns from them: one with half of its samples right when last seen is this
+# number of times (and once more) as likely as one with all or none; 0: each once an epoch
 curriculum = 0
 dynamic_sampling = 0  # number of further rounds, at most, that replace groups of equal rewards; 0: such groups are kept
 

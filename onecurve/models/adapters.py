@@ -55,8 +55,8 @@ def adapted(m, scale, x, split=1):
 
 class Merged(Shard):
     """
-    A Shard made with (W's rows here, A, B's rows here, scale) in place of its rows. They are W + scale B A, made when
-    they are asked for: so never more of them than are in use.
+    A Shard made with (W's rows here, A, B's rows here, scale) in place of its rows. They are W + scale B A, computed
+    at each access: so no more of them exist than are in use.
     """
 
     @property

@@ -129,7 +129,7 @@ def load_weights(shards, folder, tied, key="init_from"):
 
 
 def large(folder):
-    """Whether a model folder's weights are such that memory may be too small for them: to count takes a second."""
+    """Whether memory may be too small for a model folder's weights: to count exactly takes a second."""
     return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) > 2**28
 
 
@@ -171,8 +171,8 @@ def load_tokenizer(folder):
 
 def say_ends(tokenizer, stop_tokens, templated, system_prompt=""):
     """
-    Prints at which tokens samples end and, where a chat template makes the prompts, what it does that one might not
-    expect: a system prompt of its own, a turn that ends with a token at which no sample does.
+    Prints at which tokens samples end and, where a chat template makes the prompts, its surprises: its own system
+    prompt, a turn that ends with a token at which no sample does.
     """
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in stop_tokens)
     print(f"samples end at {ends}", flush=True)
@@ -230,12 +230,12 @@ class FullWeights:
         self.dtype = torch.float32 if self.frozen or device == "cpu" else torch.bfloat16
 
     def load(self, folder, checkpoint=None):
-        """Reads a model's folder; checkpoint: it is this one, from which a run goes on, and has all heads."""
+        """Reads a model's folder; checkpoint: it is the one from which a run resumes, and has all heads."""
         known = [s for s in self.sent if checkpoint or s.name not in HEADS]
         load_weights(known, folder, self.model.config.tie_word_embeddings)
 
     def anchor(self):
-        """The shards with which the model itself is the reference of the KL; None: that is a model of its own."""
+        """The shards with which the model itself is the reference of the KL; None: that is another model."""
 
     def published(self, policy):
         """What engines get of these shards of the policy. Collective over the trainers, and so is `save`."""

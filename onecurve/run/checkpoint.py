@@ -99,7 +99,7 @@ def checkpoints(folder):
 
 
 def healthy_checkpoint(folder, done):
-    """The last checkpoint of a run that counts as healthy where the watch speaks after `done` steps; None: none is."""
+    """The last checkpoint that counts as healthy if the watch's alarm comes after `done` steps; None: none does."""
     before = (path for path in checkpoints(folder / "ckpt") if int(path.name[5:]) <= done - HEALTHY)
     return max(before, default=None)
 

@@ -1,5 +1,5 @@
 """
-The dial (--engine_bits): the engine's weights are rounded, the trainer's are not. What both say of each token is kept.
+The dial (--engine_bits): the engine's weights are rounded, the trainer's are not. The figures of both are kept.
 """
 
 import torch

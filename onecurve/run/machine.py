@@ -1,5 +1,5 @@
 """
-What a run needs of its machine, checked before anything is computed, and the last line of a process that ends early.
+A run's requirements of its machine, checked before anything is computed; the last line of a process that ends early.
 
     card      take_gpu: a GPU with its driver and compilers; one_device: the same kind for all ranks
     memory    least_memory: what a run needs; machine_memory: what a machine has
@@ -58,7 +58,7 @@ TOOLKIT = Path("/usr/local/cuda")
 
 
 def why_no_card():
-    """What to do where torch finds no CUDA device. It says no more than that, to a driver that is too old as well."""
+    """The cure where torch finds no CUDA device, which is all that it says even if the driver is too old."""
     version = re.search(r"Module.*?\s((\d{3,})[.\d]*)", DRIVER.read_text()) if DRIVER.is_file() else None
     if not version:
         return "this machine has no CUDA device; use --device=cpu"
@@ -93,8 +93,8 @@ def one_device(device):
 
 def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
     """
-    {what a card is for: bytes that it needs at the very least}, for a model of so many parameters of which so many are
-    learned; on place='cpu' {'run': bytes that all ranks need together}. reward: bytes of reward models, which an
+    {use of a card: the least bytes that it needs}, for a model with this number of parameters, of which `learned` are
+    trained; on place='cpu' {'run': bytes that all ranks need together}. reward: bytes of reward models, which an
     engine's rank has. Training: weights, AdamW's moments, and the gradients of a row of leaves, of which two are added
     in one. Sampling: the engine gets a share of what the rest leaves of a card; on a CPU it has its weights twice, as
     sent and as its loops read them, and only the second sleep.
@@ -146,8 +146,8 @@ def report_error(kind, error, trace, kept="nothing written is lost", cure="go on
 
 def end_with_a_line(rank):
     """
-    Has a SIGTERM end this process as it does by itself, but with a line of the first rank's; and has torchrun's folder
-    in /tmp, if nothing is in it, gone when the process ends.
+    Makes a SIGTERM end this process as usual, but with a line of the first rank's; and removes torchrun's folder in
+    /tmp, if it is empty, when the process ends.
     """
     owner = os.getpid()
     stderr = os.dup(2)  # which may lead to an engine's log when the signal comes

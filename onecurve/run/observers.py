@@ -1,5 +1,5 @@
 """
-Observers of a step: what some runs note beside the loss. A trainer has a list of them, which is empty in a plain run.
+Observers of a step: what some runs record beside the loss. A trainer has a list of them, which is empty in a plain run.
 Others are a mixture's Routers (onecurve/models/moe.py) and the Dial (onecurve/run/dial.py).
 """
 

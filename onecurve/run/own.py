@@ -18,7 +18,7 @@ import torch
 from configurator import printable, require, suggestion
 
 ROOT = Path(__file__).parents[2]
-# The config of the run that calls the user's function: by it `code`, `python` and `judge` of onecurve/graders/ work.
+# The config of the run that calls the user's function: `code`, `python` and `judge` of onecurve/graders/ use it.
 CONFIG = ContextVar("CONFIG")
 
 

@@ -28,10 +28,10 @@ LOGS = ("ledger.jsonl", "evaluations.jsonl", "metrics.jsonl", "samples.md")  # w
 def open_run(folder, config, resumed, restarted, gpu):
     """
     Locks the folder until this process ends, however it ends, and prints and saves the config. Ends the run with one
-    line if another process has it, or if a run has computed something in it that is not to go on now. Keep what it
-    returns: the lock's file.
+    line if another process has it, or if it has results of a run that is not to be resumed. Keep the lock's file, which
+    it returns.
 
-    resumed: the saved config of the run that is to go on, or {}; restarted: torchrun resumes it, not the user.
+    resumed: the saved config of the run to resume, or {}; restarted: torchrun resumes it, not the user.
     """
     lock = folder / "lock"
     owner = f"torchrun {os.getppid()}"
@@ -49,7 +49,7 @@ def open_run(folder, config, resumed, restarted, gpu):
         fail(f"out_dir={str(folder)!r}: {problem}{e.strerror}; {cure}")
     computed = ("queue/*/group_*", "ckpt/step_*[1-9]*/checkpoint.json", *LOGS)
     begun = any(path.stat().st_size for pattern in computed for path in folder.glob(pattern))
-    # torchrun starts a rank again that was refused: such a restart may only go on with torchrun's own run.
+    # torchrun starts a rank again that was refused: such a restart may only resume torchrun's own run.
     if begun and not resumed or restarted and lock.read_text() != owner:
         fail(f"out_dir={str(folder)!r}: holds a run already; choose another, or go on with --init_from=resume")
     lock.write_text(owner)
@@ -78,8 +78,8 @@ def check_shared(folder, rank):
 
 def step_figures(batch, pass_reward, times):
     """
-    The metrics of an RL step's samples, of those it trains on, and of its time; how many of all groups are easy or
-    hard. times: as in `Record.step`.
+    The metrics of an RL step's samples, of those it trains on, and of its time; the numbers of easy and hard groups
+    among all. times: as in `Record.step`.
     """
     rewards = torch.stack([t["rewards"] for t, _ in batch.groups])  # (P, G)
     lengths = torch.stack([group.response_lengths() for group in batch.groups]).double()  # (P, G)
@@ -113,9 +113,9 @@ def step_figures(batch, pass_reward, times):
 
 class Record:
     """
-    What the first rank writes down of a run: the ledger, a second one of its evaluations, metrics.jsonl, and samples.md
-    to read. The logs are cut back to their sizes in the checkpoint's record `saved`; without one they begin empty. c:
-    the config as a namespace; origin: what a checkpoint must say to be this run's; task: the run's Task.
+    The logs that the first rank writes: the ledger, a second one of the evaluations, metrics.jsonl, and samples.md to
+    read. They are cut back to their sizes in the checkpoint's record `saved`; without one they begin empty. c: the
+    config as a namespace; origin: what a checkpoint must say to be this run's; task: the run's Task.
     """
 
     def __init__(self, folder, saved, c, origin, task):
@@ -139,7 +139,7 @@ class Record:
         self.steps = [line for line in lines if line["phase"] == "rl"]
 
     def open_bar(self, start, steps):
-        """Shows how many of the RL steps are done."""
+        """Shows the number of RL steps that are done."""
         self.bar = tqdm(total=steps, initial=start, disable=not steps, unit="step", mininterval=0.5)
 
     def state(self):
@@ -226,7 +226,7 @@ class Record:
                 f.writelines([f"- reward {reward:g}:", *said])
 
     def alarm(self, alarm):
-        """A line for a run that its watch ends: why, and how to go on from where it was healthy."""
+        """A line for a run that its watch ends: why, and how to resume from where it was healthy."""
         done = self.steps[-1]["step"] + 1
         cure = "none is kept (--keep_checkpoints)"
         if healthy := healthy_checkpoint(self.folder, done):

@@ -30,7 +30,7 @@ def load_optimizer(trainer, checkpoint):
 
 def save_trainer(trainer, ckpt, tokenizer, stop_tokens, record, step, flight):
     """
-    Writes ckpt/step_000100, for step = 100, from which any number of ranks can go on with that step. flight: the groups
+    Writes ckpt/step_000100, for step = 100, from which any number of ranks can resume at that step. flight: the groups
     in flight. record: the first rank's Record; None on others. Collective over the trainers.
     """
     found = {*chain(*(trainer.optimizer.state[w] for w in trainer.weights))} - {"step"}

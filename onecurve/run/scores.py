@@ -9,8 +9,8 @@ import torch
 
 def reward_metrics(groups):
     """
-    {metric: value} of what was noted with the rewards of groups [(tensors, meta)]: the mean of each of several terms,
-    how many verdicts were a limit of time or space, and how many so near to one that another run may differ there.
+    {metric: value} of the notes with the rewards of groups [(tensors, meta)]: the mean of each of several terms, the
+    number of verdicts that were a limit of time or space, and of those so near to one that another run may differ.
     """
     noted = [terms for _, meta in groups for terms in meta.get("noted", ())]
     names = dict.fromkeys(chain(*noted))

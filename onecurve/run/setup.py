@@ -1,5 +1,5 @@
 """
-What stands around a run's steps: who this rank is, the data, the folder, where an interrupted run goes on, the end.
+What stands around a run's steps: who this rank is, the data, the folder, where an interrupted run resumes, the end.
 """
 
 import os
@@ -89,10 +89,10 @@ class Task:
 
 class Run:
     """
-    A run as this rank sees it. All that a step needs beside it is a function of the config and the step's number: that
+    A run as this rank sees it. Everything else that a step needs follows from the config and the step's number: that
     is why so little has to be saved.
 
-    c: the config as a namespace. resumed: the saved config of the run to go on with, or {}; restarted: torchrun resumes
+    c: the config as a namespace. resumed: the saved config of the run to resume, or {}; restarted: torchrun resumes
     it, not the user. again(): configurator.resolve's result, once more.
     """
 
@@ -149,14 +149,14 @@ class Run:
         self.cores = share_cores(sync.from_all_ranks) if lends else ""
 
     def resume(self, resumed, task):
-        """Finds where the run begins, or goes on: at its latest checkpoint."""
+        """Finds where the run begins, or resumes: at its latest checkpoint."""
         c = self.c
         rank = self.ranks.rank
         self.id = sync.run_id(vars(c))
         self.origin = dict(run=self.id, versions=library_versions(), device=one_device(self.device))
         self.start = 0  # steps done: RL steps, or supervised ones where the mode has no others
         self.flight = Flight()
-        self.saved = {}  # what the checkpoint says of itself
+        self.saved = {}  # the checkpoint's record
         self.checkpoint = max(checkpoints(self.folder / "ckpt"), default=None) if resumed else None
         if latest := self.checkpoint:
             self.saved = saved = read_checkpoint(latest, rank, self.ranks.world, **self.origin)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 def end_with_parent():
     """
-    Has the kernel end this process when the one that started it ends, however that ends: torchrun's agent, or a rank.
-    Ends it now if that is gone already. A shell is no such parent: what it starts may have to outlive it.
+    Makes the kernel end this process when the one that started it ends in any way: torchrun's agent, or a rank. Ends it
+    now if that is gone already. A shell is no such parent: its children may have to outlive it.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     parent = Path("/proc", str(os.getppid()))

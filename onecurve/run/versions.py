@@ -1,5 +1,5 @@
 """
-Of which code, libraries and machine a run is. Nothing here takes time to import: versions are checked before torch is.
+The code, libraries and machine of a run. Nothing here takes time to import: versions are checked before torch is.
 """
 
 import os

@@ -27,7 +27,7 @@ from sync import content_hash, listening_store
 def start_engine(config, model_path, device, dtype, gpu, lends, cores, inv_freq, patches, sockets, died):
     """
     SGLang's Engine in this process, as RolloutEngine has it. inv_freq: of RoPE; None: with the libraries' operators.
-    sockets: a folder for them. died: is called where one of SGLang's processes has.
+    sockets: a folder for them. died: is called when one of SGLang's processes has died.
     """
     os.environ["SGLANG_PLUGINS"] = "none"  # what else is installed may not change what an engine computes
     threads = max(host.threads, torch.get_num_threads())

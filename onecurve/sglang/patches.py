@@ -43,8 +43,8 @@ class Around(NamedTuple):
 
 def patches(config, device, enable, inv_freq, lends):
     """
-    Yields (what in sglang.srt is replaced, by what); above each row, what SGLang's own does that we do not want. The
-    modules are imported in this order. Arguments as in `run_scheduler`; enable: kernels.enable_batch_invariant.
+    Yields (what in sglang.srt is replaced, by what); a comment above each row says why. The modules are imported in
+    this order. Arguments as in `run_scheduler`; enable: kernels.enable_batch_invariant.
     """
     # deterministic mode switches its Triton kernels on
     yield "batch_invariant_ops:enable_batch_invariant_mode", enable if inv_freq else lambda: None
@@ -235,7 +235,7 @@ def check_weights(scheduler, expected):
 
 
 def round_operators(bits):
-    """Makes what kernels.py's operators give in this process `rounded_to` these bits."""
+    """Rounds the results of kernels.py's operators in this process, by `rounded_to`, to these bits."""
 
     def rounded(operator):
         def call(*args, **kwargs):

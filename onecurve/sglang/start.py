@@ -29,7 +29,7 @@ early = []  # (process, where its orders go, where its answers come from) of sch
 
 
 def waiting_scheduler(orders, writer):
-    """A process that has SGLang imported, and then does what it is ordered to."""
+    """A process that imports SGLang, and then follows its orders."""
     end_with_parent()
     import setproctitle
 
@@ -84,8 +84,7 @@ def start_engine_early(config):
 @contextmanager
 def started_early(run, count):
     """
-    Inside, SGLang's engine gets the processes of `start_schedulers` when it wants its `count`, and they do what it has
-    them do: `run`.
+    Inside, SGLang's engine gets the processes of `start_schedulers` when it starts its `count`, and they execute `run`.
     """
     if not early:
         start_schedulers(count, "spawn")
