@@ -6,8 +6,8 @@ The config block of a script is its schema; config files and the command line ov
     $ torchrun --nproc_per_node=8 train_grpo.py config/tiny.py --learning_rate=2e-6 --strict
 
 The idea is nanoGPT's. What differs: a name that is not in the block is an error, in a file too; a value has the type of
-its default; defaults < files in their order < flags, in whatever order they are typed; and what `config_source` writes
-is a config file itself. A mistake ends in one line and status 2, never in a traceback. `--help` shows the comments of a
+its default; defaults < files in their order < flags, in whatever order they are typed; and `config_source` writes a
+config file itself. A mistake ends in one line and status 2, never in a traceback. `--help` shows the comments of a
 block that stands at the left margin.
 
 Each feature has a file in onecurve/keys/ with a block of its keys and its `rules`. A script that gives these files to
@@ -247,7 +247,7 @@ FREE_KEYS = """
 
 
 class Mode(NamedTuple):
-    """What a run of this mode does; nothing but this table knows the modes' names."""
+    """The tasks of a run of this mode; nothing but this table knows the modes' names."""
 
     trains: bool = True
     samples: bool = True  # with engines; a mode that trains and samples sends them its weights
@@ -327,7 +327,7 @@ def roles(config, world):
     return world - last, last // config["rollout_tp"]
 
 
-# What a rule yields: a key, whether its value fits, and else what is wrong and the cure. `c` is the config as a
+# A rule yields a key, whether its value fits, and else what is wrong and the cure. `c` is the config as a
 # namespace that has `world`, the number of ranks, and `defaults`, too. Several keys are words of one string.
 
 
@@ -393,7 +393,7 @@ def block_rules(c):
 
 
 def rank_rules(c):
-    """What the ranks can do, whoever trains and samples."""
+    """The rules of the ranks, whoever trains and samples."""
     world = c.world
     trainers, engines = roles(vars(c), world)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # an engine's ranks are of one node, and train nothing

@@ -1792,7 +1792,7 @@ def softmax(x, dim, half_to_float):
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn, and so what a log-prob is of: the softmax of logits / temperature over the kept tokens."""
+    """The distribution of draws, and so of log-probs: the softmax of logits / temperature over the kept tokens."""
 
     temperature: float = 1.0
     top_p: float = 1.0  # 1: all
@@ -2199,7 +2199,7 @@ def on_rows(kernel, units, work, args, grid, config, loop=None):
 
 
 def on_elements(kernel, shape, work, *args):
-    """`on_rows` for what is computed number by number in `shape`, `work` operations each; the last argument is C."""
+    """`on_rows` for elementwise work over `shape`, `work` operations each; the last argument is C."""
     R, C = shape
     config = dict(BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
     on_rows(kernel, R, work * R * C, (*args, C), (R, -(-C // ELEMENTS)), config)

@@ -545,10 +545,10 @@ class RolloutEngine:
         return any("torch_memory_saver" in text for text in maps)
 
     def wake(self):
-        """Takes the memory again; what was in it is lost."""
+        """Takes the memory again; its contents are lost."""
         if self.asleep:
             self.asleep = False
-            host.give_memory_back()  # what this rank's trainer holds and does not use now
+            host.give_memory_back()  # memory that this rank's trainer does not use now
             if self.device == "cuda":
                 lent = self.io_struct.ResumeMemoryOccupationReqInput(tags=LENT)
                 self.request(self.manager.resume_memory_occupation(lent), "taking its memory again")

@@ -286,7 +286,7 @@ class Shard(NamedTuple):
 
 
 def local(x):
-    """What this rank has of a parameter or its gradient: FSDP2's are DTensors."""
+    """This rank's part of a parameter or its gradient: FSDP2's are DTensors."""
     return x.to_local() if isinstance(x, dist.tensor.DTensor) else x
 
 
@@ -622,7 +622,7 @@ class Queue(NamedTuple):
     run: str  # the run's id
     timeout: float = 0  # seconds without a heartbeat after which the run ends
     heartbeats: tuple = ()  # a path for each engine, which it touches while it lives
-    store: dist.Store = None  # where the engines' ranks say what they do
+    store: dist.Store = None  # where the engines' ranks announce their work
     vocabulary: int = 0  # as for `read_group`
 
     def _folder(self, job):

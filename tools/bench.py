@@ -133,7 +133,7 @@ def spans(intervals):
 
 
 def agents(args):
-    """Plain samples and the same through a Chat, in turn, three times each; then, twice, what sleeping tools cost."""
+    """Plain samples and the same through a Chat, in turn, three times each; then, twice, the cost of sleeping tools."""
     folder = Path(tempfile.mkdtemp(prefix="bench"))
     (folder / "agents.py").write_text(AGENTS)
     path, rates = folder / "agents.py", {"a plain sample": [], "through a Chat": []}

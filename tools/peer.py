@@ -248,7 +248,7 @@ def make_scratch_model(folder, name):
 
 
 def task_of(args):
-    """What both sides train on, but for the samples of a step."""
+    """The task of both sides, without the samples of a step."""
     from rewards import arithmetic
 
     task = dict(steps=args.steps, threads=args.threads or os.cpu_count(), micro=args.micro, learns=bool(args.model))

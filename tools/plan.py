@@ -116,7 +116,7 @@ RECORD = 0.1  # of a step: files, JSON, ledger, the last rewards; 0.05 to 0.13 s
 WAKE = 0.1  # sleep and wake of an engine that lends its memory: no more than that, with 1.2 GB of weights
 BUCKET_SECONDS = 8e-3  # SGLang's round trip for a bucket of weights
 CONTEXT = 1e9  # bytes that CUDA and NCCL hold on a card
-# what the code does, counted in it
+# counted in the code
 SAMPLER_PASSES = 20  # over the float32 logits, to draw a token
 ELEMENTWISE_PASSES = 3  # over a layer's inner activations in a pass forward; a backward is two of those
 BACKWARD_ATTENTION = 2.5  # five products, where forward has two
@@ -264,7 +264,7 @@ def inner_bytes(s, tokens):
 
 
 def trainer_memory(s, c, ranks, leaf=0):
-    """{phase: {part: bytes}} of a trainer's card: what is held always, and what a phase of a step needs beside it."""
+    """{phase: {part: bytes}} of a trainer's card: the constant part, and the needs of each phase of a step."""
     leaf, root, full = leaf or c.leaf_tokens, root_parameters(s), not c.lora_rank
     mine, learned, kept = parameters(s) / ranks, learned_parameters(s, c) / ranks, max_staleness(c)
     held = {"weights, float32": 4 * mine} if full else {"base, bfloat16": 2 * mine, "adapters, float32": 4 * learned}

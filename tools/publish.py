@@ -116,7 +116,7 @@ def copy_sealed(checkpoint, out):
 
 
 def export(checkpoint, out):
-    """The weights of a checkpoint in bfloat16, and what else it has for other programs."""
+    """The weights of a checkpoint in bfloat16, and its other files for other programs."""
     for path in (checkpoint / name for name in read_checkpoint(checkpoint, 0, 1)["files"]):
         if path.parent != checkpoint:
             continue

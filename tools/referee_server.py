@@ -1,5 +1,5 @@
 """
-What a server must hold fixed, for tools/referee.py: the same requests alone, again, together and with an empty cache.
+Tests of a server for tools/referee.py: the same requests alone, again, together and with an empty cache.
 No tool by itself.
 """
 

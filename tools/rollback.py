@@ -5,7 +5,7 @@ A run that goes back to where it was healthy whenever its reward looks gamed.
 
 Runs train_grpo.py with these arguments and --watch=stop. A run that the watch stops is branched from its last healthy
 checkpoint into out/turned_1 (then _2 and _3, and no further): with prompts and noise in another order, by another seed,
-and a KL of --healthy_kl_coef to the policy of that checkpoint. The same command continues what was interrupted.
+and a KL of --healthy_kl_coef to the policy of that checkpoint. The same command continues an interrupted run.
 
 Exit status: that of the last run; 3 if the watch has stopped it.
 """

@@ -37,7 +37,7 @@ def load_agent(spec):
 
 
 def record_of(chat):
-    """What is noted of a dialogue beside its tokens: JSON."""
+    """The record of a dialogue beside its tokens: JSON."""
     turns = [turn._replace(tool_calls=[call._asdict() for call in turn.tool_calls])._asdict() for turn in chat.turns]
     return dict(path=chat.path, turns=turns, messages=chat.messages[: chat.said])
 

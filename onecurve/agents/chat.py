@@ -306,7 +306,7 @@ def environment(kind):
 
 class Journal:
     """
-    What the samples of a prompt got from outside, a line of JSON per result, on the disk before the result is used.
+    The results from outside for the samples of a prompt, a line of JSON each, on the disk before they are used.
     entries: {(sample, at): entry}. Raises AgentError for the journal of another run.
     """
 
@@ -628,7 +628,7 @@ class Chat:
             return await episode.once(self, at, call.name, call.arguments, act, known)
 
     async def _run(self, f, arguments, at):
-        """The text that a tool returns, or that says what it raised."""
+        """The text of a tool's result or error."""
         try:
             value = await beside(f, **arguments)
         except SandboxError as error:  # no result: the sandbox failed, not the program in it

@@ -266,7 +266,7 @@ class Asked(Body):
 
     @property
     def content(self):
-        """What decides the answer, however it is sent."""
+        """The fields that determine the answer, however it is sent."""
         return self.messages, self.tools, self.schema, self.stop, self.most, self.sampling, self.seed, self.n
 
     @functools.cached_property
@@ -356,7 +356,7 @@ def read(body, chat=True, exact=False):
 
 
 def content_of(message):
-    """What decides whether two messages are the same."""
+    """The fields by which two messages are compared."""
     return message["role"], message["content"], [call["function"] for call in message.get("tool_calls", ())]
 
 
@@ -436,7 +436,7 @@ def whole(asks, choices, head, decode, chat):
 
 
 async def events(asks, answers, head, decode, chat):
-    """What `whole` has, as a stream: server-sent events with the Answers' pieces, then calls and usage."""
+    """The content of `whole` as a stream: server-sent events with the Answers' pieces, then calls and usage."""
     event = lambda content: f"data: {json.dumps(content)}\n\n"  # noqa: E731
     asked = asks[0]
     left = [*range(len(answers))]

@@ -108,8 +108,8 @@ class Agent:
 
 class AgentSampler(Sampler):
     """
-    A Sampler of this Agent's episodes. What they get from outside is in journals beside the group files until those are
-    written, and then in them.
+    A Sampler of this Agent's episodes. Their results from outside are in journals beside the group files until those
+    are written, and then in them.
     """
 
     def __init__(self, agent, *args):

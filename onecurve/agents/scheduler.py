@@ -1,6 +1,6 @@
 """
-What SGLang's scheduler does for agents and for clients of a served model, and not for samples of one turn: turns that
-end at strings, drawing by grammars, the likeliest tokens. `PATCHES` is a table like onecurve/sglang/patches.py's.
+SGLang's scheduler for agents and for clients of a served model: turns that end at strings, drawing by grammars, the
+likeliest tokens. Samples of one turn do without. `PATCHES` is a table like onecurve/sglang/patches.py's.
 """
 
 import torch

@@ -25,7 +25,7 @@ def number_of_pairs(samples):
 
 
 class Objective(NamedTuple):
-    """What an update of a Trainer minimizes."""
+    """The objective of an update of a Trainer."""
 
     phase: str  # its name in the ledger and in metrics.jsonl
     loss: Callable  # such as train_grpo.policy_step_loss

@@ -24,7 +24,7 @@ panel_cache = None
 
 
 class _Memory:
-    """What NumPy takes for an array. Not Tensor.numpy(), after which FSDP2 cannot resize the tensor's storage."""
+    """An array interface for NumPy. Not Tensor.numpy(), after which FSDP2 cannot resize the tensor's storage."""
 
     def __init__(self, x, size, dtype):
         self.owner = x
@@ -97,7 +97,7 @@ def prepare(cpu_threads, cores):
 
 
 def give_memory_back():
-    """Gives the system what this process has of memory and does not use."""
+    """Gives memory that this process does not use back to the system."""
     torch.cuda.empty_cache()
     ctypes.CDLL(None).malloc_trim(0)
 

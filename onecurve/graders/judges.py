@@ -137,7 +137,7 @@ def judge_and_prompt(url, model, path):
         raise ValueError(f"judge_prompt={path!r}: no text file with {{response}} in it, where the judge is to see it")
     try:
         known = [its["id"] for its in ask_judge(url.rstrip("/") + "/models", 10)["data"]]
-    except Exception as error:  # what answers there may be anything
+    except Exception as error:  # the server there may be anything
         cure = "an OpenAI-compatible endpoint such as http://127.0.0.1:8000/v1 (its key: JUDGE_API_KEY)"
         raise ValueError(f"judge={url!r}: {reason(error)[:100]}; use {cure}") from error
     if not known or model not in ("", *known):

@@ -120,7 +120,7 @@ def load_adapters(adapters, folder, c, base):
 
 
 class Adapters(FullWeights):
-    """What a Trainer trains of a model with LoRA. base: "dtype hash" of the frozen weights."""
+    """The parameters that a Trainer trains with LoRA. base: "dtype hash" of the frozen weights."""
 
     def load(self, folder, checkpoint=None):
         super().load(folder)

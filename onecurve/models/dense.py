@@ -205,7 +205,7 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
 
 
 class Output(NamedTuple):
-    """What a forward pass over a leaf gives, at its M targets. A reward model gives scores and nothing else."""
+    """The results of a forward pass over a leaf, at its M targets. A reward model gives scores and nothing else."""
 
     logprobs: Tensor | None = None  # (M,)
     entropy: Tensor | None = None  # (M,)
@@ -216,7 +216,7 @@ class Output(NamedTuple):
 
 
 def token_logprobs(model, leaf, sampling=kernels.Sampling(), shared=False):
-    """The Output of a leaf. shared: what samples begin with alike is computed once, by our operators alone."""
+    """The Output of a leaf. shared: a prefix that samples share is computed once, by our operators alone."""
     plan = kernels.packed_plan(leaf.lengths, ids=leaf.ids if shared else None)
     ids, positions = (x[plan.first][None] for x in (leaf.ids, leaf.positions))
     output = model.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False)
@@ -284,7 +284,7 @@ def paged_attention(inv_freq):
 
     class PagedAttention(AttentionBackend):
         """
-        What the layers' attention shares, prefill and decode alike. It is made once per forward, where SGLang captures
+        The data that all layers' attention shares, in prefill and decode. Made once per forward, where SGLang captures
         it: a graph's replay makes it anew, from the runner's static buffers.
         """
 

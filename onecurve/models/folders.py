@@ -212,7 +212,7 @@ def save_tokenizer(folder, tokenizer, stop_tokens):
 
 class FullWeights:
     """
-    What a Trainer trains of a model: all of its weights, or in adapters.Adapters some beside those that are frozen.
+    The parameters that a Trainer trains: all of the model's, or in adapters.Adapters some beside frozen ones.
 
     trained, frozen: shards that are and are not trained. policy: those that model folders and versions hold. sent:
     those whose names and shapes the engines know. dtype: of versions.
@@ -238,7 +238,7 @@ class FullWeights:
         """The shards with which the model itself is the reference of the KL; None: that is another model."""
 
     def published(self, policy):
-        """What engines get of these shards of the policy. Collective over the trainers, and so is `save`."""
+        """The engines' form of these shards of the policy. Collective over the trainers, and so is `save`."""
         return policy
 
     def save(self, folder):

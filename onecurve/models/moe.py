@@ -21,7 +21,7 @@ OF_SGLANG = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 
 
 def check_mixture(hf, name, config):
-    """Ends the run with one line if a mixture's Hugging Face config says what we do not compute. name: of its key."""
+    """Ends the run with one line if we do not compute a mixture of this Hugging Face config. name: of its key."""
     E = hf.num_experts
     k = hf.num_experts_per_tok
     for key, known in dict(
@@ -83,7 +83,7 @@ def balance_loss(p, counts):
 
 
 class Routers(Observer):
-    """The routers of a mixture's blocks in a trainer, and what is noted of their choices in a step."""
+    """The routers of a mixture's blocks in a trainer, and a record of their choices in a step."""
 
     def __init__(self, trainer, blocks):
         self.trainer = trainer
@@ -142,7 +142,7 @@ def routers_of(trainer):
 
 
 def sizes_on_cpu(mlp):
-    """What `loops.layer_on_cpu` wants to know of a mixture; () of a dense MLP."""
+    """The argument of `loops.layer_on_cpu` about a mixture; () for a dense MLP."""
     if not is_mixture(mlp):
         return ()
     from onecurve.cpu import loops

@@ -114,8 +114,8 @@ def delete_checkpoints(folder, unwanted):
 
 def clean_queue(queue, first_step):
     """
-    After a crash: deletes what was half written, and torn files of steps still to be done. Whole files stay: they hold
-    what would be made again. Returns the number of files deleted as torn.
+    After a crash: deletes half-written files, and torn ones of steps still to be done. Whole files stay: they would be
+    made the same again. Returns the number of files deleted as torn.
     """
     for leftover in queue.glob("*/.group_*"):
         leftover.unlink()

@@ -2,7 +2,7 @@
 A run's requirements of its machine, checked before anything is computed; the last line of a process that ends early.
 
     card      take_gpu: a GPU with its driver and compilers; one_device: the same kind for all ranks
-    memory    least_memory: what a run needs; machine_memory: what a machine has
+    memory    least_memory: of a run; machine_memory: of a machine
     end       report_error: an exception in one line; end_with_a_line: SIGTERM in one line
 """
 

@@ -23,7 +23,7 @@ class Observer:
         return {}
 
     def write(self, folder):
-        """Writes what is kept of a step into its rollout folder. Called on the first rank."""
+        """Writes the step's record into its rollout folder. Called on the first rank."""
 
 
 class OffPolicy(Observer):

@@ -143,7 +143,7 @@ class Record:
         self.bar = tqdm(total=steps, initial=start, disable=not steps, unit="step", mininterval=0.5)
 
     def state(self):
-        """What a checkpoint must say of the run and of its logs."""
+        """A checkpoint's record of the run and of its logs."""
         sizes = {name: (self.folder / name).stat().st_size for name in LOGS}
         return self.origin | dict(digest=self.ledger.digest, bytes=sizes)
 
@@ -161,8 +161,8 @@ class Record:
 
     def evaluation(self, step, scores, prompts, hashes):
         """
-        Records scores {metric: value} of an evaluation, and hashes {stage: hash} of what they are of. prompts: number
-        of held-out prompts or pairs.
+        Records scores {metric: value} of an evaluation, and hashes {stage: hash} of its samples or pairs. prompts: the
+        number of held-out prompts or pairs.
         """
         c = self.c
         self.metrics(phase="eval", step=step, **scores)
@@ -175,7 +175,7 @@ class Record:
         tqdm.write(f"held out after {step} steps: {', '.join(rates)} ({what})")
 
     def hashes(self, groups):
-        """{stage: hash} of what Groups have."""
+        """{stage: hash} of Groups."""
         tensors, meta = zip(*groups)
         named = ["tokens", "logprobs", "rewards"]
         if self.c.lag or self.c.segment_tokens:

@@ -48,15 +48,15 @@ def prepare_process():
 
 class Task:
     """
-    What a run learns: its rewards, or its agent, and its data. Made before the run has a folder: what cannot be loaded
-    ends it with one line.
+    The task of a run: its rewards, or its agent, and its data. Made before the run has a folder; if one of them cannot
+    be loaded, the run ends with one line.
     """
 
     def __init__(self, c):
         self.c = c
         for key in OWN:
             own_function(key, vars(c)[key])
-        # Without samples, what a reward needs, a judge or a sandbox, may be missing.
+        # Without samples, a reward's judge or sandbox may be missing.
         named = sources_of(vars(c)).items() if MODES[c.mode].samples else ()
         self.scored_by = {name: rewards.load_reward(own["reward"], vars(c)) for name, own in named}
         self.reward_models = checks.models_of(self.scored_by).values()

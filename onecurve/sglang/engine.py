@@ -3,7 +3,7 @@ How an SGLang engine starts in a rank of torchrun's, and leaves nothing behind t
 other machines, no sockets, no names in /dev/shm.
 
     start_engine       starts it, with the scheduler of onecurve/sglang/patches.py
-    engine_arguments   what it is started with
+    engine_arguments   its arguments
 """
 
 import functools
@@ -29,7 +29,7 @@ def start_engine(config, model_path, device, dtype, gpu, lends, cores, inv_freq,
     SGLang's Engine in this process, as RolloutEngine has it. inv_freq: of RoPE; None: with the libraries' operators.
     sockets: a folder for them. died: is called when one of SGLang's processes has died.
     """
-    os.environ["SGLANG_PLUGINS"] = "none"  # what else is installed may not change what an engine computes
+    os.environ["SGLANG_PLUGINS"] = "none"  # other installed packages may not change what an engine computes
     threads = max(host.threads, torch.get_num_threads())
     tp = config["rollout_tp"]
     run = functools.partial(run_scheduler, config, threads, cores, inv_freq, lends, patches)
@@ -69,7 +69,7 @@ def start_engine(config, model_path, device, dtype, gpu, lends, cores, inv_freq,
 
 
 def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
-    """What SGLang is started with, as its ServerArgs name it."""
+    """SGLang's arguments, as its ServerArgs name them."""
     tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
     samples = max(config["prompts_per_step"], config["groups_in_flight"]) * config["group_size"]
     args = dict(
@@ -115,7 +115,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
 def folder_for_sockets(log):
     """
     A folder for the sockets of the engine with this log, which is deleted at the end: nobody needs their names once
-    both ends have found each other. It has one name at each start, so what a kill has left in it goes at the next one.
+    both ends have found each other. It has one name at each start, so the next one deletes what a kill has left in it.
     A socket's name has at most 107 bytes, which a long TMPDIR leaves no room for.
     """
     parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"

@@ -1,12 +1,12 @@
 """
-What is replaced in SGLang 0.5.17, in the process of its scheduler, which runs the model. SGLang has no switch for it.
+Our replacements in SGLang 0.5.17, in the process of its scheduler, which runs the model. SGLang has no switch for them.
 
     patches         the table: what is replaced, by what, and why
     install         replaces it
     run_scheduler   does so, and then what SGLang's process does
 
-The replacements are below the table, and for a model's layers in onecurve/models/. What an agent needs besides is in a
-table of the same form (onecurve/agents/scheduler.py).
+The replacements are below the table, and for a model's layers in onecurve/models/. An agent's are in a table of the
+same form (onecurve/agents/scheduler.py).
 """
 
 import functools
@@ -95,7 +95,7 @@ def patches(config, device, enable, inv_freq, lends):
 
 
 def install(rows):
-    """Replaces what the rows of a table like `patches` name."""
+    """Makes the replacements of a table like `patches`."""
     for path, ours in rows:
         owner, name = re.fullmatch("(.+)[.:](.+)", path).groups()
         owner = pkgutil.resolve_name(f"sglang.srt.{owner}")
@@ -193,7 +193,7 @@ def group_on_cpu(own, group, **options):
 
 
 def pause(own, self, tag):
-    torch.cuda.synchronize()  # kernels after the last sample may still read what then has no memory
+    torch.cuda.synchronize()  # kernels after the last sample may still read memory that is then unmapped
     own(self, tag)
 
 
@@ -207,7 +207,7 @@ def load_all(own, model, weights, device):
 
 
 def flush_cache(gives_back, own, self, *args, **kwargs):
-    """As with every change of the weights. gives_back: memory that this process does not use now."""
+    """Comes with every change of the weights. gives_back: unused memory of this process goes back to the system."""
     if host.panel_cache:
         host.panel_cache.clear()
     if gives_back:

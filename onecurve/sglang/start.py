@@ -44,7 +44,7 @@ def waiting_scheduler(orders, writer):
 
 
 def import_engine():
-    """What an engine's rank and its scheduler need of SGLang, on a CPU."""
+    """Imports the parts of SGLang that an engine's rank and its scheduler need on a CPU."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch reads it: SGLang would compile, with g++, for nothing here
     with lean_imports():
         import sglang.srt.entrypoints.engine
