@@ -11,7 +11,7 @@ config file itself. A mistake ends in one line and status 2, never in a tracebac
 block that stands at the left margin.
 
 Each feature has a file in onecurve/keys/ with a block of its keys and its `rules`. A script that gives these files to
-`configure` has their keys, too. All of this serves any script; only the last section knows the keys of train_grpo.py.
+`configure` has their keys, too. The last section is train_grpo.py's: it calls `resolve`, which calls `configure`.
 """
 
 import json
@@ -279,6 +279,7 @@ POSITIVE = """
 NOT_NEGATIVE = """
     max_steps threads eval_size eval_every eval_temperature checkpoint_every keep_rollouts sample_every
     learning_rate warmup_steps lr_decay_steps min_lr beta1 beta2 weight_decay grad_clip clip_low clip_high"""
+GROUP_BASELINES = "grpo", "dr_grpo", "rloo", "reinforce++_baseline"  # advantages within a group
 OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 
 
@@ -290,13 +291,13 @@ def named_arguments(text):
     return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
 
 
-def resolve(namespace, defaults):
+def resolve(script, defaults):
     """
-    Reads the command line of train_grpo.py, whose globals() are `namespace`, into its block and checks it; imports
-    nothing that takes time. Returns (the config; on a resume the saved config of the run in out_dir, else {}; whether
-    torchrun has restarted the run, and not the user).
+    Reads the command line of train_grpo.py, whose path is `script`, and checks it; imports nothing that takes time.
+    Returns (the config; on a resume the saved config of the run in out_dir, else {}; whether torchrun has restarted the
+    run, and not the user). defaults: all keys, the block's and the features'.
     """
-    config = configure(namespace, features=load_features())
+    config = configure(defaults | {"__file__": script}, features=load_features())
     saved = {}
     path = Path(config["out_dir"], "config.py")
     by_user = config["init_from"] == "resume"
@@ -306,10 +307,12 @@ def resolve(namespace, defaults):
         if by_user:
             del ORIGINS["init_from"]  # it is this command's; the run has its own
         saved, config = resume_config(config, path, FREE_KEYS)
-        namespace.update(config)
         before = MODES[saved["mode"]]
+        now = MODES.get(config["mode"], before)
         why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
-        require(MODES.get(config["mode"], before).scores == before.scores, f"mode={config['mode']!r}: {why}")
+        require(now.scores == before.scores, f"mode={config['mode']!r}: {why}")
+        why = "the run trains; for its model use --init_from=checkpoint, with an out_dir for the samples"
+        require(now.trains or not before.trains, f"mode={config['mode']!r}: {why}")
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
     return config, saved, restarted
 
@@ -385,9 +388,11 @@ def block_rules(c):
     why = f"mode={c.mode!r} is of held-out prompts; use more than 0"
     yield "eval_size", c.eval_size > 0 or MODES[c.mode].steps, why
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
-    yield "group_size", c.group_size > 1 or c.advantage in ("reinforce++", "gae", "distill"), why
+    yield "group_size", c.group_size > 1 or c.advantage not in GROUP_BASELINES or MODES[c.mode].steps != "rl", why
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     yield "loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence"
+    why = f"the cosine begins after warmup_steps={c.warmup_steps}; use more, or 0: constant"
+    yield "lr_decay_steps", not c.lr_decay_steps or c.lr_decay_steps > c.warmup_steps, why
     if c.loss == "pg":
         yield from untouched(c, "updates_per_batch", "is not for --loss=pg")
 

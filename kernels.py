@@ -29,7 +29,7 @@ The operators; E is the engine, T the trainer:
 
     operator               equation                                what fixes the order             who calls it
     matmul, mm, addmm      a b; bias + a b                         a chain in the order of K        E T, each layer
-    linear, SplitLinear    a b by equal parts of K                 a chain a part, then one tree    E of several GPUs, T
+    linear, SplitLinear    a b by equal parts of K                 a chain a part, then one tree    E; T with parts
     LoRALinear, merge      x (W + s B A)^T                         a chain over the adapters' rank  T
     row_sums               sum x in float64                        the row's length                 T; sum, mean, std
     rms_norm               w x / sqrt(mean x^2 + eps)              the row's length                 E T
@@ -39,7 +39,7 @@ The operators; E is the engine, T the trainer:
     attention              softmax(scale q k^T) v                  the keys from position 0         E T
     token_logprobs         log softmax(h W^T / t)_y, and entropy   the vocabulary's size            T
     head_logits            h W^T                                   a chain in the order of C        E
-    log_softmax, softmax   log softmax(z), softmax(z)              the vocabulary's size            E; formulas
+    log_softmax, softmax   log softmax(z), softmax(z)              the vocabulary's size            E; users' losses
     cut                    z, -inf where a rule drops a token      no order: whole numbers          E T under a rule
     embedding_backward     sum of the gradients of an id's tokens  the order of the tokens          T
     draw                   argmax(log p + noise)                   no sum                           E

@@ -99,10 +99,9 @@ def groups_of(queue, sampler, job):
 def sample_step(sample, step, rows, c, version, flight):
     """
     Makes samples with the engines (`groups_of`, Sampler.sample, SGLang's async_generate); returns the Batch of RL step
-    `step` on every rank, in the order of the prompts. sample: Job -> its Groups. With dynamic sampling (DAPO, equation
-    11) groups of equal rewards are replaced by the next round's; if groups are missing after the last round, the first
-    of those dropped fill up the batch. Each round has its own prompts, so the number of rounds in a step changes no
-    other step's prompts.
+    `step`, the same on every rank. sample: Job -> its Groups. With dynamic sampling (DAPO, equation 11) groups of equal
+    rewards are replaced by the next round's; if groups are missing after the last round, the first of those dropped
+    fill up the batch. Each round has its own prompts, so the number of rounds changes no other step's prompts.
     """
     if c.segment_tokens:
         return sample_segments(sample, step, rows, c, version, flight)

@@ -658,7 +658,11 @@ class Queue(NamedTuple):
             path = group_path(folder, i)
             if not appears(path, 60 if self.heartbeats else 0):
                 raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
-            groups.append(read_group(path, self.vocabulary, prompt=i, **expected))
+            group = read_group(path, self.vocabulary, prompt=i, **expected)
+            found = len(group.tensors["rewards"])
+            if found != job.samples:
+                raise RunError(f"{path}: has {found} samples of a prompt, expected {job.samples}; delete {folder}")
+            groups.append(group)
         return groups
 
     def _wait(self, folder, keys):
@@ -730,6 +734,14 @@ FIRST_STEP = "onecurve 1"  # its hash is the first link of a chain: a format's n
 FIRST_EVALUATION = "onecurve evaluations 1"
 
 
+def cut_back(path, size):
+    """Leaves the first `size` bytes of a log, which then exists. Raises RunError if it has fewer."""
+    path.touch()
+    if path.stat().st_size < size:
+        raise RunError(f"{path}: shorter than its run's checkpoint says; was it deleted or edited?")
+    os.truncate(path, size)
+
+
 class Ledger:
     """
     ledger.jsonl: per step a hash of each stage (prompts, tokens, logprobs, rewards, advantages, gradients, weights,
@@ -751,7 +763,7 @@ class Ledger:
             if line != self._chained(line.rpartition(', "chain"')[0] + "}"):
                 raise RunError(f"{path}: line {i + 1} is altered or torn: its chain does not fit")
         self.before = iter(text[size:].splitlines(True))
-        os.truncate(path, size)
+        cut_back(path, size)
 
     def _chained(self, text):
         """A line with its link, which becomes the last one."""

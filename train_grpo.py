@@ -33,7 +33,7 @@ from onecurve.run.versions import check_versions
 from onecurve.sglang.start import start_engine_early
 
 # ------------------------------------------------------------------------------------------------------------------
-# The keys that every run turns. Those of a feature are in onecurve/keys/, a file for each feature.
+# The common keys. Those of a feature are in onecurve/keys/, a file for each feature or for some that go together.
 
 # the run
 out_dir = "out/run"  # everything the run writes
@@ -107,7 +107,7 @@ share_prefixes = False
 # checkpoints, the record
 checkpoint_every = 50  # steps between checkpoints, beside those after the warm-up and the last step; 0: no checkpoints
 keep_checkpoints = 2  # number of checkpoints that are kept, the last ones
-keep_rollouts = 0  # steps of rollout files to keep; 0: all
+keep_rollouts = 0  # training steps whose rollout files are kept; 0: all
 sample_every = 20  # steps between entries of samples.md; 0: none
 # determinism
 strict = True  # stop at the first log-prob that differs between engine and trainer
@@ -119,7 +119,7 @@ if __name__ == "__mp_main__" or __name__ == "__main__" and "TORCHELASTIC_RUN_ID"
     end_with_parent()  # a rank of torchrun's, or an engine's process; before anything that takes time
 if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
-    config, resumed, restarted = resolve(globals(), DEFAULTS)
+    config, resumed, restarted = resolve(__file__, DEFAULTS)
     check_versions()
 
 with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") == "0"):
@@ -489,7 +489,7 @@ class Trainer:
     checkpoint: the folder to resume from, or None. saved: its record.
     """
 
-    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved=types.MappingProxyType({})):
+    def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved={}):
         self.c = c
         self.sampling = sampling_of(c)
         self.mesh = ranks.mesh
@@ -533,7 +533,7 @@ class Trainer:
 
     def published(self, version):
         """This rank's shards of the weights that engines get as `version`: of a kept copy, else of the current ones."""
-        return self.parts.published(self.past.versions.get(version, self.policy))
+        return self.parts.published(self.past.versions[version] if self.past.most else self.policy)
 
     @contextmanager
     def holding(self, others):
@@ -560,7 +560,8 @@ class Trainer:
         unit = objective.unit
         shared = c.batch_invariant and (c.share_prefixes or not torch.is_grad_enabled())
         if c.share_prefixes:  # a group goes into one leaf, or in units of at most half a leaf
-            unit *= max(1, min(c.group_size, len(samples) // (2 * c.lanes), c.leaf_tokens // (2 * max(lengths))))
+            longest = max(lengths, default=1)
+            unit *= max(1, min(c.group_size, len(samples) // (2 * c.lanes), c.leaf_tokens // (2 * longest)))
         units = [sum(lengths[i : i + unit]) for i in range(0, len(lengths), unit)]
         planned = plan_leaves(units, c.leaf_tokens, c.lanes)
         with self.holding(weights):
@@ -611,7 +612,7 @@ class Trainer:
         return self.reference.fill(samples) if self.reference else samples
 
     def compare(self, leaf, samples, logprobs, age=0):
-        """Records the log-probs (M,) that differ by `check_bits`. samples: those of the Leaf, or the one Sample."""
+        """Notes where log-probs (M,) differ, by `check_bits`. leaf: the Leaf of the samples, or the only Sample."""
         differ = check_bits(leaf, logprobs, age)
         if differ.any():
             counts = [len(s.loss_at) for s in samples]
@@ -706,8 +707,8 @@ def learn(trainer, step, groups, c):
     The algorithm: scored groups in, new weights in the trainer. Returns the metrics and hashes of `Trainer.update`.
     groups: of the whole step, the same on all trainers; c: the config. Collective over the trainers.
     """
-    began = monotonic()
     samples = samples_of(groups, step, c.overlong_filter)
+    began = monotonic()
     # Before any weight moves, the trainer's log-probs are compared with the engine's: those of older weights in
     # separate passes, the others in the first update.
     samples = trainer.past.check(samples, step)
@@ -748,7 +749,7 @@ if __name__ == "__main__":
     prepare_process()
     # ---- this rank's parts. Nothing is computed before all of them are known to be usable.
     task = Task(c)  # the data and its rewards
-    run = Run(c, task, resumed, restarted, lambda: resolve(DEFAULTS | {"__file__": __file__}, DEFAULTS))
+    run = Run(c, task, resumed, restarted, partial(resolve, __file__, DEFAULTS))
     ranks = run.ranks
     trainer = None
     if ranks.mesh is not None:
@@ -774,11 +775,10 @@ if __name__ == "__main__":
     # ---- the loop: sample, learn, publish, record. Ranks that only train wait in 1 for the files of the engines, ranks
     # that only sample wait in 3 for the weights; a rank that is both does one after the other.
     #
-    # Without a lag, `ahead` is 0 and `sampled` is `s`. With one, samples are that many steps ahead: so the loop begins
-    # before `start`, with samples alone. A resume makes these again with the same versions of the weights, or reads
-    # them where their files exist.
-    # How many steps this rank samples ahead. A rank that only trains reads files when they are due.
-    ahead = c.lag if sampler or (ranks.engines and not run.overlaps) else 0
+    # `ahead` is the number of steps that this rank samples ahead: 0 without a lag, and where a rank only trains, which
+    # reads files when they are due. With a lag the loop begins before `start`, with samples alone. A resume makes these
+    # again with the same versions of the weights, or reads them where their files exist.
+    ahead = c.lag if sampler else 0
     flight = run.flight
     batches = {}  # {step: what was sampled for it}
     watch = Watch(c, run.record)
@@ -789,10 +789,10 @@ if __name__ == "__main__":
         times = [monotonic()]
         # 1. Sample: the engines generate, score and write one file per prompt; every rank reads them all, since the
         #    next samples may depend on them (dynamic sampling, partial rollouts).
-        sampled = s + ahead
-        if run.start <= sampled < run.steps:
-            batches[sampled] = sample_step(sample, sampled, task.train_rows, c, run.version_for(sampled), flight)
-            flight = batches[sampled].flight
+        t = s + ahead
+        if run.start <= t < run.steps:
+            batches[t] = sample_step(sample, t, task.train_rows, c, run.version_for(t), flight)
+            flight = batches[t].flight
         batch = batches.pop(s, None)  # none before `start`
         if batch and sampler:
             sampler.engine.sleep()  # until the next weights come
@@ -802,7 +802,7 @@ if __name__ == "__main__":
         times.append(monotonic())
         # 3. Publish: every engine gets the weights and proves by their hashes that it has them; where the roles
         #    overlap, a thread does this and the proof comes later.
-        if weights and s >= 0:
+        if weights and s >= 0:  # before step 0 the engines have version 0 already
             weights.publish(s + 1, hashes.get("weights", {}), trainer.published(s + 1) if trainer else ())
         if not batch:
             continue

@@ -54,8 +54,8 @@ MUTANTS = dict(
     ),
     older_weights_sent=(
         "train_grpo.py",
-        "self.past.versions.get(version, self.policy)",
-        "self.past.versions.get(max(0, version - 1), self.policy)",
+        "self.past.versions[version]",
+        "self.past.versions[max(0, version - 1)]",
         f"{LEARNS} and overlapped",
     ),
     computed_in_float32=(

@@ -525,14 +525,15 @@ def test_a_resume_takes_the_saved_config_and_only_free_keys_from_the_command(tmp
     assert "has no rate, name; it was saved by another version" in capsys.readouterr().err
 
 
-def test_a_mistyped_mode_on_resume_is_one_line(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("mode,line", [("server", "use grpo"), ("eval", "the run trains; for its model use")])
+def test_a_mode_that_the_run_cannot_have_is_refused_on_resume(tmp_path, capsys, monkeypatch, mode, line):
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "config.py").write_text(config_source(DEFAULTS, {}))
-    flags = [f"--out_dir={tmp_path}", "--init_from=resume", "--mode=server"]
+    flags = [f"--out_dir={tmp_path}", "--init_from=resume", f"--mode={mode}"]
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", *flags])
     with pytest.raises(SystemExit):
-        configurator.resolve(dict(DEFAULTS), DEFAULTS)
-    assert capsys.readouterr().err.startswith("error: mode='server': use grpo")
+        configurator.resolve("train_grpo.py", DEFAULTS)
+    assert capsys.readouterr().err.startswith(f"error: mode={mode!r}: {line}")
 
 
 def test_a_saved_config_with_a_flipped_bit_or_cut_off_is_one_line_or_still_a_config(tmp_path):
@@ -658,6 +659,7 @@ BAD = [
     (dict(keep_checkpoints=0), 1, "keep_checkpoints=0"),
     (dict(grad_clip=-1.0), 1, "grad_clip=-1.0: use 0 or more"),  # it would turn every gradient round
     (dict(sft_batch=0), 1, "sft_batch=0: must be more than 0"),
+    (dict(warmup_steps=10, lr_decay_steps=5), 1, "lr_decay_steps=5: the cosine begins after warmup_steps=10"),
     (dict(beta2=1.0), 1, "beta2=1.0: the part of a mean that each step keeps; use less than 1"),
     (dict(engine_memory=5.0), 1, "engine_memory=5.0: use 1 or less"),
     (dict(advantage="gae", gamma=1.5), 1, "gamma=1.5: use 1 or less"),
@@ -671,6 +673,11 @@ def test_values_that_make_no_sense_are_refused_in_one_line(change, world, messag
         check_config(DEFAULTS | change, world, DEFAULTS)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("change", [dict(advantage="mine.py:f"), dict(advantage="reinforce++"), dict(mode="sft")])
+def test_a_group_of_one_is_enough_where_no_baseline_is_its_mean(change):
+    check_config(DEFAULTS | dict(group_size=1) | change, 1, DEFAULTS)
 
 
 def test_a_negative_number_is_refused_wherever_it_has_no_meaning(capsys, monkeypatch):

@@ -423,6 +423,8 @@ def test_a_step_takes_its_own_files_in_the_order_of_its_prompts(tmp_path):
     assert [meta["prompt"] for _, meta in queue.take(job)] == [4, 5, 6, 7]
     with pytest.raises(RunError, match="has version 3, expected 4"):
         queue.take(job._replace(version=4))
+    with pytest.raises(RunError, match=f"has 2 samples of a prompt, expected 3; delete {folder}"):
+        queue.take(job._replace(samples=3))
     sync.group_path(folder, 6).write_bytes(sync.group_path(folder, 5).read_bytes())
     with pytest.raises(RunError, match="has prompt 5, expected 6"):
         queue.take(job)
@@ -588,6 +590,9 @@ def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(t
     for i in range(sizes[1]):  # whatever byte of the part that stays is altered
         with pytest.raises(RunError, match="line [12] is altered or torn"):
             go_on([], content=whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])
+    with pytest.raises(RunError, match="shorter than its run's checkpoint says"):
+        go_on([], content=whole[: sizes[0]])
+    assert path.read_bytes() == whole[: sizes[0]]
 
 
 # ---- the record

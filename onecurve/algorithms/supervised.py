@@ -59,7 +59,8 @@ def supervised_samples(rows, c, make_sample, demonstrate=None):
 
 def teach(trainer, run, task, make_sample, learning_rate_at):
     """
-    The supervised steps that are left. run, task: the Run and its Task; make_sample, learning_rate_at: train_grpo's.
+    The supervised steps that are left. run, task: the Run and its Task. make_sample, learning_rate_at: train_grpo.py's,
+    which cannot be imported from there: it is the running program.
     Collective over the trainers.
     """
     c = trainer.c

@@ -7,6 +7,7 @@ from statistics import fmean
 
 import torch.distributed as dist
 
+from configurator import GROUP_BASELINES
 from onecurve.run.checkpoint import HEALTHY
 from rewards import terms_of
 from sync import FOREVER, from_all_ranks
@@ -55,7 +56,7 @@ def nothing_to_learn(steps, advantage="grpo", template_skipped=False):
     last = steps[-WATCHED:]
     equal = all(x["zero_std_groups"] == x["groups"] for x in last)
     still = all(x.get("lr") == 0 or x.get("grad_norm") == 0 for x in last)
-    in_groups = advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")  # a file's may be anything
+    in_groups = advantage in GROUP_BASELINES  # a file's may be anything
     if not last or len(steps) % WATCHED or not (still or (equal and in_groups)):
         return ""
     cause = "the prompts are too easy or too hard for this model"

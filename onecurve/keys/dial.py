@@ -1,6 +1,6 @@
 """
 The engine computes with rounded weights, as other stacks' engines do; the trainer does not.
-Code: `rounded_to` of sync.py. Manual: docs/algorithms.md.
+Code: `rounded_to` of sync.py, onecurve/run/dial.py. Manual: docs/algorithms.md.
 """
 
 from configurator import choice, untouched

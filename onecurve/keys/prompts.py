@@ -1,6 +1,6 @@
 """
 Several data sets, and a choice of prompts by what the model learns from.
-Code: `load_sources` and `draw_rows` of rewards.py, `sample_step` of rollout_server.py. Manual: docs/data.md.
+Code: `load_sources` and `draw_rows` of rewards.py, onecurve/algorithms/curriculum.py. Manual: docs/data.md.
 """
 
 from configurator import MODES, WANTED, arguments, named_arguments, not_negative, untouched

@@ -1,6 +1,6 @@
 """
 A frozen model: the KL to it is a cost, or it is the teacher of advantage='distill'.
-Code: `kl` and `Trainer` of train_grpo.py. Manual: docs/algorithms.md.
+Code: onecurve/algorithms/reference.py, `kl` of train_grpo.py. Manual: docs/algorithms.md.
 """
 
 from configurator import choice, not_negative, untouched

@@ -20,7 +20,7 @@ from onecurve.graders.watch import nothing_to_learn, text_metrics
 from onecurve.run.checkpoint import healthy_checkpoint
 from onecurve.run.scores import reward_metrics
 from onecurve.run.versions import provenance
-from sync import FIRST_EVALUATION, Ledger, RunError, appears, content_hash, from_all_ranks, write_atomic
+from sync import FIRST_EVALUATION, Ledger, RunError, appears, content_hash, cut_back, from_all_ranks, write_atomic
 
 LOGS = ("ledger.jsonl", "evaluations.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to
 
@@ -133,8 +133,7 @@ class Record:
         path = folder / "evaluations.jsonl"
         self.evaluations = Ledger(path, sizes[path.name], strict=False, first=FIRST_EVALUATION)
         for name in ("metrics.jsonl", "samples.md"):
-            (folder / name).touch()
-            os.truncate(folder / name, sizes[name])
+            cut_back(folder / name, sizes[name])
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         self.steps = [line for line in lines if line["phase"] == "rl"]
 

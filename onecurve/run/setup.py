@@ -32,7 +32,7 @@ from rollout_server import Flight
 
 
 def due(steps, every, last):
-    """Whether what happens every `every` steps (0: never), at the start and at the end happens after this many."""
+    """True at 0, at `last`, and every `every` steps between them (0: not between them)."""
     return steps in (0, last) or every > 0 and steps % every == 0
 
 
@@ -105,7 +105,7 @@ class Run:
         self.steps = c.max_steps if self.does.steps == "rl" else 0
         self.join_ranks(config)
         if not resumed:  # only now is it known whether torchrun has restarted us because a rank of another node died
-            _, resumed, restarted = again()
+            _, resumed, restarted = again()  # torchrun restarts the same command: the config is this one
         first = self.ranks.rank == 0
         self.folder = Path(c.out_dir)
         model = self.folder / "model" if c.init_from == "scratch" else c.init_from
