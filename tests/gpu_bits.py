@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
 from onecurve.run.versions import commit  # noqa: E402
 
-bf16, f32 = torch.bfloat16, torch.float32
+bf16 = torch.bfloat16
+f32 = torch.float32
 CUDA = torch.cuda.is_available() and not kernels.INTERPRET
 DTYPES = (bf16, f32) if CUDA else (f32,)
 DEVICE = "cuda" if CUDA else "cpu"
@@ -47,39 +48,87 @@ def linears(model):
     """{name: (N, K)} of a model's weight matrices."""
     hidden, heads, kv_heads, mlp = MODELS[model]
     qkv = (heads + 2 * kv_heads) * 128
-    return {"qkv": (qkv, hidden), "o": (hidden, heads * 128), "gate_up": (2 * mlp, hidden), "down": (hidden, mlp)}
+    return {
+        "qkv": (qkv, hidden),
+        "o": (hidden, heads * 128),
+        "gate_up": (2 * mlp, hidden),
+        "down": (hidden, mlp),
+    }
+
+
+def all_tiles():
+    """Those that kernels._matmul_config chooses from, some as they are alone on an SM; or may one day."""
+    tiles = [
+        *kernels.TILES,
+        (64, 128, 64, 4, 8),
+        (16, 64, 128, 4, 8),
+        (64, 64, 16, 4, 4),
+        (64, 64, 32, 4, 1),
+        (128, 64, 64, 4, 3),
+        (64, 256, 64, 4, 3),
+        (64, 64, 256, 4, 2),
+        (128, 32, 64, 8, 4),
+    ]
+    if not CUDA:
+        return tiles
+    room = kernels.card(random(1)).shared * 1024
+    fitting = []
+    for tile in tiles:
+        m, n, k, _, stages = tile
+        if 2 * stages * (m + n) * k <= room:
+            fitting.append(tile)
+    return fitting
+
+
+def all_attention(quick):
+    """[(dtype, head dim, query heads of a key head, key heads, lengths)] on a GPU."""
+    long = [3000, 1, 1025, 1024, 1023, 64]
+    short = [1100, 3, 65, 64, 1]
+    groups = (1, 4, 5) if quick else range(1, 9)
+    return [
+        *((bf16, D, g, 2, short) for D in (64, 128) for g in groups),
+        (f32, 64, 2, 1, short),
+        (bf16, 128, 2, 8, long),
+        (bf16, 128, 4, 8, long),
+    ]
+
+
+def short_splits(_, rows, *__):
+    return dict(ROWS=rows // 4, KEYS=64)
 
 
 def sizes(quick):
     """How much of everything; on a CPU as little as runs every line that needs no GPU."""
     tiny = {"tiny": {"qkv": (96, 40), "o": (33, 128)}}
-    models = {name: linears(name) for name in (["0.6B"] if quick else MODELS)}
+    names = ["0.6B"] if quick else MODELS
+    models = {name: linears(name) for name in names}
     edges = [M + i for M in (512, 1024, 2048, 4096) for i in (-1, 0, 1)]
-    long, short = [3000, 1, 1025, 1024, 1023, 64], [1100, 3, 65, 64, 1]
-    groups = [(bf16, D, g, 2, short) for D in (64, 128) for g in ((1, 4, 5) if quick else range(1, 9))]
     few_tiles = (64, 16, 128, 4, 3), (128, 32, 64, 4, 3), (16, 64, 32, 4, 3)
-    tiles = (  # those that kernels._matmul_config chooses from, some as they are alone on an SM; or may one day
-        *kernels.TILES, (64, 128, 64, 4, 8), (16, 64, 128, 4, 8), (64, 64, 16, 4, 4), (64, 64, 32, 4, 1),
-        (128, 64, 64, 4, 3), (64, 256, 64, 4, 3), (64, 64, 256, 4, 2), (128, 32, 64, 8, 4),
-    )  # fmt: skip
-    if CUDA:
-        room = kernels.card(random(1)).shared * 1024
-        tiles = [(m, n, k, warps, stages) for m, n, k, warps, stages in tiles if 2 * stages * (m + n) * k <= room]
+    few_attention = [(f32, 64, 2, 1, [150, 5, 64]), (f32, 128, 1, 1, [70, 5, 64])]
     pairs = dict(  # on a CPU, on a GPU
-        models=(tiny, models), head=((98, 40), (VOCABULARY, 1024)), D=(64, 128), V=(98, VOCABULARY), tokens=(90, 1111),
-        Ms=([1, 2, 17, 33, 65], [*range(1, 301, 23 if quick else 1), *edges]), R=(70, 4200), tiles=(few_tiles, tiles),
+        models=(tiny, models),
+        head=((98, 40), (VOCABULARY, 1024)),
+        D=(64, 128),
+        V=(98, VOCABULARY),
+        tokens=(90, 1111),
+        Ms=([1, 2, 17, 33, 65], [*range(1, 301, 23 if quick else 1), *edges]),
+        R=(70, 4200),
+        tiles=(few_tiles, all_tiles()),
         few=([1, 17, 65], [1, 2, 16, 17, 33, 64, 65, 129, 300, 512, 1000, 2048]),
         mixture=((5, 24, 2), (64, 320, 8)),
-        rows=(24, 2100), head_rows=(30, 1100), widths=((48, 66), (1024, 4096)), sums=((5000,), (70, 4096, 1 << 20)),
-        counts=((1, 17), (1, 2, 3, 8, 16, 17, 64, 129, 255, 256, 700)), repeats=(1, 10 if quick else 50),
-        K=(128, 4096), splits_of_sums=(300, 40_000),
+        rows=(24, 2100),
+        head_rows=(30, 1100),
+        widths=((48, 66), (1024, 4096)),
+        sums=((5000,), (70, 4096, 1 << 20)),
+        counts=((1, 17), (1, 2, 3, 8, 16, 17, 64, 129, 255, 256, 700)),
+        repeats=(1, 10 if quick else 50),
+        K=(128, 4096),
+        splits_of_sums=(300, 40_000),
         # splits of 128 keys on a CPU, so that short sequences have several
-        splits=(dict(SPLIT=128, _attention_config=lambda _, rows, *__: dict(ROWS=rows // 4, KEYS=64)), dict(KEYS=64)),
-        chunks=((19, 64), (33, 64, 500, 1000, 1024)), attention=(
-            [(f32, 64, 2, 1, [150, 5, 64]), (f32, 128, 1, 1, [70, 5, 64])],
-            [*groups, (f32, 64, 2, 1, short), (bf16, 128, 2, 8, long), (bf16, 128, 4, 8, long)],
-        ),
-    )  # fmt: skip
+        splits=(dict(SPLIT=128, _attention_config=short_splits), dict(KEYS=64)),
+        chunks=((19, 64), (33, 64, 500, 1000, 1024)),
+        attention=(few_attention, all_attention(quick)),
+    )
     return SimpleNamespace(**{name: pair[CUDA] for name, pair in pairs.items()})
 
 
@@ -87,8 +136,18 @@ def random(*shape, dtype=bf16):
     return torch.randn(*shape, device=DEVICE).to(dtype if CUDA else f32)
 
 
+def offset(M, R):
+    """Where M of R rows begin: for each M elsewhere."""
+    return M * 37 % (R - M + 1) if M < R else 0
+
+
+def on_device(x):
+    return torch.tensor(x, device=DEVICE)
+
+
 def bits(x):
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    of_size = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(of_size[x.element_size()])
 
 
 def differing(a, b):
@@ -103,9 +162,10 @@ def machine():
     card = "a CPU, interpreted" if kernels.INTERPRET else "a CPU"
     if CUDA:
         query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1"
-        driver = subprocess.run(query, shell=True, capture_output=True, text=True).stdout.strip()
+        found = subprocess.run(query, shell=True, capture_output=True, text=True)
+        driver = found.stdout.strip() or "unknown"
         capability = "{}.{}".format(*torch.cuda.get_device_capability())
-        card = f"{torch.cuda.get_device_name()}, compute capability {capability}, driver {driver or 'unknown'}"
+        card = f"{torch.cuda.get_device_name()}, compute capability {capability}, driver {driver}"
     versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}"
     return f"{card}, {versions}, {time.strftime('%Y-%m-%d')}, commit {commit()}"
 
@@ -121,7 +181,11 @@ class Row:
     """A line of the table. Counts stay on the device, so that no comparison waits for it."""
 
     def __init__(self, operator, varied):
-        self.operator, self.varied, self.cases, self.differing, self.controls = operator, varied, 0, 0, {}
+        self.operator = operator
+        self.varied = varied
+        self.cases = 0
+        self.differing = 0
+        self.controls = {}
         self.library = []  # (elements of the library's result that differ from ours, all of them): no fault, to know
 
     def check(self, ours, expected):
@@ -135,22 +199,37 @@ class Row:
             if CUDA:
                 with torch.cuda.stream(torch.cuda.Stream()):
                     x = random(4096, 4096)
-                    [x @ x for _ in range(1 + int(torch.randint(4, ())))]
+                    for _ in range(1 + int(torch.randint(4, ()))):
+                        x @ x
             self.check(f(), expected)
 
     def control(self, name, ours, expected):
         for a, b in zip(each(ours), each(expected), strict=True):
-            self.controls[name] = self.controls.get(name, 0) + differing(a, b)
+            before = self.controls.get(name, 0)
+            self.controls[name] = before + differing(a, b)
 
     def finish(self):
         """(the line, whether all is well)."""
         counts = {name: int(n) for name, n in self.controls.items()}
-        caught, bad = bool(counts) and all(counts.values()), int(self.differing)
-        verdict = ("caught: " if caught else "NOT CAUGHT: ") + ", ".join(f"{k} {n}" for k, n in counts.items())
+        caught = bool(counts) and all(counts.values())
+        bad = int(self.differing)
+        verdict = "caught: " if caught else "NOT CAUGHT: "
+        verdict += ", ".join(f"{name} {n}" for name, n in counts.items())
         if self.library:
             differ, every = map(sum, zip(*self.library))
             verdict += f"; the library's own: {int(differ)} of {every} differ"
-        return f"| {self.operator} | {self.varied} | {self.cases} | {bad} | {verdict} |", caught and not bad
+        line = f"| {self.operator} | {self.varied} | {self.cases} | {bad} | {verdict} |"
+        return line, caught and not bad
+
+
+def weights_of(results, R, at):
+    """Random gradients of the results' rows, those at these of R."""
+    weights = []
+    for i, out in enumerate(results):
+        generator = torch.Generator(DEVICE).manual_seed(i)
+        drawn = torch.randn(R or len(out), *out.shape[1:], generator=generator, device=DEVICE)
+        weights.append(drawn[at].to(out.dtype))
+    return weights
 
 
 def run(f, rows, others, backward, at=slice(None), R=None):
@@ -158,14 +237,20 @@ def run(f, rows, others, backward, at=slice(None), R=None):
     ([results, and gradients of the rows], [gradients of the others]) of f(*rows, *others). at: where in R rows these
     are, for a row to get the same gradient whatever is beside it.
     """
-    inputs = [x.detach().requires_grad_(backward and x.is_floating_point()) for x in (*rows, *others)]
-    out, grads = each(f(*inputs)), []
-    for i, o in enumerate(out):
-        generator = torch.Generator(DEVICE).manual_seed(i)
-        grads.append(torch.randn(R or len(o), *o.shape[1:], generator=generator, device=DEVICE)[at].to(o.dtype))
-    own, shared = ([x for x in xs if x.requires_grad] for xs in (inputs[: len(rows)], inputs[len(rows) :]))
-    found = torch.autograd.grad(out, own + shared, grads) if backward else ()
-    return [x.detach() for x in (*out, *found[: len(own)])], [*found[len(own) :]]
+
+    def learned(xs):
+        return [x.detach().requires_grad_(backward and x.is_floating_point()) for x in xs]
+
+    rows = learned(rows)
+    others = learned(others)
+    out = each(f(*rows, *others))
+    results = [x.detach() for x in out]
+    if not backward:
+        return results, []
+    own = [x for x in rows if x.requires_grad]
+    shared = [x for x in others if x.requires_grad]
+    found = torch.autograd.grad(out, own + shared, weights_of(out, R, at))
+    return [*results, *found[: len(own)]], [*found[len(own) :]]
 
 
 def right(row, dtype, f, reference, rows, others=(), backward=True, slack=1):
@@ -174,52 +259,87 @@ def right(row, dtype, f, reference, rows, others=(), backward=True, slack=1):
     def coarse(x):  # to the 10 bits that TF32 keeps, or to the 3 of fp8
         if dtype != f32:
             return x.to(torch.float8_e4m3fn).to(x.dtype)
-        return ((x.float().view(torch.int32) + 0x1000) & ~0x1FFF).view(f32).to(x.dtype)
+        rounded = (x.float().view(torch.int32) + 0x1000) & ~0x1FFF
+        return rounded.view(f32).to(x.dtype)
 
     def results(f, kind):
-        parts = ([kind(x) if x.is_floating_point() else x for x in xs] for xs in (rows, others))
-        return sum(run(f, *parts, backward), [])
+        def turned(xs):
+            return [kind(x) if x.is_floating_point() else x for x in xs]
+
+        out, shared = run(f, turned(rows), turned(others), backward)
+        return out + shared
 
     def error(found):
-        errors = [(a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True)]
+        errors = []
+        for a, b in zip(found, exact, strict=True):
+            errors.append((a.double() - b).norm() / b.norm())
         return float(torch.stack(errors).max())  # NaN where one is
 
     bound = slack * (1e-5 if dtype == f32 else 2e-2)
-    exact, mine = results(reference, torch.Tensor.double), results(f, torch.clone)
+    exact = results(reference, torch.Tensor.double)
+    mine = results(f, torch.clone)
     row.cases += len(mine)
     row.differing += not error(mine) < bound
     row.control("float64, rounded", [b.to(a.dtype) for a, b in zip(mine, exact)], mine)
-    beyond, name = error(results(f, coarse)) > bound, "every error of coarse inputs"
+    name = "every error of coarse inputs"
+    beyond = error(results(f, coarse)) > bound
     row.controls[name] = int(beyond and row.controls.get(name, 1))
 
 
 # ---- matmul
 
 
+def matrix(rows, columns, order, dtype):
+    """N: its rows are along the memory; T: its columns."""
+    if order == "N":
+        return random(rows, columns, dtype=dtype)
+    return random(columns, rows, dtype=dtype).t()
+
+
+def always(x, *_):
+    return x
+
+
+def cuts(N):
+    """(first, end) of some of N columns."""
+    half = N // 2
+    most = N * 3 // 4
+    return (0, half), (half, most), (most, N), (5, N - 3), (N - 1, N)
+
+
 def matmul(size):
     """Every number of rows. TN has its rows along the memory, so that most offsets are read by pointers, not by TMA."""
-    shapes = [*(shape for weights in size.models.values() for shape in weights.values()), size.head]
-    mm, pointers = partial(kernels.matmul, out_dtype=f32), lambda _: None
+    shapes = [shape for weights in size.models.values() for shape in weights.values()]
+    shapes.append(size.head)
+    cases = [(bf16, shape) for shape in shapes] + [(f32, shapes[0])] * CUDA
+    mm = partial(kernels.matmul, out_dtype=f32)
     # cuBLAS without split-K, which only its Lt can leave out: its sums may be ours, and it take a kernel's place
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     library = partial(torch.mm, out_dtype=f32) if CUDA else torch.mm
-    paths = [(lambda *_, t=t: t, path) for t in size.tiles for path in (kernels._for_tma, pointers)]
+    pointers = partial(always, None)
+    paths = []
+    for tile in size.tiles:
+        config = partial(always, tile)
+        paths += [(config, kernels._for_tma), (config, pointers)]
     paths.append((kernels._matmul_config, pointers))
     for layout in ("NT", "NN", "TN"):
         row = Row(f"matmul {layout}", f"{', '.join(size.models)}: {len(size.Ms)} sizes M, at other offsets; again")
         cut = Row(f"matmul {layout}, cut", f"columns; by pointers; {len(size.tiles)} other tiles, by TMA and pointers")
-        for dtype, (N, K) in [(bf16, shape) for shape in shapes] + [(f32, shapes[0])] * CUDA:
-            N, K = {"NT": (N, K), "NN": (K, N), "TN": (N, size.tokens)}[layout]
-            a = random(size.R, K, dtype=dtype) if layout[0] == "N" else random(K, size.R, dtype=dtype).t()
-            b = random(K, N, dtype=dtype) if layout[1] == "N" else random(N, K, dtype=dtype).t()
+        for dtype, shape in cases:
+            N, K = reversed(shape) if layout == "NN" else shape
+            if layout == "TN":
+                K = size.tokens
+            a = matrix(size.R, K, layout[0], dtype)
+            b = matrix(K, N, layout[1], dtype)
             whole = mm(a, b)
             for M in size.Ms:
-                at = M * 37 % (size.R - M + 1)
+                at = offset(M, size.R)
                 row.check(mm(a[at : at + M], b), whole[at : at + M])
-            for M in () if cut.controls else size.few:  # other cuts are other kernels, to be compiled: of one shape
-                for left, end in ((0, N // 2), (N // 2, N * 3 // 4), (N * 3 // 4, N), (5, N - 3), (N - 1, N)):
-                    cut.check(mm(a[:M], b[:, left:end]), whole[:M, left:end])
+            few = () if cut.controls else size.few  # other cuts are other kernels, to be compiled: of one shape
+            for M in few:
+                for first, end in cuts(N):
+                    cut.check(mm(a[:M], b[:, first:end]), whole[:M, first:end])
                 for config, path in paths:
                     with patched(_matmul_config=config, _for_tma=path):
                         cut.check(mm(a[:M], b), whole[:M])
@@ -227,14 +347,17 @@ def matmul(size):
             row.again(lambda: [mm(a, b)], [whole], size.repeats)
             for line in (row, cut):
                 line.control("reversed K", mm(a.flip(1), b.flip(0)), whole)
-            right(row, a.dtype, mm, torch.mm, [a[:65, :90]], [b[:90, :99]], backward=False)
+            corner = [a[:65, :90]], [b[:90, :99]]
+            right(row, a.dtype, mm, torch.mm, *corner, backward=False)
         yield from (row, cut)
 
 
 @triton.jit
 def product(a, b, c, one, K, N: tl.constexpr, COMPUTED: tl.constexpr):
     """c (64, N) = a (64, K) @ N columns of b (K, 256). COMPUTED: a comes from registers, not from shared memory."""
-    m, n, k = tl.arange(0, 64)[:, None], tl.arange(0, N)[None, :], tl.arange(0, 64)
+    m = tl.arange(0, 64)[:, None]
+    n = tl.arange(0, N)[None, :]
+    k = tl.arange(0, 64)
     acc = tl.zeros([64, N], tl.float32)
     for first in range(0, K, 64):
         x = tl.load(a + m * K + first + k[None, :])
@@ -253,7 +376,8 @@ WIDTHS = (16, 8), (16, 4), (32, 4), (64, 4), (128, 4), (256, 4)
 def operand_forms(size):
     """What all tiles of a matmul and attention's products rely on: one instruction's sums, however wide, from where."""
     row = Row("one chain of products", "8 to 256 columns of an instruction; a from registers and from shared memory")
-    a, b = random(64, size.K), random(size.K, 256)
+    a = random(64, size.K)
+    b = random(size.K, 256)
 
     def columns(a, b, N=256, warps=4, computed=False):
         c = torch.empty(64, N, device=DEVICE)
@@ -263,7 +387,8 @@ def operand_forms(size):
     whole = columns(a, b)
     for (N, warps), computed in itertools.product(WIDTHS, (False, True)):
         for first in range(0, 256, N):
-            row.check(columns(a, b[:, first:], N, warps, computed), whole[:, first : first + N])
+            part = columns(a, b[:, first:], N, warps, computed)
+            row.check(part, whole[:, first : first + N])
     row.again(lambda: [columns(a, b, computed=True)], [whole], size.repeats)
     row.control("reversed K", columns(a.flip(1), b.flip(0)), whole)
     yield row
@@ -275,21 +400,30 @@ def operand_forms(size):
 def pack(s, grad, order, poison=None):
     """{sequence: [out, dq, dk, dv]} of a pack in this order; where one is given, the others are NaN and Inf."""
     lens = [s.lengths[i] for i in order]
-    rows = torch.cat([torch.arange(s.start[i], s.start[i] + s.lengths[i]) for i in order]).to(DEVICE)
-    q, k, v, g = (t[rows] for t in (s.q, s.k, s.v, grad))
-    for i, *own in zip(order, *(t.split(lens) for t in (q, k, v, g))):
-        for t, bad in zip(own, (torch.inf, torch.nan, torch.inf, torch.nan)):
+    every = torch.arange(s.N).split(s.lengths)
+    rows = torch.cat([every[i] for i in order]).to(DEVICE)
+    inputs = [t[rows] for t in (s.q, s.k, s.v)]
+    g = grad[rows]
+    bads = torch.inf, torch.nan, torch.inf, torch.nan
+    for t, bad in zip((*inputs, g), bads):
+        for i, part in zip(order, t.split(lens)):
             if poison not in (None, i):
-                t.fill_(bad)
-    inputs = [t.requires_grad_() for t in (q, k, v)]
+                part.fill_(bad)
+    for t in inputs:
+        t.requires_grad_()
     out = kernels.attention(*inputs, kernels.packed_plan(lens, DEVICE), s.scale)
-    parts = [t.split(lens) for t in (out.detach(), *torch.autograd.grad(out, inputs, g))]
-    return {i: [p[j] for p in parts] for j, i in enumerate(order)}
+    found = out.detach(), *torch.autograd.grad(out, inputs, g)
+    parts = [t.split(lens) for t in found]
+    return {i: [part[j] for part in parts] for j, i in enumerate(order)}
 
 
 def sdpa(q, k, v):
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def attend(q, k, v, plan, scale):
+    return kernels.attention(q, k, v, plan, scale)
 
 
 def attention(size):
@@ -304,7 +438,9 @@ def attention(size):
     with patched(**size.splits):
         for dtype, D, groups, kv_heads, lengths in size.attention:
             s = Sequences(lengths, groups * kv_heads, kv_heads, D, dtype, DEVICE)
-            steps, grad, order = s.steps(size.chunks), torch.randn_like(s.q), list(range(len(lengths)))
+            steps = s.steps(size.chunks)
+            grad = torch.randn_like(s.q)
+            order = list(range(len(lengths)))
             for how, row in rows.items():
                 s.turn_pages()
                 for step in steps[how]:
@@ -318,23 +454,25 @@ def attention(size):
                     packs.check(parts, first[i])
             for i in order:
                 packs.check(pack(s, grad, order, poison=i)[i], first[i])
-            packs.again(lambda: sum(pack(s, grad, order).values(), []), sum(first.values(), []), size.repeats)
+            whole = sum(first.values(), [])
+            packs.again(lambda: sum(pack(s, grad, order).values(), []), whole, size.repeats)
             if not packs.controls:  # the first case is enough: other splits are other kernels, to be compiled
                 with patched(SPLIT=kernels.SPLIT // 2, KEYS=kernels.KEYS // 2):
                     for how, row in rows.items():
-                        row.control(
-                            "moved splits", *s.step(max(steps[how], key=lambda step: step[0][2]))
-                        )  # the most keys
+                        most_keys = max(steps[how], key=lambda step: step[0][2])
+                        row.control("moved splits", *s.step(most_keys))
                     packs.control("moved splits", pack(s, grad, order)[0], first[0])
             plan = kernels.packed_plan(lengths[:1], DEVICE)
-            f = lambda q, k, v: kernels.attention(q, k, v, plan, s.scale)  # noqa: E731
-            right(packs, dtype, f, sdpa, [x[: lengths[0]] for x in (s.q, s.k, s.v)])
+            f = partial(attend, plan=plan, scale=s.scale)
+            alone = [x[: lengths[0]] for x in (s.q, s.k, s.v)]
+            right(packs, dtype, f, sdpa, alone)
     yield from (*rows.values(), packs)
 
 
 def captured(step):
     """(a CUDA graph of step(), what it writes)."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiled before the capture
         step()
@@ -352,10 +490,11 @@ def graph_after_a_loan(size):
     saver.hook_mode = "torch"  # SGLang's process has it preloaded; here it is an allocator of this process
     row = Row("a graph after a loan", "a captured decode step; its memory is given away, full of NaN, and taken again")
     s = Sequences([3000, 1025, 64], 32, 8, 128, bf16, DEVICE)
-    ends = torch.tensor(s.lengths, device=DEVICE)
-    at = torch.tensor(s.start, device=DEVICE) + ends - 1
+    ends = on_device(s.lengths)
+    at = on_device(s.start) + ends - 1
     with saver.region(tag="kv_cache"):
-        keys, values = s.keys.clone(), s.values.clone()
+        keys = s.keys.clone()
+        values = s.values.clone()
     plan = kernels.paged_plan(torch.ones_like(ends), ends, s.table, s.requests)
     q = s.q[at].clone()
     graph, out = captured(lambda: kernels.attention(q, keys, values, plan, s.scale))
@@ -368,10 +507,12 @@ def graph_after_a_loan(size):
         del lent
         torch.cuda.empty_cache()
         saver.resume("kv_cache")
-        keys.zero_(), values.zero_()
+        keys.zero_()
+        values.zero_()
         graph.replay()
         row.control("without its keys", out, s.out[at])
-        keys.copy_(s.keys), values.copy_(s.values)
+        keys.copy_(s.keys)
+        values.copy_(s.values)
     yield row
 
 
@@ -383,22 +524,31 @@ def attention_graph(size):
     for B in (1, 8, 64):
         s = Sequences([3000, 1024, 1025, 700, 64, 1], 32, 8, 128, bf16, DEVICE)
         ones = torch.ones(B, dtype=torch.long, device=DEVICE)
-        held = s.keys, s.values, s.table, s.q[:B].clone(), ones.clone(), s.requests[:1].repeat(B)
-        keys, values, table, q, kv_lens, requests = held
-        step = partial(kernels.attention, q, keys, values, kernels.paged_plan(ones, kv_lens, table, requests), s.scale)
-        graph, out = captured(step)
+        keys = s.keys
+        values = s.values
+        table = s.table
+        q = s.q[:B].clone()
+        kv_lens = ones.clone()
+        requests = s.requests[:1].repeat(B)
+        plan = kernels.paged_plan(ones, kv_lens, table, requests)
+        graph, out = captured(partial(kernels.attention, q, keys, values, plan, s.scale))
         for _ in range(size.repeats):
             which = torch.randint(len(s.lengths), (B,), device=DEVICE)
-            lengths, start = (torch.tensor(x, device=DEVICE)[which] for x in (s.lengths, s.start))
+            lengths = on_device(s.lengths)[which]
             at = (torch.rand(B, device=DEVICE) * lengths).long()
+            rows = on_device(s.start)[which] + at
             s.turn_pages()
-            for old, new in zip(held, (s.keys, s.values, s.table, s.q[start + at], at + 1, s.requests[which])):
-                old.copy_(new)
+            keys.copy_(s.keys)
+            values.copy_(s.values)
+            table.copy_(s.table)
+            q.copy_(s.q[rows])
+            kv_lens.copy_(at + 1)
+            requests.copy_(s.requests[which])
             graph.replay()
-            row.check(out, s.out[start + at])
+            row.check(out, s.out[rows])
             kv_lens.copy_((at // 2) + 1)
             graph.replay()
-            row.control("stale lengths", out, s.out[start + at])
+            row.control("stale lengths", out, s.out[rows])
     yield row
 
 
@@ -406,16 +556,22 @@ def mixture_graph(size):
     """What the engine does: a captured step finds the tiles of experts from the rows that it then has."""
     row = Row("a mixture in a CUDA graph", "a captured step, replayed with other rows; all rows alike")
     E, width, k = size.mixture
-    weights = random(E, 1024), random(E, 2 * width, 1024) / 32, random(E, 1024, width) / width**0.5
+    router = random(E, 1024)
+    gate_up = random(E, 2 * width, 1024) / 32
+    down = random(E, 1024, width) / width**0.5
     x, other = random(2, 64, 1024)
+
+    def mixed(x):
+        return kernels.moe(x, router, gate_up, down, k)
+
     with torch.no_grad():
-        graph, out = captured(lambda: kernels.moe(x, *weights, k))
+        graph, out = captured(lambda: mixed(x))
         for _ in range(size.repeats):
             for rows in (random(64, 1024), random(1, 1024).repeat(64, 1)):
                 x.copy_(rows)
                 graph.replay()
-                row.check(out, kernels.moe(rows, *weights, k))
-        row.control("other rows", kernels.moe(other, *weights, k), out)
+                row.check(out, mixed(rows))
+        row.control("other rows", mixed(other), out)
     yield row
 
 
@@ -448,79 +604,150 @@ def mixture(x, router, gate_up, down, k):
 
 def token_logprobs(h, targets, w):
     logp = torch.log_softmax(h @ w.t() / 0.7, -1)
-    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(1, targets[:, None])[:, 0], entropy
+
+
+def angle(positions, frequencies):
+    return positions.float()[:, None] * frequencies.float()
+
+
+def cos_sin(positions, frequencies):
+    x = angle(positions, frequencies).double()
+    return x.cos(), x.sin()
 
 
 def operators(size, dtype):
-    make, R, D, V, K = partial(random, dtype=dtype), size.rows, size.D, size.V, kernels
-    inv_freq, H = 1e6 ** -(torch.arange(0, D, 2, device=DEVICE) / D), size.widths[0]
+    make = partial(random, dtype=dtype)
+    R = size.rows
+    D = size.D
+    H = size.widths[0]
+    inv_freq = 1e6 ** -(torch.arange(0, D, 2, device=DEVICE) / D)
 
-    def angle(p, f):
-        return p.float()[:, None] * f.float()
+    def norm_rope(q, k, positions, *weights):
+        eps = (1e-6,) if weights else ()
+        return kernels.norm_rope(q, k, *kernels.rope_table(inv_freq, positions), *weights, *eps)
 
-    def turned(q, k, p, *weights):
-        c, s = (x[:, None] for x in K.rope_table(inv_freq, p))
-        halves = ((normed(x, *w) if w else x).chunk(2, -1) for x, *w in zip((q, k), *([weights] if weights else [])))
-        return tuple(torch.cat((x * c - y * s, y * c + x * s), -1) for x, y in halves)
+    def turned(q, k, positions, *weights):
+        if weights:
+            q = normed(q, weights[0])
+            k = normed(k, weights[1])
+        c, s = (x[:, None] for x in kernels.rope_table(inv_freq, positions))
+        out = []
+        for heads in (q, k):
+            x, y = heads.chunk(2, -1)
+            out.append(torch.cat((x * c - y * s, y * c + x * s), -1))
+        return tuple(out)
 
     for C in size.widths:
-        x, y, w = make(R, C), make(R, C), make(C)
-        yield Case("rms_norm", lambda x, w: K.rms_norm(x, w, 1e-6), normed, [x], [w])
-        f, exact = lambda x, r, w: K.rms_norm(x, w, 1e-6, r), lambda x, r, w: (normed(x + r, w), x + r)
-        yield Case("rms_norm with a residual", f, exact, [x, y], [w])
-        yield Case("swiglu", K.swiglu, lambda g, u: F.silu(g) * u, [x, y])
-    E, width, experts = size.mixture
+        x = make(R, C)
+        y = make(R, C)
+        w = make(C)
+        yield Case("rms_norm", lambda x, w: kernels.rms_norm(x, w, 1e-6), normed, [x], [w])
+        yield Case(
+            "rms_norm with a residual",
+            lambda x, r, w: kernels.rms_norm(x, w, 1e-6, r),
+            lambda x, r, w: (normed(x + r, w), x + r),
+            [x, y],
+            [w],
+        )
+        yield Case("swiglu", kernels.swiglu, lambda g, u: F.silu(g) * u, [x, y])
+    E, width, k = size.mixture
     # of the router's, too: the softmax of large logits would show their rounding many times over
-    weights = make(E, H) / H**0.5, make(E, 2 * width, H) / H**0.5, make(E, H, width) / width**0.5
-    f, exact = partial(K.moe, k=experts), partial(mixture, k=experts)
-    yield Case("moe", f, exact, [make(R, H)], weights)
-    q, k, p = make(R, 8, D), make(R, 2, D), torch.arange(R, device=DEVICE) * 19
-    exact = lambda p, f: (angle(p, f).double().cos(), angle(p, f).double().sin())  # noqa: E731
-    yield Case("rope_table", lambda p, f: K.rope_table(f, p), exact, [p], [inv_freq], False)
-    yield Case("norm_rope, no norm", lambda q, k, p: K.norm_rope(q, k, *K.rope_table(inv_freq, p)), turned, [q, k, p])
-    f = lambda q, k, p, *w: K.norm_rope(q, k, *K.rope_table(inv_freq, p), *w, 1e-6)  # noqa: E731
-    yield Case("norm_rope", f, turned, [q, k, p], [make(D), make(D)])
-    rows = [make(size.head_rows, H), torch.randint(V, (size.head_rows,), device=DEVICE)]
-    f = lambda h, t, w: K.token_logprobs(h, w, t, 0.7)  # noqa: E731
-    yield Case("token_logprobs", f, token_logprobs, rows, [make(V, H) / H**0.5])
-    f = lambda z: (K.log_softmax(z, -1, False), K.softmax(z, -1, False))  # noqa: E731
-    exact = lambda z: (torch.log_softmax(z, -1), torch.softmax(z, -1))  # noqa: E731
-    yield Case("log_softmax, softmax", f, exact, [make(size.head_rows, V) * 3], (), False, 5)
+    router = make(E, H) / H**0.5
+    gate_up = make(E, 2 * width, H) / H**0.5
+    down = make(E, H, width) / width**0.5
+    weights = [router, gate_up, down]
+    yield Case("moe", partial(kernels.moe, k=k), partial(mixture, k=k), [make(R, H)], weights)
+    heads = [make(R, 8, D), make(R, 2, D)]
+    positions = torch.arange(R, device=DEVICE) * 19
+    yield Case("rope_table", lambda p, f: kernels.rope_table(f, p), cos_sin, [positions], [inv_freq], backward=False)
+    yield Case("norm_rope, no norm", norm_rope, turned, [*heads, positions])
+    yield Case("norm_rope", norm_rope, turned, [*heads, positions], [make(D), make(D)])
+    yield Case(
+        "token_logprobs",
+        lambda h, targets, w: kernels.token_logprobs(h, w, targets, 0.7),
+        token_logprobs,
+        [make(size.head_rows, H), torch.randint(size.V, (size.head_rows,), device=DEVICE)],
+        [make(size.V, H) / H**0.5],
+    )
+    yield Case(
+        "log_softmax, softmax",
+        lambda z: (kernels.log_softmax(z, -1, False), kernels.softmax(z, -1, False)),
+        lambda z: (torch.log_softmax(z, -1), torch.softmax(z, -1)),
+        [make(size.head_rows, size.V) * 3],
+        backward=False,
+        slack=5,
+    )
     if dtype == bf16:  # of LoRA's gradients
-        a = torch.randn(size.widths[1], 96, device=DEVICE)
-        f, exact = lambda x: K._float32_mm(x, a), lambda x: x @ a.to(x.dtype)  # noqa: E731
-        yield Case("float32 beside bfloat16", f, exact, [make(R, size.widths[1])], (), False, 2.5e-3)
+        K = size.widths[1]
+        a = torch.randn(K, 96, device=DEVICE)
+        yield Case(
+            "float32 beside bfloat16",
+            lambda x: kernels._float32_mm(x, a),
+            lambda x: x @ a.to(x.dtype),
+            [make(R, K)],
+            backward=False,
+            slack=2.5e-3,
+        )
     for C in size.sums:
         x = torch.randn(40, C, dtype=torch.float64, device=DEVICE)
-        yield Case("row_sums", K.row_sums, lambda x: x.sum(1), [x], (), False)
+        yield Case("row_sums", kernels.row_sums, lambda x: x.sum(1), [x], backward=False)
 
 
 def views(x):
     """x; copies that begin 0, 1 and 8 elements behind an aligned address; one whose rows are parts of longer ones."""
     poison = torch.nan if x.is_floating_point() else -1
-    copies = [x.new_full((x.numel() + 64,), poison)[i : i + x.numel()].view(x.shape) for i in (0, 1, 8)]
-    wide = x.new_full((len(x), (*x.shape, 1)[1] + 9, *x.shape[2:]), poison)[:, 8:-1]
-    return [x, *(copy.copy_(x) for copy in (*copies, wide if x.dim() > 1 else torch.empty_like(x)))]
+    copies = []
+    for i in (0, 1, 8):
+        room = x.new_full((x.numel() + 64,), poison)
+        copies.append(room[i : i + x.numel()].view(x.shape))
+    wide = torch.empty_like(x)
+    if x.dim() > 1:
+        rows, width, *rest = x.shape
+        wide = x.new_full((rows, width + 9, *rest), poison)[:, 8:-1]
+    return [x, *(copy.copy_(x) for copy in (*copies, wide))]
+
+
+def check_case(row, c, size, dtype):
+    whole, shared = run(c.f, c.rows, c.others, c.backward)
+    R = len(c.rows[0])
+    picks = [torch.arange(M) + offset(M, R) for M in size.counts if M < R]
+    picks.append(torch.randperm(R))
+    for pick in picks:
+        pick = pick.to(DEVICE)
+        expected = [x[pick] for x in whole]
+        for rows in zip(*(views(x[pick]) for x in c.rows)):
+            ours, _ = run(c.f, rows, c.others, c.backward, pick, R)
+            row.check(ours, expected)
+
+    def again():
+        results, gradients = run(c.f, c.rows, c.others, c.backward)
+        return results + gradients
+
+    row.again(again, whole + shared, size.repeats)
+    right(row, dtype, *c[1:])
+    if c.name == "token_logprobs":
+        h, targets = c.rows
+        (w,) = c.others
+        z = kernels.head_logits(h, w) / on_device(0.7)  # as the sampler does
+        of_all = kernels.log_softmax(z, -1, False)
+        row.check(of_all.gather(1, targets[:, None])[:, 0], whole[0])
+        with patched(CHUNK=16):
+            row.check(c.f(h, targets, w), whole[:2])
 
 
 def on_rows(size):
     found = {}
-    for dtype, c in ((dtype, c) for dtype in DTYPES for c in operators(size, dtype)):
-        row = found.setdefault(c.name, Row(c.name, "rows forward and backward; offsets, alignments, strides; again"))
-        R, (whole, shared) = len(c.rows[0]), run(c.f, c.rows, c.others, c.backward)
-        picks = [torch.arange(M) + M * 37 % (R - M + 1) for M in size.counts if M < R] + [torch.randperm(R)]
-        for pick in (p.to(DEVICE) for p in picks):
-            for rows in zip(*(views(x[pick]) for x in c.rows)):
-                row.check(run(c.f, rows, c.others, c.backward, pick, R)[0], [x[pick] for x in whole])
-        row.again(lambda: sum(run(c.f, c.rows, c.others, c.backward), []), whole + shared, size.repeats)
-        right(row, dtype, *c[1:])
-        if c.name == "token_logprobs":
-            (h, targets), (w,) = c.rows, c.others
-            z = kernels.head_logits(h, w) / torch.tensor(0.7, device=DEVICE)  # as the sampler does
-            row.check(kernels.log_softmax(z, -1, False).gather(1, targets[:, None])[:, 0], whole[0])
-            with patched(CHUNK=16):
-                row.check(c.f(h, targets, w), whole[:2])
+    for dtype in DTYPES:
+        for c in operators(size, dtype):
+            row = Row(c.name, "rows forward and backward; offsets, alignments, strides; again")
+            check_case(found.setdefault(c.name, row), c, size, dtype)
     yield from found.values()
+
+
+def total_and_mean(x):
+    return x.sum(0), x.mean(0)
 
 
 def sums(size):
@@ -528,32 +755,43 @@ def sums(size):
     row = Row("sum and mean of plain torch", "columns and rows of a matrix alone; again")
     for dtype in (*DTYPES, torch.float64):
         x = torch.randn(size.splits_of_sums, 70, dtype=torch.float64, device=DEVICE).to(dtype)
-        theirs, exact = (x.sum(0), x.mean(0)), (x.double().sum(0), x.double().mean(0))
+        theirs = total_and_mean(x)
+        exact = total_and_mean(x.double())
         kernels.enable_batch_invariant()
         try:
-            whole = x.sum(0), x.mean(0)
+            whole = total_and_mean(x)
             for first, n in ((0, 1), (3, 7), (5, 64)):
                 part = x[:, first : first + n]
-                row.check((part.sum(0), part.mean(0)), [y[first : first + n] for y in whole])
-                row.check([part[:, 0].sum(), part[:, 0].mean()], [y[first] for y in whole])
-            row.again(lambda: (x.sum(0), x.mean(0)), whole, size.repeats)
+                row.check(total_and_mean(part), [y[first : first + n] for y in whole])
+                column = part[:, 0]
+                row.check([column.sum(), column.mean()], [y[first] for y in whole])
+            row.again(lambda: total_and_mean(x), whole, size.repeats)
             if dtype == torch.float64:
                 row.control("reversed rows", x.flip(0).sum(0), whole[0])
             else:  # rounded once: in float64 no order is seen after that
                 row.check(whole, [y.to(dtype) for y in exact])
         finally:
             kernels.disable_batch_invariant()
-        row.library += [(differing(a, b), a.numel()) for a, b in zip(theirs, whole)]
+        for a, b in zip(theirs, whole):
+            row.library.append((differing(a, b), a.numel()))
     yield row
 
 
 def embedding(size):
-    row, N = Row("embedding gradient", "the gradients of some tokens alone; again"), 4 * size.rows
-    f = lambda grad, ids: kernels.embedding_backward(grad, ids, 23, -1, False)  # noqa: E731
-    exact = lambda grad, ids: grad.new_zeros(23, grad.shape[1]).index_add_(0, ids, grad)  # noqa: E731
+    row = Row("embedding gradient", "the gradients of some tokens alone; again")
+    N = 4 * size.rows
+
+    def f(grad, ids):
+        return kernels.embedding_backward(grad, ids, 23, -1, False)
+
+    def exact(grad, ids):
+        return grad.new_zeros(23, grad.shape[1]).index_add_(0, ids, grad)
+
     for dtype in DTYPES:
-        grad, ids = random(N, size.widths[0], dtype=dtype), torch.randperm(N, device=DEVICE) % 23
-        whole, some = f(grad, ids), ids < 9
+        grad = random(N, size.widths[0], dtype=dtype)
+        ids = torch.randperm(N, device=DEVICE) % 23
+        whole = f(grad, ids)
+        some = ids < 9
         row.check(f(grad[some], ids[some])[:9], whole[:9])
         row.again(lambda: [f(grad, ids)], [whole], size.repeats)
         row.control("reversed tokens", f(grad.flip(0), ids.flip(0)), whole)
@@ -575,29 +813,31 @@ def by_sglang(logprobs, seeds, positions):
 def draw(size):
     from test_kernels import ENDS, ends, plain_draw, ties
 
-    row, R = (
-        Row("draw", "rows; SGLang's own draw and a plain formula, ties, both ends of the hash; again"),
-        size.head_rows,
-    )
-    z, seeds = random(R, size.V, dtype=f32) * 3, torch.randint(-(2**63), 2**63 - 1, (R,), device=DEVICE)
-    args = kernels.log_softmax(z, -1, False), seeds, torch.randint(40_000, (R,), device=DEVICE)
+    row = Row("draw", "rows; SGLang's own draw and a plain formula, ties, both ends of the hash; again")
+    R = size.head_rows
+    z = random(R, size.V, dtype=f32) * 3
+    seeds = torch.randint(-(2**63), 2**63 - 1, (R,), device=DEVICE)
+    positions = torch.randint(40_000, (R,), device=DEVICE)
+    logprobs = kernels.log_softmax(z, -1, False)
+    args = logprobs, seeds, positions
     whole = kernels.draw(*args)
     for M in size.counts:
-        at = M * 37 % (R - M + 1) if M < R else 0
-        for rows in zip(*(views(x[at : at + M]) for x in args)):
-            row.check(kernels.draw(*rows), whole[at : at + M])
-            row.check(plain_draw(*rows), whole[at : at + M])
+        at = offset(M, R)
+        part = slice(at, at + M)
+        for rows in zip(*(views(x[part]) for x in args)):
+            row.check(kernels.draw(*rows), whole[part])
+            row.check(plain_draw(*rows), whole[part])
     for args_of, tokens in (ties(), *map(ends, ENDS)):
         row.check(kernels.draw(*(x.to(DEVICE) for x in args_of)), tokens.to(DEVICE))
     row.again(lambda: kernels.draw(*args), whole, size.repeats)
     if CUDA:
         row.check(by_sglang(*args), whole)
         graph, out = captured(partial(kernels.draw, *args))
-        for x in args[1:]:  # the graph reads what these then hold
+        for x in (seeds, positions):  # the graph reads what these then hold
             x.add_(1)
         graph.replay()
         row.check(out, by_sglang(*args))
-    row.control("other seeds", kernels.draw(args[0], args[1] + 2**40, args[2]), whole)
+    row.control("other seeds", kernels.draw(logprobs, seeds + 2**40, positions), whole)
     yield row
 
 
@@ -619,9 +859,12 @@ def main():
     warnings.simplefilter("ignore")  # torch names every operator that has no deterministic form
     torch.use_deterministic_algorithms(True, warn_only=True)  # this also fills fresh memory with NaN
     torch.manual_seed(0)
-    started, good = time.monotonic(), True
+    started = time.monotonic()
+    good = True
     print("| operator | varied | cases | differing elements | negative control |\n|---|---|---|---|---|", flush=True)
-    for part in (part for part in PARTS if part.__name__ in (args.parts or names)):
+    for part in PARTS:
+        if part.__name__ not in (args.parts or names):
+            continue
         began = time.monotonic()
         try:
             for row in part(sizes(args.quick)):
