@@ -9,7 +9,6 @@ The rules look for what would make a row's bits depend on its batch or on timing
 only a GPU can show is not here: that tensor cores add in one order for every tile, and that the code runs.
 """
 
-import importlib.util
 import itertools
 import os
 import re
@@ -22,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from gpu_bits import WIDTHS, product
+from test_kernels import all_close, both_ways, close, differing, doubles, imported, normal, rope, same, textbook_swiglu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -32,48 +32,69 @@ HOPPER = 9, 0
 OTHERS = [capability for capability in kernels.CARDS if capability != HOPPER]
 A_WORD_OR_TWO = 16  # bytes that ptxas puts on the stack to reach a step of occupancy; not on Hopper, where only ..
 SHORT_DECODE = 32  # .. decode over one split has some: with four warps it took 182 us there, with eight and none 236
-CHAINS = (
+CHAINS = (  # bfloat16: every sum is the tensor core's
     "triton_matmul",
     "triton_matmul_tma",
     "triton_attention_dq",
     "triton_attention_dkv",
     "triton_expert_matmul",
-)  # bfloat16: every sum is the tensor core's
-bf16, f32 = torch.bfloat16, torch.float32
+)
+FUSED = (  # attention's and combine's fused steps are written; those of the last two are the logarithm's
+    "triton_matmul",
+    "triton_expert_matmul",
+    "triton_attention",
+    "triton_lora",
+    "triton_combine",
+    "triton_softmax_stats",
+    "triton_cut",
+)
+bf16 = torch.bfloat16
+f32 = torch.float32
 
 
 class Compiled:
     """A launch as it would reach the GPU: its name, constants and what the compiler made of it."""
 
     def __init__(self, fn, args, grid, options, capability):
-        self.capability, self.card = capability, kernels.CARDS[capability]
-        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+        self.name = fn.__name__
+        self.grid = grid
+        self.options = options
+        self.capability = capability
+        self.card = kernels.CARDS[capability]
+        major, minor = capability
+        self.target = GPUTarget("cuda", 10 * major + minor, 32)
         backend = make_backend(self.target)
-        bound, specialization, _ = create_function_from_signature(fn.signature, fn.params, backend)(*args, **options)
+        bind = create_function_from_signature(fn.signature, fn.params, backend)
+        bound, specialization, _ = bind(*args, **options)
         parsed, signature, constants, attributes = fn._pack_args(backend, options, bound, specialization, None)
-        self.name, self.grid, self.options = fn.__name__, grid, options
-        self.half = any("bf16" in str(kind) for kind in signature.values())
-        self.tma = any("tensordesc" in str(kind) for kind in signature.values())
+        types = " ".join(map(str, signature.values()))
+        self.half = "bf16" in types
+        self.tma = "tensordesc" in types
         self.key = (self.name, str(specialization), str(constants), str(options))
-        self.args = fn, ASTSource(fn, signature, constants, attributes), parsed.__dict__
+        self.source = ASTSource(fn, signature, constants, attributes)
+        self.parsed = vars(parsed)
 
     def compile(self):
-        _, source, options = self.args
-        code = triton.compile(source, target=self.target, options=options)
-        self.ptx, self.ir, self.shared = code.asm["ptx"], code.asm["ttgir"], code.metadata.shared
+        code = triton.compile(self.source, target=self.target, options=self.parsed)
+        self.ptx = code.asm["ptx"]
+        self.ir = code.asm["ttgir"]
+        self.shared = code.metadata.shared
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         path = Path(os.environ.get("TMPDIR", "/tmp")) / f"onecurve-{os.getpid()}.cubin"
         path.write_bytes(code.asm["cubin"])
         usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
         path.unlink()
-        self.registers, self.stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
+        self.registers = int(re.search(r"REG:(\d+)", usage)[1])
+        self.stack = int(re.search(r"STACK:(\d+)", usage)[1])
         return self
 
     def programs_per_sm(self):
         """How many an SM holds: 65,536 registers, given out to threads by 8; 1 KB more of shared memory for each."""
         threads = 32 * self.options["num_warps"]
-        shared = (self.card.shared + 1) * 1024 // (self.shared + 1024)
-        return min(65536 // (-(-self.registers // 8) * 8 * threads), shared)
+        eights = -(-self.registers // 8)
+        by_registers = 65536 // (eights * 8 * threads)
+        by_memory = (self.card.shared + 1) * 1024 // (self.shared + 1024)
+        return min(by_registers, by_memory)
 
     def __repr__(self):
         return f"{self.name} {self.capability} {self.options}"
@@ -91,7 +112,7 @@ def interpreter():
     run.wait()
 
 
-def launches(work, compiled=True, capability=HOPPER, k=kernels):
+def launched(work, capability=HOPPER, k=kernels):
     """What `work` of module k launches on such a card, each specialization once, in the place of running it."""
     found = {}
 
@@ -105,15 +126,20 @@ def launches(work, compiled=True, capability=HOPPER, k=kernels):
         patch.setattr(k, "INTERPRET", True)  # CPU and meta tensors take the Triton path; nothing is interpreted
         patch.setattr(k, "card", lambda _: k.CARDS[capability])
         work()
-    return [x.compile() if compiled else x for x in found.values()]
+    return list(found.values())
+
+
+def compiled(work, capability=HOPPER, k=kernels):
+    return [x.compile() for x in launched(work, capability, k)]
 
 
 def faults(x):
     """The rules a compiled kernel breaks."""
+    found = []
     mma = set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+)", x.ptx))
-    found = [
-        f"{m}: not a k16 step" for m in mma if x.half and not re.match(r"m(64n\d+|16n8)k16\.\S*f32\.bf16\.bf16", m)
-    ]
+    for m in mma:
+        if x.half and not re.match(r"m(64n\d+|16n8)k16\.\S*f32\.bf16\.bf16", m):
+            found.append(f"{m}: not a k16 step")
     if "tf32" in x.ptx or mma and not x.half:
         found.append("TF32")
     if re.search(r"\b(atom|red)\.\S*add\.\S*(f16|f32|f64)", x.ptx):
@@ -121,13 +147,9 @@ def faults(x):
     chain = x.name in CHAINS or x.options.get("PARTS")
     if x.half and chain and re.search(r"\badd\.\S*f32\b", x.ptx):
         found.append("a second accumulator")
-    # the attention's and combine's fused steps are written; triton_softmax_stats' and triton_cut's are the logarithm's
-    fused = "triton_matmul", "triton_expert_matmul", "triton_attention", "triton_lora", "triton_combine"
-    fused += "triton_softmax_stats", "triton_cut"
-    if not x.name.startswith(fused) and re.search(r"\bfma\.\S*f32\b", x.ptx):
+    if not x.name.startswith(FUSED) and re.search(r"\bfma\.\S*f32\b", x.ptx):
         found.append("contraction")
-    short_decode = x.name == "triton_attention" and x.options["ROWS"] == kernels.DECODE_ROWS and not x.options["PARTS"]
-    if x.stack > (short_decode * SHORT_DECODE if x.capability == HOPPER else A_WORD_OR_TWO):
+    if x.stack > allowed_stack(x):
         found.append(f"spills: {x.stack} bytes of stack")
     if x.shared > x.card.shared * 1024:
         found.append(f"{x.shared} bytes of shared memory")
@@ -136,73 +158,118 @@ def faults(x):
     return found
 
 
-def empty(*shape, dtype=bf16, device="meta"):
-    return torch.empty(*shape, dtype=dtype, device=device)
+def allowed_stack(x):
+    if x.capability != HOPPER:
+        return A_WORD_OR_TWO
+    decode = x.name == "triton_attention" and x.options["ROWS"] == kernels.DECODE_ROWS
+    return SHORT_DECODE if decode and not x.options["PARTS"] else 0
 
 
-def matmuls(k=kernels):
+def all_faults(found):
+    return {repr(x): faults(x) for x in found if faults(x)}
+
+
+# ---- what is launched
+
+
+def empty(*shape, dtype=bf16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def leaf(*shape, dtype=bf16):
+    return empty(*shape, dtype=dtype).requires_grad_()
+
+
+def back(out):
+    """Launch the gradients."""
+    out.backward(torch.empty_like(out))
+
+
+def multiply(M, N, K, layout="NN", dtype=bf16, out=False, k=kernels):
+    """Launch a product of operands that lie row by row (N) or column by column (T); out: go on with float32 sums."""
+    a = empty(M, K, dtype=dtype) if layout[0] == "N" else empty(K, M, dtype=dtype).t()
+    b = empty(K, N, dtype=dtype) if layout[1] == "N" else empty(N, K, dtype=dtype).t()
+    k.matmul(a, b, out=empty(M, N, dtype=f32) if out else None)
+
+
+def matmuls():
     for M in (1, 20, 64, 100, 512, 4096):  # every bucket of the table
         for N in (1024, 4096, 12288):
-            k.matmul(empty(M, 4096), empty(N, 4096).t())
-    k.head_logits(empty(1024, 4096), empty(151936, 4096))
-    k.matmul(empty(4096, 12288), empty(12288, 4096))
-    k.matmul(empty(4096, 12288).t(), empty(4096, 4096))
-    k.matmul(empty(4096, 12288).t(), empty(4096, 4096), out=empty(12288, 4096, dtype=f32))
-    k.matmul(empty(1, 151936).t(), empty(1, 4096), out=empty(151936, 4096, dtype=f32))  # one token of a chunk
+            multiply(M, N, 4096, "NT")
+    kernels.head_logits(empty(1024, 4096), empty(151936, 4096))
+    multiply(4096, 4096, 12288)
+    multiply(12288, 4096, 4096, "TN")
+    multiply(12288, 4096, 4096, "TN", out=True)
+    multiply(151936, 4096, 1, "TN", out=True)  # one token of a chunk
     for rank in (1, 32):  # LoRA's gradients, three numbers for one
-        k.matmul(empty(16384, 4096).t(), empty(16384, 3 * rank), f32)
-    k.matmul(empty(1024, 4096), empty(151001, 4096).t())  # rows of the result that are not aligned
-    k.matmul(empty(4096, 4097), empty(4097, 4096))  # rows of no multiple of 16 bytes: by pointers
-    k.matmul(empty(2048, 17), empty(17, 4104), out=empty(2048, 4104, dtype=f32))
-    k.matmul(empty(7, 129), empty(70, 129).t())
-    k.matmul(empty(100, 64, dtype=f32), empty(70, 64, dtype=f32).t())
-    k.matmul(empty(100, 63, dtype=f32), empty(70, 63, dtype=f32).t())
+        kernels.matmul(empty(16384, 4096).t(), empty(16384, 3 * rank), f32)
+    multiply(1024, 151001, 4096, "NT")  # rows of the result that are not aligned
+    multiply(4096, 4096, 4097)  # rows of no multiple of 16 bytes: by pointers
+    multiply(2048, 4104, 17, out=True)
+    multiply(7, 70, 129, "NT")
+    multiply(100, 70, 64, "NT", f32)
+    multiply(100, 70, 63, "NT", f32)
 
 
-def attentions(cases=((bf16, 128, 4), (bf16, 128, 5), (bf16, 64, 8), (f32, 64, 2), (f32, 128, 4))):
-    pages, requests = torch.zeros(9, 5000, dtype=torch.int32), torch.tensor([3, 4])
-    for dtype, D, groups in cases:
-        q, k, v = (empty(3005, heads * 8, D, dtype=dtype).requires_grad_() for heads in (groups, 1, 1))
-        out = kernels.attention(q, k, v, kernels.packed_plan([5, 3000]), 0.1)
-        out.backward(torch.empty_like(out))
-        for q_lens, table in (([100, 3], pages), ([1, 1], pages), ([1, 1], pages[:, :1024])):
-            plan = kernels.paged_plan(torch.tensor(q_lens), torch.tensor([200, 1003]), table, requests)
-            kernels.attention(empty(sum(q_lens), groups * 8, D, dtype=dtype), k.detach(), v.detach(), plan, 0.1)
+def attention_of(dtype, D, groups):
+    """Both ways in a pack, then prefill, decode, and decode over a table of one split."""
+    q = leaf(3005, groups * 8, D, dtype=dtype)
+    k = leaf(3005, 8, D, dtype=dtype)
+    v = leaf(3005, 8, D, dtype=dtype)
+    back(kernels.attention(q, k, v, kernels.packed_plan([5, 3000]), 0.1))
+    pages = torch.zeros(9, 5000, dtype=torch.int32)
+    kv_lens = torch.tensor([200, 1003])
+    requests = torch.tensor([3, 4])
+    for q_lens, table in (([100, 3], pages), ([1, 1], pages), ([1, 1], pages[:, :1024])):
+        plan = kernels.paged_plan(torch.tensor(q_lens), kv_lens, table, requests)
+        rows = empty(sum(q_lens), groups * 8, D, dtype=dtype)
+        kernels.attention(rows, k.detach(), v.detach(), plan, 0.1)
+
+
+def attentions():
+    for groups in (4, 5):
+        attention_of(bf16, 128, groups)
+    attention_of(bf16, 64, 8)
+    attention_of(f32, 64, 2)
+    attention_of(f32, 128, 4)
 
 
 def norms():
     for C in (128, 1024, 4096):
-        x, w = empty(70, C).requires_grad_(), empty(C).requires_grad_()
-        kernels.rms_norm(x, w, 1e-6).backward(empty(70, C))
+        back(kernels.rms_norm(leaf(70, C), leaf(C), 1e-6))
     angle = empty(7, 64, dtype=f32)
-    for norms in ((empty(128).requires_grad_(), empty(128).requires_grad_(), 1e-6), ()):
-        qkv = empty(7, 48, 128)
-        for q, k in (
-            (qkv[:, :32], qkv[:, 32:40]),
-            (empty(7, 32, 128), empty(7, 8, 128)),
-        ):  # the engine's, the trainer's
+    for norms in ((leaf(128), leaf(128), 1e-6), ()):
+        fused = empty(7, 48, 128)
+        engines = fused[:, :32], fused[:, 32:40]
+        trainers = empty(7, 32, 128), empty(7, 8, 128)
+        for q, k in (engines, trainers):
             turned = kernels.norm_rope(q.requires_grad_(), k.requires_grad_(), angle, angle, *norms)
             torch.autograd.backward(turned, [torch.empty_like(x) for x in turned])
 
 
 def elementwise():
-    gate = empty(7, 12288).requires_grad_()
-    kernels.swiglu(gate, gate).backward(empty(7, 12288))
+    gate = leaf(7, 12288)
+    back(kernels.swiglu(gate, gate))
 
 
-def mixtures(dtype=bf16, sizes=(128, 2048, 768), k=8, rows=(1, 256, 4096)):
-    """Qwen3-30B-A3B's; the last number of rows with its gradients."""
-    E, C, width = sizes
-    weights = [empty(*shape, dtype=dtype).requires_grad_() for shape in ((E, C), (E, 2 * width, C), (E, C, width))]
+def mixture_of(E, C, width, k, rows, dtype=bf16):
+    """The last number of rows with its gradients."""
+    router = leaf(E, C, dtype=dtype)
+    gate_up = leaf(E, 2 * width, C, dtype=dtype)
+    down = leaf(E, C, width, dtype=dtype)
     for N in rows:
-        x = empty(N, C, dtype=dtype).requires_grad_()
-        out = kernels.moe(x, *weights, k)
-    out.backward(torch.empty_like(out))
+        out = kernels.moe(leaf(N, C, dtype=dtype), router, gate_up, down, k)
+    back(out)
+
+
+def mixtures():
+    """Qwen3-30B-A3B's."""
+    mixture_of(128, 2048, 768, 8, (1, 256, 4096))
 
 
 def small_mixtures():
-    mixtures(sizes=(6, 33, 17), k=2, rows=(40,))
-    mixtures(f32, (6, 64, 32), 2, (40,))
+    mixture_of(6, 33, 17, 2, (40,))
+    mixture_of(6, 64, 32, 2, (40,), f32)
 
 
 def merges():
@@ -211,18 +278,24 @@ def merges():
 
 
 def heads():
-    hidden, weight = torch.zeros(7, 64, requires_grad=True), torch.zeros(151, 64, requires_grad=True)
+    hidden = torch.zeros(7, 64, requires_grad=True)
+    weight = torch.zeros(151, 64, requires_grad=True)
+    ids = torch.zeros(7, dtype=torch.long)
     for outputs in (1, 2):  # the log-probs without the entropies, and with them
-        found = kernels.token_logprobs(hidden, weight, torch.zeros(7, dtype=torch.long))
+        found = kernels.token_logprobs(hidden, weight, ids)
         sum(x.sum() for x in found[:outputs]).backward()
-    kernels.cut(empty(7, 151936, dtype=f32), empty(7, 3, dtype=f32))
-    kernels.log_softmax(empty(7, 151936), -1, False)
-    kernels.log_softmax(empty(7, 151936, dtype=f32), -1, False)
-    kernels.embedding_backward(torch.zeros(7, 64, dtype=bf16), torch.zeros(7, dtype=torch.long), 90, -1, False)
+    logits = empty(7, 151936, dtype=f32)
+    kernels.cut(logits, empty(7, 3, dtype=f32))
+    kernels.log_softmax(logits, -1, False)
+    kernels.log_softmax(logits.to(bf16), -1, False)
+    kernels.embedding_backward(torch.zeros(7, 64, dtype=bf16), ids, 90, -1, False)
     kernels.row_sums(empty(7, 4096, dtype=torch.float64))
-    kernels.draw(empty(7, 151936, dtype=f32), *empty(2, 7, dtype=torch.long))
+    kernels.draw(logits, *empty(2, 7, dtype=torch.long))
     for x in (empty(7, 4096, dtype=torch.int32), empty(7, 1, dtype=torch.int16)):
         kernels.bit_sum(x, *(empty(n, dtype=torch.long) for n in x.shape))
+
+
+WORKS = matmuls, attentions, norms, elementwise, mixtures, small_mixtures, merges, heads
 
 
 def waits(x):
@@ -230,79 +303,89 @@ def waits(x):
     if x.name != "triton_matmul_tma" or not x.half:
         return False
     one_loop = r"^( +)\S+ = ttng\.warp_group_dot .*^\1ttng\.async_tma_copy.*^\1 +tt\.store"  # of the deeper block
-    flattened, add = re.search(one_loop, x.ir, re.M | re.S), "tt.load" in x.ir
-    return x.grid[0] > x.programs_per_sm() * x.card.sms or not (flattened or add)
-
-
-WORKS = matmuls, attentions, norms, elementwise, mixtures, small_mixtures, merges, heads
+    flattened = re.search(one_loop, x.ir, re.M | re.S)
+    adds = "tt.load" in x.ir
+    too_many = x.grid[0] > x.programs_per_sm() * x.card.sms
+    return too_many or not (flattened or adds)
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda f: f.__name__)
-def test_every_kernel_that_is_launched_compiles_for_hopper_within_the_rules(work):
-    found = launches(work)
-    assert found and {repr(x): faults(x) for x in found if faults(x)} == {}
+def test_every_kernel_that_is_launched_compiles_for_hopper_by_the_rules(work):
+    found = compiled(work)
+    assert found
+    assert all_faults(found) == {}
+    by_tma = {x for x in found if "cp.async.bulk.tensor" in x.ptx}
+    products = [x for x in found if x.half and ".dot" in x.ir]
     if work is matmuls:  # the shapes reach every tile of the table, by the copy engine and by pointers
         assert {x.name for x in found} == {"triton_matmul", "triton_matmul_tma"}
-        assert {x.options["BLOCK_N"] for x in found if x.name == "triton_matmul_tma"} == {16, 32, 64, 128, 256}
+        tma = {x for x in found if x.name == "triton_matmul_tma"}
+        assert {x.options["BLOCK_N"] for x in tma} == {16, 32, 64, 128, 256}
         assert all("wgmma" in x.ptx for x in found if x.half)
         assert not any(map(waits, found))
-        assert all(("cp.async.bulk.tensor" in x.ptx) == (x.name == "triton_matmul_tma") for x in found)
+        assert by_tma == tma
     if work is mixtures:  # the same instruction, however few rows an expert has
         tiles = {x.options["BLOCK_N"] for x in found if x.name == "triton_expert_matmul"}
-        assert len(tiles) > 1 and all("wgmma" in x.ptx for x in found if x.half and ".dot" in x.ir)
+        assert len(tiles) > 1
+        assert all("wgmma" in x.ptx for x in products)
     if work is attentions:  # one instruction for all uses, whatever the tile
-        assert all("wgmma" in x.ptx and " mma.sync" not in x.ptx for x in found if x.half and ".dot" in x.ir)
+        assert all("wgmma" in x.ptx and " mma.sync" not in x.ptx for x in products)
         assert {x.options.get("PARTS") for x in found if x.name == "triton_attention"} == {True, False}
-        packed = [x for x in found if x.options.get("PAGED") is False or x.name == "triton_attention_dq"]
-        assert packed and all(("cp.async.bulk.tensor" in x.ptx) == (x in packed) for x in found)
+        packed = {x for x in found if x.options.get("PAGED") is False or x.name == "triton_attention_dq"}
+        assert packed
+        assert by_tma == packed
 
 
-def some(k=kernels):
+def some():
     """Of each kernel that follows the card: a shape for each of its tiles, or nearly so."""
-    for M, N in ((1, 4096), (64, 4096), (100, 4096), (512, 4096), (4096, 4096)):
-        k.matmul(empty(M, 4096), empty(N, 4096).t())
-    k.matmul(empty(4096, 12288).t(), empty(4096, 4096), out=empty(12288, 4096, dtype=f32))
-    k.matmul(empty(100, 129), empty(129, 70))
-    x, weight, starts = empty(512, 4096), empty(16, 1024, 4096).requires_grad_(), empty(18, dtype=torch.long)
-    k.ExpertMatmul.apply(x, weight, starts).backward(empty(512, 1024))
-    attentions(((bf16, 128, 4),))
+    for M in (1, 64, 100, 512, 4096):
+        multiply(M, 4096, 4096, "NT")
+    multiply(12288, 4096, 4096, "TN", out=True)
+    multiply(100, 70, 129)
+    starts = empty(18, dtype=torch.long)
+    back(kernels.ExpertMatmul.apply(empty(512, 4096), leaf(16, 1024, 4096), starts))
+    attention_of(bf16, 128, 4)
 
 
 @pytest.mark.parametrize("capability", OTHERS, ids=str)
 def test_the_kernels_compile_for_the_other_cards_within_the_rules(capability):
-    found = launches(some, capability=capability)
-    assert {repr(x): faults(x) for x in found if faults(x)} == {}
+    found = compiled(some, capability)
+    assert all_faults(found) == {}
     tiles = {(x.options["BLOCK_M"], x.options["BLOCK_N"]) for x in found if x.name.startswith("triton_matmul")}
-    assert len(tiles) > 3 and len({x.name for x in found}) > 5
+    assert len(tiles) > 3
+    assert len({x.name for x in found}) > 5
     # one instruction for all uses, whatever the tile
     instruction = r"\btcgen05\.mma\.\S+kind::f16\b" if capability == (10, 0) else r"\bmma\.sync\.aligned\.m16n8k16\b"
     products = [x for x in found if "dot" in x.ir or "mma" in x.ir]
-    assert len(products) > 10 and all(re.search(instruction, x.ptx) for x in products)
-    assert {"wgmma" in x.ptx for x in found} == {False}
+    assert len(products) > 10
+    assert all(re.search(instruction, x.ptx) for x in products)
+    assert not any("wgmma" in x.ptx for x in found)
     if not kernels.CARDS[capability].tma:  # 16 bytes at a time, while others are multiplied; not from odd addresses
         assert sum("cp.async.cg.shared.global" not in x.ptx for x in products) == 1
 
 
-def test_a_tile_beyond_a_cards_shared_memory_and_tma_where_there_is_none_are_caught(tmp_path):
+def test_tiles_beyond_shared_memory_and_tma_on_other_cards_are_caught(tmp_path):
     """What kernels.py would do if its table said that 8.6 has what a Hopper has."""
-    for wrong, fault in (("Card(227, 84, False)", "bytes of shared memory"), ("Card(99, 84, True)", "TMA")):
+    for wrong, fault in (
+        ("Card(227, 84, False)", "bytes of shared memory"),
+        ("Card(99, 84, True)", "TMA"),
+    ):
         changed = mutant(tmp_path, ("Card(99, 84, False)", wrong))
-        found = launches(lambda: changed.matmul(empty(1, 4096), empty(4096, 4096).t()), capability=(8, 6), k=changed)
+        found = compiled(lambda: multiply(1, 4096, 4096, "NT", k=changed), (8, 6), changed)
         assert any(fault in each for x in found for each in faults(x)), wrong
 
 
 def test_a_pack_without_tokens_launches_nothing(tmp_path):
     """The copy engine takes no empty tensor."""
 
-    def work(k):
-        q, key, v = (empty(0, heads, 64).requires_grad_() for heads in (4, 1, 1))
-        out = k.attention(q, key, v, k.packed_plan([0, 0]), 0.1)
-        out.backward(torch.empty_like(out))
+    def launched_by(k):
+        def work():
+            back(k.attention(leaf(0, 4, 64), leaf(0, 1, 64), leaf(0, 1, 64), k.packed_plan([0, 0]), 0.1))
 
-    assert launches(lambda: work(kernels), compiled=False) == []
-    for change in (('"] + min(N, plan.B)', '"] + plan.B'), ("sequences = min(N, plan.B)", "sequences = plan.B")):
-        changed = mutant(tmp_path, change)
-        assert launches(lambda: work(changed), compiled=False)
+        return launched(work)
+
+    assert launched_by(kernels) == []
+    assert launched_by(mutant(tmp_path, ('"] + min(N, plan.B)', '"] + plan.B')))
+    assert launched_by(mutant(tmp_path, ("sequences = min(N, plan.B)", "sequences = plan.B")))
 
 
 # Measured on an H200 (docs/results.md): for weights of Qwen3-8B (N, K) and 16, 32, 64, 128, 256, 512 rows the tile of
@@ -339,37 +422,47 @@ def test_a_matmul_takes_the_tile_that_was_the_fastest_on_a_card(tmp_path):
 
 
 def test_programs_that_wait_for_others_or_for_a_store_are_caught(tmp_path):
-    for change in (("on.sms * 8 // warps", "on.sms * 16 // warps"), ("flatten=not ADD", "flatten=False")):
+    for change in (
+        ("on.sms * 8 // warps", "on.sms * 16 // warps"),
+        ("flatten=not ADD", "flatten=False"),
+    ):
         changed = mutant(tmp_path, change)
-        (x,) = launches(lambda: changed.matmul(empty(4096, 4096), empty(4096, 4096)))
-        assert faults(x) == [] and waits(x)
+        (x,) = compiled(lambda: multiply(4096, 4096, 4096, k=changed))
+        assert faults(x) == []
+        assert waits(x)
 
 
 def test_every_kernel_of_the_file_is_among_those_compiled():
     """A kernel nobody launches here would escape the rules."""
-    names = {x.name for work in WORKS for x in launches(work, compiled=False)}
+    names = {x.name for work in WORKS for x in launched(work)}
     written = re.findall(r"^@triton\.jit.*\ndef (triton_\w+)\(", Path(kernels.__file__).read_text(), re.M)
-    assert len(written) > 15 and set(written) == names
+    assert len(written) > 15
+    assert set(written) == names
 
 
 def codes_of_rows(k, C):
     """The kernels that norms and log-probs of rows of C numbers launch: of any number of rows, at any place."""
-
-    def work(M, first):
-        x = torch.zeros(M * C + 64, dtype=bf16)[first : first + M * C].view(M, C)
-        k.rms_norm(x if M % 2 else x[None], torch.zeros(C, dtype=bf16), 1e-6)  # a model's (1, N, C) is the same
-        k.rms_norm(x, torch.zeros(C, dtype=bf16), 1e-6, x)  # the engine's, with a residual
-        k.log_softmax(x, -1, False)
-
+    weight = torch.zeros(C, dtype=bf16)
     found = {}
     for M, first in ((1, 0), (2, 0), (16, 0), (17, 0), (700, 0), (1, 1), (16, 8), (33, 3)):
-        for x in launches(lambda: work(M, first), compiled=False):
-            found.setdefault(x.name, set()).add(x.key)
+        numbers = torch.zeros(M * C + 64, dtype=bf16)
+        x = numbers[first : first + M * C].view(M, C)
+
+        def work():
+            k.rms_norm(x if M % 2 else x[None], weight, 1e-6)  # a model's (1, N, C) is the same
+            k.rms_norm(x, weight, 1e-6, x)  # the engine's, with a residual
+            k.log_softmax(x, -1, False)
+
+        for launch in launched(work):
+            found.setdefault(launch.name, set()).add(launch.key)
     return found
 
 
-def test_a_row_has_the_same_code_in_every_batch_at_every_address_and_with_a_residual(tmp_path):
-    """`tl.sum` adds as its layout says, which Triton may take from a number of rows or a pointer's alignment."""
+def test_a_row_has_the_same_code_in_every_batch_at_every_address(tmp_path):
+    """
+    And with a residual. `tl.sum` adds as its layout says, which Triton may take from a number of rows or a pointer's
+    alignment.
+    """
     for C in (128, 4096, 98):
         found = codes_of_rows(kernels, C)
         assert set(found) == {"triton_norm_rope", "triton_softmax_stats", "triton_log_softmax"}
@@ -380,17 +473,27 @@ def test_a_row_has_the_same_code_in_every_batch_at_every_address_and_with_a_resi
     assert len(codes_of_rows(changed, 98)["triton_norm_rope"]) > 1
 
 
-def test_queries_and_keys_have_one_kernel_for_every_batch_and_in_a_fused_qkv():
-    def turn(N, HQ, HK, fused):
-        qkv, angle, w = empty(N, HQ + 2 * HK, 64), empty(N, 32, dtype=f32), empty(64)
-        q, k = qkv[:, :HQ], qkv[:, HQ : HQ + HK]
-        kernels.norm_rope(*((q, k) if fused else (empty(*q.shape), empty(*k.shape))), angle, angle, w, w, 1e-6)
+def test_queries_and_keys_have_one_kernel_for_every_batch_and_a_fused_qkv():
+    def turn(N, heads, fused):
+        qkv = empty(N, heads + 2, 64)
+        q = qkv[:, :heads]
+        k = qkv[:, heads : heads + 1]
+        if not fused:
+            q = empty(*q.shape)
+            k = empty(*k.shape)
+        angle = empty(N, 32, dtype=f32)
+        kernels.norm_rope(q, k, angle, angle, empty(64), empty(64), 1e-6)
 
-    def kernels_of(HQ):
-        return {x.key for N in (1, 2, 16, 33) for f in (0, 1) for x in launches(lambda: turn(N, HQ, 1, f), False)}
+    def kernels_of(heads):
+        keys = set()
+        for N, fused in itertools.product((1, 2, 16, 33), (False, True)):
+            keys |= {x.key for x in launched(lambda: turn(N, heads, fused))}
+        return keys
 
-    four, five = kernels_of(4), kernels_of(5)  # of the queries, and of the keys
-    assert len(four) == len(five) == 2 and len(four & five) == 1
+    four = kernels_of(4)  # of the queries, and of the keys
+    five = kernels_of(5)
+    assert len(four) == len(five) == 2
+    assert len(four & five) == 1
 
 
 @triton.jit
@@ -402,10 +505,12 @@ def log_float64(x, y):
 def test_the_draws_logarithm_is_compiled_as_torch_compile_does():
     """Whose option is Triton's own default: with EXACT, a step of each of the two would not be fused."""
     x = empty(128, dtype=torch.float64)
-    (log,) = launches(lambda: log_float64[(1,)](x, x))
-    draw = next(x for x in launches(heads, compiled=False) if x.name == "triton_draw").compile()
-    steps, columns = log.ptx.count("fma.rn.f64"), draw.options["BLOCK"] // (32 * draw.options["num_warps"])
-    assert steps > 10 and draw.ptx.count("fma.rn.f64") == 2 * columns * steps
+    (log,) = compiled(lambda: log_float64[(1,)](x, x))
+    (draw,) = (x.compile() for x in launched(heads) if x.name == "triton_draw")
+    steps = log.ptx.count("fma.rn.f64")
+    columns = draw.options["BLOCK"] // (32 * draw.options["num_warps"])
+    assert steps > 10
+    assert draw.ptx.count("fma.rn.f64") == 2 * columns * steps
 
 
 # ---- mutants: what the rules are for
@@ -415,64 +520,71 @@ def mutant(folder, *changes):
     """kernels.py with its text changed, as a module of its own."""
     text = Path(kernels.__file__).read_text()
     for old, new in changes:
-        assert text.count(old) >= 1, f"not in kernels.py: {old}"
+        assert old in text, f"not in kernels.py: {old}"
         text = text.replace(old, new)
-    path = Path(folder) / f"mutant{len(list(Path(folder).iterdir()))}.py"
+    count = len(list(folder.iterdir()))
+    path = folder / f"mutant{count}.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported(path)
     module.INTERPRET = True
     return module
 
 
 SPLIT_K = (
-    ("    for left in range(K, 0, -BLOCK_K):", "    half = acc * 0\n    for left in range(K, 0, -BLOCK_K):"),
+    (
+        "    for left in range(K, 0, -BLOCK_K):",
+        "    half = acc * 0\n    for left in range(K, 0, -BLOCK_K):",
+    ),
     (
         'acc = tl.dot(x, y, acc, input_precision="ieee")\n        a +=',
         "acc, half = half, tl.dot(x, y, acc)\n        a +=",
     ),
-    ("tl.store(c, acc.to", "tl.store(c, (acc + half).to"),
+    (
+        "tl.store(c, acc.to",
+        "tl.store(c, (acc + half).to",
+    ),
 )
 REVERSED_K = (("for k in range(0, K, BLOCK_K):", "for k in range(K - BLOCK_K, -1, -BLOCK_K):"),)
 
 
-def test_gpu_bits_has_both_forms_of_an_operand_and_every_width_of_the_instruction():
-    a, b, c = empty(64, 4096), empty(4096, 256), empty(64, 256, dtype=f32)
+def test_gpu_bits_has_both_forms_of_an_operand_and_every_width_of_wgmma():
+    operands = empty(64, 4096), empty(4096, 256), empty(64, 256, dtype=f32)
+    form = r"wgmma\.mma_async\S+\.m64n(\d+)k16\.\S+\s+\{[^}]*\},\s*(\{|%rd)"
     found = set()
     for (N, warps), computed in itertools.product(WIDTHS, (False, True)):
-        args = a, b, c, 1.0, 4096, N, computed
-        (x,) = launches(lambda: product[(1,)](*args, num_warps=warps))
-        form = r"wgmma\.mma_async\S+\.m64n(\d+)k16\.\S+\s+\{[^}]*\},\s*(\{|%rd)"
-        found |= {(int(width), "registers" if of == "{" else "shared") for width, of in re.findall(form, x.ptx)}
+        (x,) = compiled(lambda: product[(1,)](*operands, 1.0, 4096, N, computed, num_warps=warps))
+        for width, of in re.findall(form, x.ptx):
+            found.add((int(width), "registers" if of == "{" else "shared"))
     assert found == set(itertools.product((8, 16, 32, 64, 128, 256), ("registers", "shared")))
 
 
 def test_a_kind_of_device_has_its_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    assert (kernels.device_kind("cpu"), kernels.device_kind("cuda")) == ("cpu", "cuda 8.6")
+    assert kernels.device_kind("cpu") == "cpu"
+    assert kernels.device_kind("cuda") == "cuda 8.6"
 
 
 def test_split_k_is_caught(tmp_path):
     changed = mutant(tmp_path, *SPLIT_K)
-    (x,) = launches(lambda: changed.matmul(empty(100, 129), empty(129, 70)))
+    (x,) = compiled(lambda: multiply(100, 70, 129, k=changed))
     assert faults(x) == ["a second accumulator"]
 
 
 def test_atomics_in_a_gradient_are_caught(tmp_path):
     changed = mutant(tmp_path, ("tl.store(dq + row[:, None] * D + d,", "tl.atomic_add(dq + row[:, None] * D + d,"))
-    q, k = empty(30, 4, 64).requires_grad_(), empty(30, 2, 64).requires_grad_()
+    q = leaf(30, 4, 64)
+    k = leaf(30, 2, 64)
 
     def work():
-        out = changed.attention(q, k, k, changed.packed_plan([30]), 0.1)
-        out.backward(empty(30, 4, 64))
+        back(changed.attention(q, k, k, changed.packed_plan([30]), 0.1))
 
-    assert [faults(x) for x in launches(work) if x.name == "triton_attention_dq"] == [["float atomics"]]
+    found = {x.name: faults(x) for x in compiled(work)}
+    assert found["triton_attention_dq"] == ["float atomics"]
 
 
 def test_tf32_and_its_k8_steps_are_caught(tmp_path):
     changed = mutant(tmp_path, ('input_precision="ieee"', 'input_precision="tf32"'))
-    (x,) = launches(lambda: changed.matmul(empty(100, 64, dtype=f32), empty(64, 70, dtype=f32)))
+    (x,) = compiled(lambda: multiply(100, 70, 64, dtype=f32, k=changed))
     assert faults(x) == ["TF32"]
     x.half = True  # as if it were said to be a bfloat16 kernel
     assert any("not a k16 step" in fault for fault in faults(x))
@@ -480,12 +592,13 @@ def test_tf32_and_its_k8_steps_are_caught(tmp_path):
 
 def test_contraction_spills_and_too_much_shared_memory_are_caught(tmp_path):
     changed = mutant(tmp_path, ('EXACT = {"enable_fp_fusion": False}', "EXACT = {}"))
-    (x,) = launches(lambda: changed.swiglu(empty(7, 64).requires_grad_(), empty(7, 64)).backward(empty(7, 64)))[1:]
+    _, x = compiled(lambda: back(changed.swiglu(leaf(7, 64), empty(7, 64))))
     assert faults(x) == ["contraction"]
     changed._matmul_config = lambda *_: (128, 256, 64, 4, 5)
-    (x,) = launches(lambda: changed.matmul(empty(4096, 4096), empty(4096, 4096)))
+    (x,) = compiled(lambda: multiply(4096, 4096, 4096, k=changed))
     found = " ".join(faults(x))
-    assert "spills" in found and "shared memory" in found
+    assert "spills" in found
+    assert "shared memory" in found
 
 
 # ---- the interpreter, in a process of its own
@@ -502,35 +615,42 @@ def test_the_operators_are_right_and_batch_invariant_in_the_interpreter(interpre
 
 def test_on_a_cpu_a_row_of_the_new_operators_does_not_see_its_batch():
     torch.manual_seed(0)
-    x, residual, w, up = torch.randn(67, 4, 64), torch.randn(67, 4, 64), torch.randn(64), torch.randn(67, 4, 64)
-    cos, sin = kernels.rope_table(1.0 / 10000 ** (torch.arange(0, 64, 2) / 64), torch.arange(67))
+    x, residual, up, w = normal((67, 4, 64), (67, 4, 64), (67, 4, 64), (64,))
+    cos, sin = rope(kernels, 64, torch.arange(67))
 
     def run(rows):
-        a, b = kernels.norm_rope(x[rows], up[rows], cos[rows], sin[rows])
-        a = torch.cat((a, *kernels.norm_rope(x[rows], up[rows], cos[rows], sin[rows], w, w + 1, 1e-6)), 1)
-        normed = kernels.rms_norm(x[rows], w, 1e-6, residual[rows])
-        return (*normed, kernels.rms_norm(x[rows], w, 1e-6), a, b, kernels.swiglu(x[rows], up[rows]))
+        qk_and_angles = x[rows], up[rows], cos[rows], sin[rows]
+        return (
+            *kernels.norm_rope(*qk_and_angles),
+            *kernels.norm_rope(*qk_and_angles, w, w + 1, 1e-6),
+            *kernels.rms_norm(x[rows], w, 1e-6, residual[rows]),
+            kernels.rms_norm(x[rows], w, 1e-6),
+            kernels.swiglu(x[rows], up[rows]),
+        )
 
     whole = run(slice(0, 67))
-    assert all(
-        torch.equal(a, b[i : i + n]) for i, n in ((0, 1), (3, 5), (50, 17)) for a, b in zip(run(slice(i, i + n)), whole)
-    )
+    for first, last in ((0, 1), (3, 8), (50, 67)):
+        rows = slice(first, last)
+        for a, b in zip(run(rows), whole, strict=True):
+            assert same(a, b[rows])
     angle = torch.arange(67.0).double()[:, None] / 10000 ** (torch.arange(0, 64, 2).double() / 64)
-    z = torch.view_as_complex(torch.stack((x[..., :32], x[..., 32:]), -1).double()) * torch.exp(1j * angle)[:, None]
-    assert torch.allclose(whole[3][:, :4].double(), torch.cat((z.real, z.imag), -1), atol=1e-4)
+    z = torch.complex(*x.double().chunk(2, -1)) * torch.exp(1j * angle)[:, None]
+    assert close(whole[0], torch.cat((z.real, z.imag), -1), 1e-4)
 
 
-def test_on_a_cpu_the_sum_of_a_row_follows_its_length_alone_and_torchs_does_not():
+def test_on_a_cpu_the_sum_of_a_row_follows_its_length_alone():
+    """And torch's does not."""
     torch.manual_seed(0)
     x = torch.randn(64, 100_000, dtype=torch.float64)
     whole = kernels.row_sums(x)
-    assert torch.allclose(whole, x.sum(1), atol=1e-9)
-    assert all(torch.equal(kernels.row_sums(x[i : i + n]), whole[i : i + n]) for i, n in ((0, 1), (5, 7), (40, 24)))
+    assert close(whole, x.sum(1), 1e-9)
+    assert not differing(lambda rows: kernels.row_sums(x[rows]), whole, (0, 1), (5, 7), (40, 24))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # which share one row, but not one of many rows
     try:
-        assert any(not torch.equal(x[i : i + 1].sum(1), x.sum(1)[i : i + 1]) for i in range(64))
-        assert torch.equal(kernels.row_sums(x[:1]), whole[:1])
+        each = [(i, 1) for i in range(64)]
+        assert differing(lambda rows: x[rows].sum(1), x.sum(1), *each)
+        assert same(kernels.row_sums(x[:1]), whole[:1])
     finally:
         torch.set_num_threads(threads)
     assert kernels.row_sums(x[:, :0]).tolist() == [0] * 64
@@ -538,12 +658,12 @@ def test_on_a_cpu_the_sum_of_a_row_follows_its_length_alone_and_torchs_does_not(
         kernels.row_sums(x.float())
 
 
-def test_on_a_cpu_swiglu_has_the_gradient_of_silu_even_where_exp_overflows():
-    gate = torch.tensor([-200.0, -3, 0, 5, 200], requires_grad=True)
-    up = torch.randn(5, requires_grad=True)
-    ours = torch.autograd.grad(kernels.swiglu(gate, up).sum(), (gate, up))
-    theirs = torch.autograd.grad((torch.nn.functional.silu(gate.double()) * up.double()).sum(), (gate, up))
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs))
+def test_on_a_cpu_swiglu_has_the_gradient_of_silu_even_where_exp_is_inf():
+    inputs = torch.tensor([-200.0, -3, 0, 5, 200]), torch.randn(5)
+    grad = torch.ones(5)
+    ours = both_ways(kernels.swiglu, inputs, grad)
+    theirs = both_ways(textbook_swiglu, doubles(inputs), grad)
+    assert all_close(ours, theirs, 1e-6)
 
 
 def test_the_switch_registers_the_gpus_operators_too_and_gives_them_back():
@@ -569,9 +689,11 @@ def test_a_device_the_operators_do_not_know_is_refused():
 if __name__ == "__main__":
     failed = False
     for capability, work in itertools.product(kernels.CARDS, WORKS):
-        found = launches(work, capability=capability)
-        wrong = {repr(x): faults(x) for x in found if faults(x)}
+        found = compiled(work, capability)
+        wrong = all_faults(found)
         failed |= bool(wrong)
-        most = f"{max(x.registers for x in found)} registers, {max(x.shared for x in found)} bytes of shared memory"
+        registers = max(x.registers for x in found)
+        shared = max(x.shared for x in found)
+        most = f"{registers} registers, {shared} bytes of shared memory"
         print(f"{capability} {work.__name__}: {len(found)} kernels, at most {most}: {wrong or 'all within the rules'}")
     sys.exit(failed)
