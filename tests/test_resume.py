@@ -106,7 +106,7 @@ def test_what_the_disk_refuses_a_lost_node_and_ctrl_c_are_one_line_and_all_else_
 
     assert "No space left on device" in error_line(last_word(lambda: print(1, file=open("/dev/full", "w"), flush=True)))
     ctrl_c = partial(signal.default_int_handler, 2, None)
-    assert error_line(last_word(ctrl_c)).endswith("; nothing written is lost; go on with --init_from=resume")
+    assert error_line(last_word(ctrl_c)).endswith("; nothing written is lost; resume with --init_from=resume")
     before = dict(kept="nothing was written", cure="start again")  # before a run has its folder
     assert error_line(last_word(ctrl_c, **before)) == "error: interrupted; nothing was written; start again"
     with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -181,7 +181,7 @@ def test_a_sigterm_ends_a_run_with_one_line_and_leaves_nothing_in_tmp(tmp_path, 
     run.terminate()
     output, _ = run.communicate(timeout=60)
     assert run.returncode, output[-3000:]
-    assert output.count("\nerror: ended by SIGTERM; nothing written is lost; go on with --init_from=resume\n") == 1
+    assert output.count("\nerror: ended by SIGTERM; nothing written is lost; resume with --init_from=resume\n") == 1
     assert not [*temporary.glob("torchelastic_*")]
     wait_for(lambda: not processes_of(folder), 10)
 

@@ -128,7 +128,7 @@ def machine_memory():
     return has if bound == "max" else min(has, int(bound))
 
 
-def report_error(kind, error, trace, kept="nothing written is lost", cure="go on with --init_from=resume"):
+def report_error(kind, error, trace, kept="nothing written is lost", cure="resume with --init_from=resume"):
     """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
     close_bars()
     if kind is KeyboardInterrupt:
@@ -162,7 +162,7 @@ def end_with_a_line(rank):
 
     def ended(number, _):
         if os.getpid() == owner and rank == 0:
-            line = "ended by SIGTERM; nothing written is lost; go on with --init_from=resume"
+            line = "ended by SIGTERM; nothing written is lost; resume with --init_from=resume"
             os.write(stderr, f"\nerror: {line}\n".encode())  # maybe behind a bar
         clean()
         signal.signal(number, signal.SIG_DFL)

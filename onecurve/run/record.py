@@ -51,7 +51,7 @@ def open_run(folder, config, resumed, restarted, gpu):
     begun = any(path.stat().st_size for pattern in computed for path in folder.glob(pattern))
     # torchrun starts a rank again that was refused: such a restart may only resume torchrun's own run.
     if begun and not resumed or restarted and lock.read_text() != owner:
-        fail(f"out_dir={str(folder)!r}: holds a run already; choose another, or go on with --init_from=resume")
+        fail(f"out_dir={str(folder)!r}: holds a run already; choose another, or resume with --init_from=resume")
     lock.write_text(owner)
     changed = {key: config[key] for key in ORIGINS if key in config}
     print(f"{config_source(changed)}# all keys: {folder / 'config.py'}", flush=True)
