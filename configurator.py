@@ -279,7 +279,7 @@ POSITIVE = """
 NOT_NEGATIVE = """
     max_steps threads eval_size eval_every eval_temperature checkpoint_every keep_rollouts sample_every
     learning_rate warmup_steps lr_decay_steps min_lr beta1 beta2 weight_decay grad_clip clip_low clip_high"""
-GROUP_BASELINES = "grpo", "dr_grpo", "rloo", "reinforce++_baseline"  # advantages within a group
+GROUP_BASELINES = "grpo dr_grpo rloo reinforce++_baseline".split()  # advantages within a group
 OWN = "advantage", "loss"  # keys whose value may be a function in a file, such as 'mine.py:f'
 
 
@@ -309,10 +309,9 @@ def resolve(script, defaults):
         saved, config = resume_config(config, path, FREE_KEYS)
         before = MODES[saved["mode"]]
         now = MODES.get(config["mode"], before)
-        why = f"the run has {saved['mode']!r}, and a reward model is no policy; start another run"
-        require(now.scores == before.scores, f"mode={config['mode']!r}: {why}")
-        why = "the run trains; for its model use --init_from=checkpoint, with an out_dir for the samples"
-        require(now.trains or not before.trains, f"mode={config['mode']!r}: {why}")
+        why = f"mode={config['mode']!r}: the run has {saved['mode']!r}"
+        fits = now.scores == before.scores and now.trains >= before.trains  # a reward model is no policy
+        require(fits, f"{why}; use another out_dir, and --init_from=checkpoint for its model")
     check_config(config, int(os.environ.get("WORLD_SIZE", 1)), defaults)
     return config, saved, restarted
 
@@ -392,7 +391,7 @@ def block_rules(c):
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     yield "loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence"
     why = f"the cosine begins after warmup_steps={c.warmup_steps}; use more, or 0: constant"
-    yield "lr_decay_steps", not c.lr_decay_steps or c.lr_decay_steps > c.warmup_steps, why
+    yield "lr_decay_steps", not 0 < c.lr_decay_steps <= c.warmup_steps, why
     if c.loss == "pg":
         yield from untouched(c, "updates_per_batch", "is not for --loss=pg")
 

@@ -113,7 +113,7 @@ def test_supervised_learning_from_a_file_on_one_rank_and_two_and_resumed(tmp_pat
     assert digest(done) == digest(output) and "nothing to do: all of max_steps=24 are done" in done
 
 
-def test_rollouts_alone_are_those_of_the_run_and_the_best_of_them_become_data(two_ranks, tmp_path):
+def test_rollout_mode_samples_as_the_run_and_its_best_become_data(two_ranks, tmp_path):
     """Of the weights of version 16: the prompts, seeds and so the samples of step 16."""
     start = f"--init_from={two_ranks[0] / 'ckpt' / 'step_000016'}"
     folder, _ = run(tmp_path / "best", "--mode=rollout", start, "--max_steps=17")

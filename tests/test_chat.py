@@ -110,7 +110,7 @@ CALLS = [[("add", dict(a=1, b=2)), ("add", dict(a=3, b=4))], [("add", dict(a=3, 
 
 
 @pytest.mark.parametrize("which", ["template", "thinking"])
-def test_a_dialogues_tokens_are_those_of_its_rendering_and_the_mask_is_on_what_the_model_wrote(which, request):
+def test_a_dialogue_has_its_renderings_tokens_and_masks_the_models_own(which, request):
     template = request.getfixturevalue(which)
     template.check("init_from='here'")
     episode, reward = play(calculate, CALLS, template)
@@ -127,13 +127,13 @@ def test_a_dialogues_tokens_are_those_of_its_rendering_and_the_mask_is_on_what_t
     assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["3", "7", "7"]
 
 
-def test_a_special_tokens_text_in_a_message_is_that_token_as_in_transformers(template):
+def test_a_special_tokens_text_becomes_that_token_as_in_transformers(template):
     told = [chat.told_user("a<eos>b")]
     whole = template.tokenizer.apply_chat_template(told, add_generation_prompt=True)["input_ids"]
     assert template.first(told, []) == whole and whole.count(template.stop_tokens[0]) == 2
 
 
-def test_a_thought_stays_in_history_as_it_was_sampled_although_the_template_drops_it(thinking, capsys, template):
+def test_a_sampled_thought_stays_although_the_template_drops_it(thinking, capsys, template):
     template.check("init_from='here'")
     assert capsys.readouterr().out == ""
     thinking.check("init_from='here'")
@@ -184,7 +184,7 @@ def test_the_templates_arguments_reach_it(thinking):
         ("", "no chat template"),
     ],
 )
-def test_a_template_that_cannot_be_continued_is_refused_with_its_renderings(tokenizer, text, why, capsys):
+def test_a_template_that_cannot_continue_is_refused_with_renderings(tokenizer, text, why, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     tokenizer.chat_template = text
     with pytest.raises(SystemExit) as end:
@@ -232,9 +232,7 @@ async def refusal_of_tool(name, template):
     return refused.value.status, str(refused.value)
 
 
-def test_a_template_that_shows_no_tools_is_refused_before_an_engine_starts_and_that_of_the_docs_is_not(
-    thinking, tmp_path, capsys
-):
+def test_a_template_without_tools_is_refused_early_but_not_the_docs_one(thinking, tmp_path, capsys):
     """SmolLM2's is such a one. A tool called `help` was served all the same: its name is in the system prompt."""
     thinking.tokenizer.chat_template = NO_TOOLS
     (tmp_path / "askers.py").write_text(ASKERS)
@@ -273,7 +271,7 @@ def test_a_template_that_shows_no_tools_is_refused_before_an_engine_starts_and_t
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>' in whole
 
 
-def test_a_turn_that_is_cut_ends_the_dialogue_and_an_agent_that_goes_on_asking_ends_the_run(template):
+def test_a_cut_turn_ends_the_dialogue_and_asking_again_ends_the_run(template):
     seen = []
 
     async def solve(chat, row, often=3):
@@ -320,7 +318,7 @@ def test_limits_are_counts_of_turns_of_calls_of_tokens_and_of_forks(template, mo
 # ---- rules 5 and 6: tools
 
 
-def test_results_come_in_the_order_of_calls_whoever_is_quicker_and_functions_run_side_by_side(template):
+def test_functions_run_side_by_side_and_results_keep_the_order_of_calls(template):
     began, gate = [], threading.Barrier(3, timeout=20)
 
     def wait(i: int) -> int:
@@ -364,7 +362,7 @@ class Counter:
         return float(self.n)
 
 
-def test_an_environment_class_is_an_agent_whose_methods_are_tools_called_one_after_the_other(template):
+def test_an_environment_class_is_an_agent_with_its_methods_called_in_turn(template):
     replies = [[("up", dict(by=i)) for i in (1, 2, 4)], "done"]
     episode, reward = play(chat.environment(Counter), replies, template)
     (c,) = episode.chats
@@ -373,7 +371,7 @@ def test_an_environment_class_is_an_agent_whose_methods_are_tools_called_one_aft
     assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["0 -> 1", "1 -> 3", "3 -> 7"]
 
 
-def test_what_a_tool_raises_or_returns_reaches_the_model_in_a_form_that_recurs(template):
+def test_the_model_reads_what_a_tool_raises_or_returns_in_a_stable_form(template):
     def look(what: str) -> str:
         """Looks.
 
@@ -458,7 +456,7 @@ def test_a_tool_that_cannot_be_one_ends_the_run_with_one_line(tool, template):
                                              (lambda: None, "it returned None, not a finite number"),
                                              (lambda: "1.0", "it returned '1.0', not a finite"),
                                              (sys.exit, "SystemExit")])  # fmt: skip
-def test_an_agent_that_raises_or_returns_no_number_ends_the_run_with_one_line(wrong, expected, template):
+def test_an_agent_that_fails_or_returns_no_number_ends_the_run_in_a_line(wrong, expected, template):
     async def solve(chat, row):
         chat.user("go")
         await chat.generate()
@@ -575,7 +573,7 @@ def test_a_resume_reads_what_was_done_and_asks_only_for_the_rest(template, tmp_p
         attempt(solve=lambda chat, row: solve(chat, row, "other"))
 
 
-def test_a_resume_calls_the_methods_of_an_object_again_and_they_must_do_the_same(template, tmp_path):
+def test_a_resume_repeats_an_objects_calls_and_they_must_do_the_same(template, tmp_path):
     replies = [[("up", dict(by=1))], [("up", dict(by=2))], "done"]
     journal = chat.Journal(tmp_path / "journal", "run")
     assert play(chat.environment(Counter), replies, template, journal)[1] == 3
@@ -749,7 +747,7 @@ async def with_forks(chat, row):
     return 1.0
 
 
-def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_with(template):
+def test_forks_are_rows_of_a_sample_and_the_prompt_is_their_common_start(template):
     source = {(): ["1", "2"], (0,): ["3"], (1,): ["4"]}
     episodes, returned = [], []
     for g in range(2):
@@ -790,7 +788,7 @@ def test_forks_are_rows_of_their_sample_and_the_prompt_is_what_all_rows_begin_wi
         Agent.metrics(agent, [(t, made)])
 
 
-def test_the_advantage_of_a_turn_is_its_discounted_return_among_turns_of_its_number():
+def test_a_turns_advantage_is_from_its_return_among_turns_of_its_number():
     def sample(of, rewards):
         turn = torch.tensor([k for k in range(len(rewards)) for _ in range(2)] + [-1])
         zeros, known = torch.zeros(len(turn)), dict(of=of, turn_rewards=torch.tensor(rewards))

@@ -119,7 +119,7 @@ def test_argv_defaults_to_the_command_line(block, monkeypatch):
     assert configure(block)["steps"] == 7
 
 
-def test_flags_beat_files_and_files_beat_defaults_in_whatever_order_they_are_typed(block, write):
+def test_flags_beat_files_and_files_beat_defaults_in_any_order(block, write):
     file = write("steps = 5\nout_dir = 'file'\n")
     for argv in (["--steps=7", file], [file, "--steps=7"]):
         config = configure(dict(block), argv)
@@ -140,7 +140,7 @@ def test_a_file_may_import_and_compute_with_helpers(block, write):
     assert config["steps"] == 4 and set(config) == {"learning_rate", "steps", "strict", "out_dir"}
 
 
-def test_a_file_is_found_from_the_working_directory_first_and_else_beside_the_script(block, tmp_path, monkeypatch):
+def test_a_file_is_sought_in_the_working_folder_then_beside_the_script(block, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "x.py").write_text("steps = 1\n")
@@ -362,7 +362,7 @@ def test_a_script_prints_its_config_and_runs_again_from_it_in_any_folder(script,
     ]
 
 
-def test_help_lists_each_key_with_its_default_its_comment_and_the_headings(script):
+def test_help_lists_headings_and_each_key_with_default_and_comment(script):
     result = script("--help", "--nonsense")
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert result.returncode == 0 and result.stderr == ""
@@ -410,7 +410,7 @@ def test_help_has_the_keys_of_the_block_and_a_line_for_each_feature():
     assert "  lora          Adapters are trained beside the model's weights, which are frozen.\n" in features
 
 
-def test_help_of_a_feature_has_its_docstring_and_its_keys_and_help_all_has_all():
+def test_help_of_a_feature_has_its_docstring_and_keys_and_all_has_all():
     lora = started("--help=lora").stdout
     assert keys_in(lora) == ["lora_rank", "lora_alpha", "lora_targets", "lora"]
     assert "# Code: onecurve/models/adapters.py." in lora and "rows of A and columns of B; 0: no LoRA" in lora
@@ -454,7 +454,7 @@ def test_the_keys_of_a_feature_come_behind_the_block_and_are_set_like_it(block):
 # ranks
 
 
-def test_rank_0_speaks_first_and_another_one_only_if_it_still_lives_after_a_wait(block, capsys, monkeypatch):
+def test_rank_0_speaks_first_and_others_only_if_they_outlive_a_wait(block, capsys, monkeypatch):
     """
     torchrun kills every rank as soon as one exits: without the wait, rank 1 could end the run before that line. If it
     is not killed, rank 0 has nothing to say, as its samples are others; then the line is this rank's.
@@ -496,7 +496,7 @@ def test_fail_speaks_from_any_rank(capsys, monkeypatch):
 # ---- resume
 
 
-def test_a_resume_takes_the_saved_config_and_only_free_keys_from_the_command(tmp_path, capsys):
+def test_a_resume_takes_the_saved_config_and_the_commands_free_keys(tmp_path, capsys):
     saved = tmp_path / "config.py"
     saved.write_text("# a comment\nsteps = 5  # command line\nrate = 0.5\nname = 'run'\n")
     block = dict(steps=1, rate=0.1, name="x")
@@ -525,7 +525,7 @@ def test_a_resume_takes_the_saved_config_and_only_free_keys_from_the_command(tmp
     assert "has no rate, name; it was saved by another version" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode,line", [("server", "use grpo"), ("eval", "the run trains; for its model use")])
+@pytest.mark.parametrize("mode,line", [("server", "use grpo"), ("eval", "the run has 'grpo'; use another out_dir")])
 def test_a_mode_that_the_run_cannot_have_is_refused_on_resume(tmp_path, capsys, monkeypatch, mode, line):
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "config.py").write_text(config_source(DEFAULTS, {}))
@@ -536,7 +536,7 @@ def test_a_mode_that_the_run_cannot_have_is_refused_on_resume(tmp_path, capsys, 
     assert capsys.readouterr().err.startswith(f"error: mode={mode!r}: {line}")
 
 
-def test_a_saved_config_with_a_flipped_bit_or_cut_off_is_one_line_or_still_a_config(tmp_path):
+def test_a_damaged_saved_config_ends_in_one_line_or_is_still_a_config(tmp_path):
     saved = tmp_path / "config.py"
     block = dict(steps=1, rate=0.1, name="x")
     data = config_source(dict(steps=5, rate=0.5, name="run")).encode()
@@ -693,7 +693,7 @@ def test_a_negative_number_is_refused_wherever_it_has_no_meaning(capsys, monkeyp
     assert accepted == ["seed", "entropy_coef", "pass_reward"]
 
 
-def test_an_engine_on_another_kind_of_cpu_is_refused_and_a_mode_without_one_is_not(capsys, monkeypatch):
+def test_another_kind_of_cpu_is_refused_only_where_an_engine_runs(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine="aarch64"))
     config = DEFAULTS | dict(device="cpu")

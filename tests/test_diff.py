@@ -76,7 +76,7 @@ def test_a_logprob_one_bit_off_is_found_with_both_values(diff, tmp_path):
     assert "prompt 1, sample 1, token 2:" in output and "-2.5  0xc0200000" in output and "0xc01fffff" in output
 
 
-def test_where_a_group_was_drawn_with_other_weights_step_and_versions_are_named(diff, tmp_path):
+def test_step_and_versions_are_named_where_other_weights_drew_a_group(diff, tmp_path):
     """The group was begun in step 1 and trained on in step 2: the ledger names step 2, the files step 1."""
 
     def change(version):

@@ -212,7 +212,7 @@ def kinds_of_requests(number):
     yield "", dict(prompt=[BY_TEXT[c] for c in f"2+{number}="], logprobs=2)
 
 
-def test_50_requests_with_grammars_echo_and_likeliest_tokens_have_the_same_bits_alone_and_in_a_crowd(address):
+def test_50_requests_of_all_kinds_have_the_same_bits_alone_and_in_a_crowd(address):
     requests = [kind for number in range(10) for kind in kinds_of_requests(number)]
 
     async def run(order, at_a_time):
@@ -498,7 +498,7 @@ def streamed(template, ids, tools, parser):
 
 
 @pytest.mark.parametrize("parser", CALLS)
-def test_the_pieces_of_a_stream_are_the_text_and_no_half_of_a_character_a_stop_or_a_call(by_bytes, parser, monkeypatch):
+def test_a_stream_gives_the_text_and_cuts_no_character_stop_or_call(by_bytes, parser, monkeypatch):
     rng, halves = random.Random(0), [by_bytes.encode("€")[:2], by_bytes.encode("€")[2:]]
     parts = [*map(by_bytes.encode, [*PARTS, CALLS[parser]]), *halves]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -522,7 +522,7 @@ def test_the_pieces_of_a_stream_are_the_text_and_no_half_of_a_character_a_stop_o
 # ---- sessions
 
 
-def test_a_session_goes_on_from_its_own_tokens_and_gives_a_retry_the_recorded_answer(address):
+def test_a_session_continues_its_own_tokens_and_answers_a_retry_as_before(address):
     with httpx.Client(base_url=address.removesuffix("/v1"), headers={"Authorization": f"Bearer {KEY}"}) as http:
 
         def turn(session, messages, retry=0):
@@ -778,7 +778,7 @@ def test_calls_are_counted_before_anything_is_done_for_them(monkeypatch):
         endpoint.read(dict(messages=[dict(role="assistant", tool_calls=calls), dict(role="user", content="a")]))
 
 
-def test_log_probs_of_prompts_are_counted_before_anything_is_done_for_them():
+def test_log_probs_of_prompts_are_counted_before_any_work_for_them():
     """Those of 128 prompts of 600 tokens were 40 MB, and made all others wait for 15 s."""
     asked = dict(prompt=[[1] * 600] * 128, echo=True)
     for more in (dict(logprobs=20), dict(logprobs=1, n=2)):
@@ -788,7 +788,7 @@ def test_log_probs_of_prompts_are_counted_before_anything_is_done_for_them():
         assert len(endpoint.read(asked | more, chat=False)) == 128
 
 
-def test_a_key_without_its_scheme_and_a_request_of_two_lengths_are_refused():
+def test_a_key_without_scheme_and_a_request_of_two_lengths_are_refused():
     """It was answered as two, of which a proxy before us may have seen one."""
     two = b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -822,7 +822,7 @@ def test_what_is_too_long_is_refused_before_it_is_rendered(template, monkeypatch
     assert served_by_a_script(template, requests) == (400, "context_length_exceeded")
 
 
-def test_whatever_request_is_refused_in_a_run_ends_it_but_one_without_its_key():
+def test_a_refused_request_ends_the_run_unless_it_lacks_the_key():
     """Else a framework could swallow the refusal, and make it a reward of 0."""
     told = '{"messages": [{"role": "user", "content": "%s"}]}'
     bodies = {"\\ud83d": 400, "a" * 2**22: 413, 'a"}], "tool_choice": "required", "x": [{"y": "': 400}
@@ -895,7 +895,7 @@ def test_a_history_may_have_turns_that_are_not_the_models(template):
 
 
 @pytest.mark.parametrize("wrong", [{}, dict(messages=[]), dict(messages=[{"role": "user", "content": "9" * 9999}])])
-def test_an_agent_asks_by_openais_client_and_what_it_asks_wrongly_is_no_zero(template, wrong):
+def test_an_agent_uses_openais_client_and_a_wrong_request_is_no_zero(template, wrong):
     async def source(of):
         return of.messages[-1]["content"].upper()
 
@@ -983,7 +983,7 @@ def test_a_program_that_is_not_there_is_named(capsys):
         assert why in capsys.readouterr().err
 
 
-def test_programs_and_what_they_have_started_end_with_a_rank_that_is_killed(model, tmp_path):
+def test_programs_and_their_children_end_with_a_killed_rank(model, tmp_path):
     sleeps = "import time; time.sleep(1000)"
     code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {sleeps!r}, {str(tmp_path)!r}])\n"
     Path(tmp_path, "agent.py").write_text(code + "time.sleep(1000)")
@@ -1011,7 +1011,7 @@ OBJECT = f"""
     print(float("""
 
 
-def test_a_run_of_programs_learns_and_gives_one_ledger_also_where_they_take_streams(model, template, tmp_path):
+def test_a_run_of_programs_learns_and_streams_do_not_change_its_ledger(model, template, tmp_path):
     """What they draw under a grammar has no loss; a replay in which it has is the control: its log-probs differ."""
     code = Path(example.__file__).read_text()
     streams = code.replace("completions.create(", "completions.stream(")

@@ -229,7 +229,7 @@ def test_engine_and_trainer_compute_the_same_logprobs(pair, tmp_path, sampling):
 
 
 @pytest.mark.parametrize("version,how", [(5, "broadcast"), (6, "ipc")])
-def test_after_an_update_the_engine_has_the_trainers_weights_and_no_stale_keys(pair, tmp_path, version, how):
+def test_an_updated_engine_has_the_trainers_weights_and_no_stale_keys(pair, tmp_path, version, how):
     engine, model, send = pair
     rows = prompts(8, seed=2)
     with torch.no_grad():
@@ -427,9 +427,7 @@ def test_the_engine_reaches_no_operator_whose_order_of_sums_is_not_ours(pair, tm
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_memory_is_lent_between_the_last_sample_of_a_step_and_the_first_of_its_weights(
-    pair, tmp_path, loaded, capfd, monkeypatch
-):
+def test_memory_is_lent_from_a_steps_last_sample_to_its_first_weights(pair, tmp_path, loaded, capfd, monkeypatch):
     """
     As on CUDA where a rank trains, too. SGLang can lend a GPU's memory only, so here the real engine has a stand-in
     that knows what is lent: nothing is lent while it is in use, and nothing is sampled or loaded while it is lent.
@@ -492,7 +490,7 @@ def test_an_engine_that_sglang_refuses_to_start_leaves_no_process(tmp_path, give
         assert process.exitcode is not None
 
 
-def test_the_line_of_a_dead_engine_repeats_the_last_error_of_its_log_but_none_of_an_earlier_start(tmp_path):
+def test_a_dead_engines_line_repeats_the_last_error_of_this_start_only(tmp_path):
     engine, said = RolloutEngine.__new__(RolloutEngine), []
     engine.name, engine.log, engine.end = "engine 0", tmp_path / "engine.log", said.append
     for text in ("ValueError: the first\nKeyError: 'the second'\nkilled\n", "Loading: Error\n"):
@@ -504,7 +502,7 @@ def test_the_line_of_a_dead_engine_repeats_the_last_error_of_its_log_but_none_of
     assert said == [f"{start}: 'the second'{end}", f"{start}{end}"]
 
 
-def test_sockets_of_an_engine_that_was_killed_while_it_started_go_when_it_starts_again(tmp_path, monkeypatch):
+def test_a_restart_removes_the_sockets_of_an_engine_killed_at_its_start(tmp_path, monkeypatch):
     log, other = tmp_path / "logs" / "engine_0.log", tmp_path / "logs" / "engine_1.log"
     with tempfile.TemporaryDirectory() as name, monkeypatch.context() as patch:
         folder = Path(name)
@@ -548,7 +546,7 @@ def test_a_model_that_the_operators_cannot_compute_is_refused_in_one_line(change
         (dict(num_attention_heads=18, num_key_value_heads=2), "init_from: 9 query heads to a key head"),
     ],
 )
-def test_a_model_that_the_gpus_operators_are_not_for_is_refused_in_one_line(change, message, capsys, monkeypatch):
+def test_a_model_that_gpu_operators_do_not_fit_is_refused_in_one_line(change, message, capsys, monkeypatch):
     from transformers import Qwen3Config
 
     monkeypatch.delenv("RANK", raising=False)
@@ -638,7 +636,7 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path):
     assert torch.cat(tokens).max() > 140_000
 
 
-def test_a_name_that_another_engine_removes_meanwhile_does_not_end_a_start():
+def test_a_start_survives_a_name_that_another_engine_removes_meanwhile():
     """Two engines that started at a time raced: a name was listed in /dev/shm, and gone when it was looked at."""
     mine, gone = (Path(f"/dev/shm/onecurve_{what}_{os.getpid()}") for what in ("mine", "gone"))
     try:

@@ -286,7 +286,7 @@ def test_an_exercise_is_a_page_and_a_file_with_a_hole_which_is_said(path):
     assert len(answers) >= 3 and len(FILES) == len(EXERCISES) == len(BODIES)
 
 
-def test_another_order_of_operations_is_right_but_for_rounding_and_left_to_the_digest(tmp_path):
+def test_another_order_differs_by_rounding_and_is_left_to_the_digest(tmp_path):
     body = """
         others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
         centred = rewards - rewards.mean(1, keepdim=True)
@@ -355,7 +355,7 @@ def test_right_answers_give_the_projects_own_digests(graded):
     assert sum(step["clip_fraction"] > 0 for step in steps) > 9 and all(step["kl_reference"] > 0 for step in steps)
 
 
-def test_an_answer_that_is_right_only_where_it_is_looked_at_parts_from_the_digest_and_is_told_where(graded):
+def test_an_answer_right_only_where_checked_is_told_where_digests_part(graded):
     text = """
 import train_grpo
 def advantages_of(rewards, kind, eps=1e-6):

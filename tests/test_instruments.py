@@ -206,7 +206,7 @@ def test_a_strangers_folder_of_anything_ends_in_one_line(tool, two_ranks, tmp_pa
 
 
 @pytest.mark.parametrize("made", ["two_ranks", "mixture"])
-def test_a_checkpoint_of_other_weights_is_found_before_anything_is_computed(made, tmp_path, request):
+def test_other_weights_in_a_checkpoint_are_found_before_any_computation(made, tmp_path, request):
     run = shutil.copytree(request.getfixturevalue(made)[0], tmp_path / "run")
     last = sorted((run / "ckpt").iterdir())[-2]
     line = next(x for x in lines(run, "ledger.jsonl") if (x["phase"], x["step"]) == ("rl", int(last.name[5:]) - 1))
@@ -259,9 +259,7 @@ ASKS = {
         ("reward", "model:scratch"), *[(key, "{mark}_folder") for key in ("init_from", "lora", "dataset")],
     ],
 )  # fmt: skip
-def test_a_strangers_run_has_nothing_run_or_called_that_the_command_line_does_not_repeat(
-    tool, tmp_path, name, key, value
-):
+def test_a_strangers_run_runs_nothing_that_the_command_does_not_repeat(tool, tmp_path, name, key, value):
     value = value.format(mark=tmp_path / "mark")
     flags = ["--step=1", f"--out_dir={tmp_path}/b"] * (name == "branch")
     (tmp_path / "mark.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nf = len\n")
@@ -441,7 +439,7 @@ def test_a_bar_says_how_much_is_left_and_does_not_wait_for_a_log(tmp_path, capsy
         assert bar in capsys.readouterr().err
 
 
-def test_a_worker_that_is_gone_leaves_no_timer_for_which_its_process_would_wait(tmp_path, monkeypatch):
+def test_a_worker_that_is_gone_leaves_no_timer_to_wait_for(tmp_path, monkeypatch):
     gone = types.SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO("999999999\n"))  # a process, and no end
     monkeypatch.setattr(runs, "warm", lambda worker: gone)
     with pytest.raises(ValueError):

@@ -124,7 +124,7 @@ def test_L2_no_logprob_differs_between_rollout_and_trainer(two_ranks, assert_it_
 
 
 @pytest.mark.law("outside of the run too")
-def test_L2_the_logprobs_in_the_files_are_those_of_the_checkpoint_also_outside_of_the_run(two_ranks, mesh):
+def test_L2_a_checkpoint_gives_recorded_logprobs_also_outside_the_run(two_ranks, mesh):
     """
     Step 16 was sampled with the weights of that checkpoint. From these our trainer's model computes the same bits; and
     plain transformers in float64, which shares no operator with us, the same numbers. Another checkpoint gives others.
@@ -296,7 +296,7 @@ def test_L5_control_without_our_operators_the_batch_is_seen(without_our_operator
 
 
 @pytest.mark.law("a resume on other ranks")
-def test_L6_a_resume_on_other_ranks_ends_in_the_ledger_of_the_undisturbed_run(two_ranks, resumed, assert_it_learned):
+def test_L6_a_resume_on_other_ranks_ends_in_the_undisturbed_ledger(two_ranks, resumed, assert_it_learned):
     (base, output_of_base), (folder, output) = two_ranks, resumed
     assert_it_learned(base, steps=24)
     assert "resuming at step 16; 1 torn rollout files deleted" in output
@@ -312,7 +312,7 @@ def test_L6_a_resume_on_other_ranks_ends_in_the_ledger_of_the_undisturbed_run(tw
 
 
 @pytest.mark.law("restarts by torchrun")
-def test_L6_a_sigkill_at_a_random_moment_and_torchruns_restart_end_in_the_same_ledger(
+def test_L6_a_random_sigkill_and_torchruns_restart_keep_the_ledger(
     two_ranks, killed, assert_it_learned, record_property
 ):
     assert_it_learned(two_ranks[0], steps=24)
@@ -356,7 +356,7 @@ def test_L8_broadcast_by_one_or_two_trainers_and_ipc_one_ledger(two_ranks, one_p
 
 
 @pytest.mark.control("a bit flipped on the way")
-def test_L8_control_a_bit_flipped_on_the_way_is_caught_and_the_parameter_named(warmed, tmp_path):
+def test_L8_control_a_bit_flipped_on_the_way_names_its_parameter(warmed, tmp_path):
     status, output = launch_warm(tmp_path / "run", *warmed, "--max_steps=1", broken=a_flipped_bit)
     assert status == 1 and re.search("did not arrive as sent: .*up_proj.weight", error_line(output))
     assert not lines(tmp_path / "run", "ledger.jsonl", "rl") and not os.path.exists(tmp_path / "run" / "queue")
@@ -590,7 +590,7 @@ def hashes(once):
 
 @on_a_cpu
 @pytest.mark.law("operators, formulas and algorithms on any CPU's instructions")
-def test_L12_operators_formulas_algorithms_and_data_have_one_hash_on_every_cpu(hashes):
+def test_L12_operators_formulas_algorithms_and_data_hash_alike_on_any_cpu(hashes):
     ours = {name: {k: x for k, x in pieces.items() if "torch's own" not in k} for name, pieces in hashes.items()}
     assert len(set(ours["this one"].values())) == len(ours["this one"]) >= 30
     assert ours["AVX2"] == ours["this one"] and ours["SSE2"] == ours["this one"]
@@ -704,7 +704,7 @@ def test_L16_a_curriculum_draws_the_same_on_any_ranks_after_any_kill(lagged, lag
 
 
 @pytest.mark.control("a resume that forgot what was seen")
-def test_L16_control_a_resume_that_forgot_what_was_seen_draws_other_prompts(lagged, warmed, tmp_path):
+def test_L16_control_a_resume_that_forgot_the_seen_draws_other_prompts(lagged, warmed, tmp_path):
     forget_seen(interrupt(lagged[0], tmp_path / "run"))
     status, output = launch_warm(tmp_path / "run", *warmed, "--init_from=resume", "--weight_sync=ipc")
     assert status == 1 and "rl step 16 came out otherwise than before the interruption" in error_line(output)

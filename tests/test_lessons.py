@@ -76,7 +76,7 @@ def test_seven_lessons_print_what_their_pages_show(tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the other setting is that of an x86 CPU")
-def test_on_another_cpu_they_print_the_same_and_with_torchs_own_operators_other_bits(tmp_path):
+def test_another_cpu_prints_the_same_and_torchs_operators_other_bits(tmp_path):
     """The last is the control: that a page has bits that can be wrong."""
     by_hand, gradient, mismatch, hacking = (SCRIPTS[i - 1] for i in (3, 4, 5, 7))
     outputs = printed(tmp_path, [by_hand, gradient, hacking, "plain", mismatch], env=SSE2)
@@ -97,7 +97,7 @@ def test_the_lesson_with_a_kill_prints_what_its_page_shows():
         assert typed(RESUME, timeout=400) == on_the_page(RESUME)
 
 
-def test_the_lesson_with_a_real_model_has_its_questions_and_pays_for_the_letter_alone():
+def test_the_real_model_lesson_has_its_questions_and_pays_for_the_letter():
     lesson = runpy.run_path(str(LETTERS))
     rows = lesson["rows"]()
     assert len({row["prompt"] for row in rows}) == 104 and {row["answer"] for row in rows} == {*string.ascii_lowercase}

@@ -59,9 +59,7 @@ def lagged(once, flags):
     return once("lora_lagged", lambda folder: finish(folder, *flags, *more, launch=launch_warm))
 
 
-def test_two_runs_on_other_ranks_the_second_interrupted_and_resumed_have_one_ledger(
-    lockstep, flags, tmp_path, assert_it_learned
-):
+def test_a_run_and_its_resume_on_other_ranks_have_one_ledger(lockstep, flags, tmp_path, assert_it_learned):
     """On two ranks by broadcast; in one process by shared memory, from step 16 on."""
     assert_it_learned(lockstep[0], steps=24)
     folder = interrupt(lockstep[0], tmp_path / "run")
@@ -75,7 +73,7 @@ def test_two_runs_on_other_ranks_the_second_interrupted_and_resumed_have_one_led
     assert len(trained) == 2 * 2 * len(LINEAR) and all(".lora_" in name for name in trained)
 
 
-def test_a_replay_on_four_trainers_that_keep_no_activations_has_the_same_ledger(lockstep, flags, tmp_path):
+def test_four_trainers_that_keep_no_activations_replay_the_same_ledger(lockstep, flags, tmp_path):
     more = ("--gradient_checkpointing", "--checkpoint_every=0")
     finish(tmp_path / "run", *flags, *more, *replay_of(lockstep[0]), ranks=4, launch=launch_warm)
     assert ledger(tmp_path / "run") == ledger(lockstep[0])
@@ -94,7 +92,7 @@ def test_side_by_side_with_a_lag_it_is_the_ledger_of_the_same_in_turn(
     assert kept and all("lora_" in name for name in kept)  # an earlier version is a version of the adapters
 
 
-def test_control_adapters_that_only_the_engine_merges_are_caught_as_soon_as_they_are_not_zero(flags, tmp_path):
+def test_control_adapters_only_the_engine_merges_are_caught_when_nonzero(flags, tmp_path):
     status, output = launch_warm(tmp_path / "run", *flags, "--max_steps=3", "--eval_size=0", broken=adapters_apart)
     assert status == 2 and error_line(output).startswith("error: step 1, prompt"), output[-3000:]
 
@@ -135,7 +133,7 @@ def save(trainer, folder):
     return folder
 
 
-def test_new_adapters_leave_the_base_as_it_is_bit_for_bit_and_do_not_see_the_number_of_ranks(trainer):
+def test_new_adapters_keep_every_bit_of_the_base_on_any_number_of_ranks(trainer):
     samples, full, ours = make_samples(9), trainer(), trainer(lora_rank=4)
     assert same(logprobs(full, samples), logprobs(ours, samples))
     others = {s.name: s.data.clone() for s in ours.shards}
@@ -153,9 +151,7 @@ def test_new_adapters_leave_the_base_as_it_is_bit_for_bit_and_do_not_see_the_num
         assert torch.equal(part.data, s.data[part.first : part.first + len(part.data)])
 
 
-def test_the_merged_folder_has_the_trainers_logprobs_bit_for_bit_and_gradients_are_those_of_its_weights(
-    trainer, adapted, base, tmp_path
-):
+def test_the_merged_folder_gives_the_trainers_logprobs_and_gradients(trainer, adapted, base, tmp_path):
     """dB = s dW A^T and dA = s B^T dW, from the merged weights' gradient dW, which a LoRA trainer never makes."""
     samples = make_samples(9)
     merge_folder(str(base), save(adapted, tmp_path / "adapters"), tmp_path / "merged")
@@ -190,9 +186,7 @@ def test_only_adapters_have_gradients_moments_and_versions(trainer):
     assert sum(g.numel() for g in ours.gradients(make_samples(3))[0]) == count[ours]
 
 
-def test_the_reference_of_the_kl_is_the_base_or_the_base_with_other_adapters_and_no_model_more(
-    trainer, adapted, tmp_path
-):
+def test_the_kl_reference_is_the_base_maybe_adapted_and_no_other_model(trainer, adapted, tmp_path):
     samples, like = make_samples(5), dict(lora_rank=4, lora_alpha=6.0, kl_coef=0.1)
     theirs, ours = trainer(kl_coef=0.1), trainer(**like)
     assert ours.reference.model is ours.model and theirs.reference.model is not theirs.model
@@ -207,7 +201,7 @@ def test_the_reference_of_the_kl_is_the_base_or_the_base_with_other_adapters_and
     assert same(torch.cat([s.reference for s in then]), logprobs(adapted, samples))
 
 
-def test_the_preset_of_an_8b_model_trains_the_adapters_that_its_account_counts(mesh, tmp_path):
+def test_the_preset_of_an_8b_model_trains_the_adapters_it_accounts_for(mesh, tmp_path):
     from transformers import Qwen3Config
 
     name = "config/qwen3_8b_lora.py"
@@ -247,7 +241,7 @@ def test_peft_loads_a_checkpoint_and_our_trainer_what_peft_writes(lockstep, trai
     assert same(got, logprobs(trainer(lora_rank=8, lora_alpha=16.0, lora=str(tmp_path / "peft")), samples))
 
 
-def test_a_checkpoint_is_held_against_the_ledger_as_a_verification_does_it(lockstep):
+def test_a_checkpoint_is_checked_against_the_ledger_as_in_a_verification(lockstep):
     last = lines(lockstep[0], "ledger.jsonl", "rl")[-1]
     assert differing_weight(lockstep[0] / "ckpt" / "step_000024", last) is None
     assert differing_weight(lockstep[0] / "ckpt" / "step_000016", last).endswith("lora_A.weight")

@@ -40,7 +40,7 @@ def built(folder, mesh, lora=None):
     return model, shards
 
 
-def test_a_folder_has_each_experts_matrices_and_is_what_transformers_reads_and_computes(folder, mesh, tmp_path):
+def test_a_folder_holds_each_expert_and_transformers_computes_the_same(folder, mesh, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model, shards = built(folder, mesh)
@@ -61,7 +61,7 @@ def test_a_folder_has_each_experts_matrices_and_is_what_transformers_reads_and_c
     assert (model.token_logprobs(train.pack(samples, "cpu"))[0] - right.flatten()).abs().max() < 1e-6
 
 
-def test_routers_give_the_balance_loss_of_transformers_and_count_what_they_chose(folder, mesh):
+def test_routers_give_transformers_balance_loss_and_count_their_choices(folder, mesh):
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     model, _ = built(folder, mesh)
@@ -99,7 +99,7 @@ def test_routers_give_the_balance_loss_of_transformers_and_count_what_they_chose
     assert figures["choice_changed"].nonzero().tolist() == [[3]]
 
 
-def test_ranks_without_an_expert_and_with_several_read_and_write_their_own(folder):
+def test_ranks_read_and_write_their_own_experts_be_they_none_or_many(folder):
     """Seven ranks of six experts, as FSDP2 cuts them."""
     name, shape = "model.layers.0.mlp.experts.gate_up_proj", (6, 64, 64)
     data = torch.zeros(shape)

@@ -38,9 +38,7 @@ def steps(folder):
     return len(lines(folder, "metrics.jsonl", "rl")) if (folder / "metrics.jsonl").exists() else 0
 
 
-def test_two_nodes_whose_names_lead_nowhere_and_a_rank_that_dies_have_the_ledger_of_one_process(
-    nodes, lagged, warmed, tmp_path
-):
+def test_two_nodes_without_names_and_a_dead_rank_keep_the_ledger(nodes, lagged, warmed, tmp_path):
     """
     Two trainers, one on each, and an engine, side by side; weights by broadcast. The engine's rank dies: node-a's ranks
     see nothing of it, its torchrun does not count the restart, and both nodes begin again.

@@ -105,7 +105,7 @@ def make_run(folder, texts, steps=3, change=None, rewards=(1.0, 0.0), **figures)
 # ---- real runs
 
 
-def test_equal_runs_are_said_to_be_equal_and_drawn_as_one_line_under_a_dashed_one(draw, two_ranks, one_process):
+def test_equal_runs_are_called_equal_and_drawn_dashed_on_solid(draw, two_ranks, one_process):
     digest = lines(two_ranks[0], "ledger.jsonl")[-1]["chain"]
     output, page, folder = draw(two_ranks[0], one_process[0])
     words = f"one_process and two_ranks are equal: 60 supervised and 24 RL steps, digest {digest}"
@@ -141,7 +141,7 @@ def test_curves_are_the_numbers_of_the_metrics(two_ranks):
     assert "0 in every step" in [text.get_text() for text in figures["mismatch"].axes[0].texts]
 
 
-def test_a_dialled_runs_distances_are_means_by_position_and_by_tenths_of_the_entropy(tmp_path):
+def test_a_dialled_run_shows_mean_distances_by_position_and_entropy(tmp_path):
     folder = make_run(tmp_path / "a", ["1"])
     for step in range(2):  # 20 tokens at the positions 0 to 3, as far off as their entropy says
         entropy = torch.arange(20).flip(0) / 20 + step
@@ -199,20 +199,20 @@ def test_two_runs_of_one_name_are_told_apart_by_their_paths(draw, tmp_path):
     assert f"{tmp_path}/b/run differs from {tmp_path}/a/run first in rl step 1: rewards" in output
 
 
-def test_advantages_that_do_not_follow_from_a_groups_rewards_are_not_shown(draw, tmp_path):
+def test_advantages_that_a_groups_rewards_do_not_give_are_not_shown(draw, tmp_path):
     run = make_run(tmp_path / "run", ["a"])
     (run / "config.py").write_text("advantage = 'gae'\n")
     page = draw(run)[1]
     assert "sample 0: reward 1<" in page and "advantage" not in page
 
 
-def test_without_a_tokenizer_tokens_are_numbers_and_without_rollout_files_a_line_says_so(draw, tmp_path):
+def test_a_page_does_without_a_tokenizer_and_says_if_rollouts_are_gone(draw, tmp_path):
     run = make_run(tmp_path / "run", ["a"])
     shutil.rmtree(run / "model")
     assert "‹1›" in draw(run)[1] and "Its rollout files are not kept" in draw(run, "--steps=7")[1]
 
 
-def test_the_samples_are_those_of_the_runs_own_folder_whatever_its_config_names(draw, tmp_path):
+def test_samples_come_from_the_runs_own_folder_whatever_its_config_names(draw, tmp_path):
     run, other = make_run(tmp_path / "run", ["mine"]), make_run(tmp_path / "other", ["secret"])
     (run / "config.py").write_text(f"advantage = 'grpo'\nqueue_dir = {str(other / 'queue')!r}\n")
     shutil.rmtree(run / "queue/rl_000001")

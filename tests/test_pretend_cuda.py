@@ -130,7 +130,7 @@ def test_it_learns_and_engine_and_trainer_agree_in_every_bit(run, assert_it_lear
     assert lines(folder, "ledger.jsonl", "device")[0]["device"] == "cuda 9.0"
 
 
-def test_ranks_tensor_parallelism_the_transport_and_a_resume_change_no_bit(
+def test_ranks_tensor_parallelism_transport_and_resume_change_no_bit(
     alone, resumed, overlapped, adapted, adapted_alone
 ):
     assert ledger(alone[0]) == ledger(resumed[0]) != ledger(overlapped[0])

@@ -128,7 +128,7 @@ def tool(hub, tmp_path):
     return run
 
 
-def test_a_run_is_published_fetched_by_name_and_verified_and_an_altered_one_is_refused(
+def test_a_published_run_is_fetched_and_verified_an_altered_one_refused(
     tool, hub, two_ranks, tmp_path, monkeypatch, capsys
 ):
     run = shutil.copytree(two_ranks[0], tmp_path / "run")
@@ -197,7 +197,7 @@ def test_what_is_published_loads_as_a_model_and_as_a_table(two_ranks, tmp_path, 
     assert last["logprobs"][:] == [s.logprobs.tolist() for s in samples]
 
 
-def test_a_card_says_what_a_repeat_needs_beside_it_and_no_folder_of_this_machine(tmp_path, monkeypatch):
+def test_a_card_says_what_a_repeat_needs_and_names_no_local_folder(tmp_path, monkeypatch):
     """A reward and a data set of one's own were named, and nowhere to be had."""
     model, run = tmp_path / "chat_model", tmp_path / "run"
     for folder in (model, run):

@@ -35,7 +35,7 @@ def test_a_checkpoint_is_a_hugging_face_model(two_ranks):
 # ---- what is refused, and what ends in one line
 
 
-def test_a_resume_with_another_config_is_refused_by_key_and_changes_nothing(two_ranks, tmp_path):
+def test_a_resume_with_another_config_names_the_keys_and_changes_nothing(two_ranks, tmp_path):
     folder = interrupt(two_ranks[0], tmp_path / "run")
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     status, output = launch_warm(folder, "--init_from=resume", "--learning_rate=3e-4", "--lanes=8", timeout=60)
@@ -50,7 +50,7 @@ def test_a_resume_of_nothing_is_refused(tmp_path):
     assert status == 2 and "holds no run" in error_line(output)
 
 
-def test_a_damaged_checkpoint_is_refused_by_name_and_without_it_the_one_before_is_used(two_ranks, tmp_path):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_can_replace_it(two_ranks, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(two_ranks[0], folder)
     path = folder / "ckpt" / "step_000024" / "model-00001-of-00001.safetensors"
@@ -83,7 +83,7 @@ input()
 """
 
 
-def test_a_full_disk_ends_in_one_line_and_the_checkpoint_before_stays_whole(two_ranks, tmp_path):
+def test_a_full_disk_ends_in_one_line_and_spares_the_checkpoint_before(two_ranks, tmp_path):
     """A file may not grow over 500 kB: the model's is smaller, the optimizer's is not."""
     folder = interrupt(two_ranks[0], tmp_path / "run")
     flags = ("--init_from=resume", *replay_of(two_ranks[0]))
@@ -94,7 +94,7 @@ def test_a_full_disk_ends_in_one_line_and_the_checkpoint_before_stays_whole(two_
     assert len(lines(folder, "ledger.jsonl", "rl")) == 24  # all that was done is on record
 
 
-def test_what_the_disk_refuses_a_lost_node_and_ctrl_c_are_one_line_and_all_else_a_traceback(capsys):
+def test_disk_errors_lost_nodes_and_ctrl_c_are_a_line_others_a_traceback(capsys):
     """As Python's last word on an exception, which report_error is in a run."""
 
     def last_word(action, **said):
@@ -120,7 +120,7 @@ def test_what_the_disk_refuses_a_lost_node_and_ctrl_c_are_one_line_and_all_else_
 # ---- a launcher that is killed
 
 
-def test_ranks_end_with_their_torchrun_at_any_moment_and_the_resume_has_the_same_digest(two_ranks, tmp_path):
+def test_ranks_end_with_a_killed_torchrun_and_resumes_keep_the_digest(two_ranks, tmp_path):
     """It is killed while they meet, sample, train, save and take their leave; in the last three without an engine."""
     folder, output = tmp_path / "run", tmp_path / "output"
 

@@ -396,7 +396,7 @@ def test_one_and_two_trainers_a_kill_and_a_resume_have_one_ledger(trained, pairs
 
 def test_a_resume_as_another_kind_of_run_is_refused(trained, pairs):
     status, output = launch_warm(trained[0], *pairs, "--init_from=resume", "--mode=sft")
-    assert status == 2 and "mode='sft': the run has 'rm', and a reward model is no policy" in error_line(output)
+    assert status == 2 and "mode='sft': the run has 'rm'; use another out_dir" in error_line(output)
 
 
 def test_dpo_learns_from_the_pairs_with_one_digest_also_resumed(trained, pairs, tmp_path):

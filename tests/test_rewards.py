@@ -330,7 +330,7 @@ def test_two_files_of_one_name_are_two_modules(write, tmp_path):
     assert load_reward(f"{tmp_path}/b/same.py:f")("", "", "")[0] == ord("b")
 
 
-def test_a_file_is_found_from_the_working_directory_and_else_beside_rewards_py(write, tmp_path, monkeypatch):
+def test_a_file_is_sought_in_the_working_folder_then_beside_rewards_py(write, tmp_path, monkeypatch):
     write("def f(p, r, g): return 1", "near.py")
     monkeypatch.chdir(tmp_path)
     assert load_reward("near.py:f")("", "", "")[0] == 1.0
@@ -507,7 +507,7 @@ def test_pass_rates_are_means_over_prompts_with_their_interval():
         assert rates[f"pass@{k}_ci95"] == pytest.approx(1.96 * spread / math.sqrt(3))
 
 
-def test_rows_come_from_jsonl_and_parquet_with_named_columns_and_a_template(tmp_path):
+def test_jsonl_and_parquet_give_rows_by_named_columns_and_a_template(tmp_path):
     import datasets
 
     rows = [{"q": f"is {i} even?", "a": i % 2 == 0, "hint": "think"} for i in range(9)]

@@ -19,14 +19,14 @@ from conftest import error_line, launch_warm, read_groups, wait_for
 from trials import ROOT, command_of, launch, lines, processes_of, replay_of
 
 
-def test_every_token_names_its_weights_and_every_sample_has_a_seed_of_its_own(two_ranks):
+def test_every_token_names_its_weights_and_every_sample_has_its_own_seed(two_ranks):
     groups = read_groups(two_ranks[0])
     assert len(groups) == 24 * 8
     assert all(set(t["weight_version"].tolist()) == {meta["step"]} for t, meta in groups)
     assert len({seed for t, _ in groups for seed in t["seeds"].tolist()}) == 24 * 8 * 8
 
 
-def test_a_sample_ends_with_one_eos_that_is_trained_on_or_is_marked_as_truncated(two_ranks):
+def test_a_sample_ends_with_one_trained_eos_or_is_marked_as_truncated(two_ranks):
     ended = 0
     for t, _ in read_groups(two_ranks[0], "*"):
         sizes = t["lengths"].tolist()
@@ -84,7 +84,7 @@ def test_bad_input_gets_one_line_and_status_2(tmp_path, flags, message):
     assert not processes_of(tmp_path / "run")
 
 
-def test_under_torchrun_one_rank_prints_the_line_and_torchrun_ends_with_it(tmp_path):
+def test_under_torchrun_one_rank_prints_the_line_and_it_comes_last(tmp_path):
     status, output = launch(tmp_path / "run", "--lanes=3", ranks=2, timeout=90)
     line = "error: lanes=3: not a power of two; use 1, 2, 4, .."
     assert status != 0 and error_line(output.partition("Traceback")[0]) == line

@@ -120,7 +120,7 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Bui
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc 12"
 
 
-def test_where_torch_finds_no_card_the_line_tells_a_driver_that_is_too_old_from_none(machine, monkeypatch, tmp_path):
+def test_without_a_card_the_line_tells_an_old_driver_from_none(machine, monkeypatch, tmp_path):
     """Such a machine began the 8B model on its CPUs."""
     assert machine() == ""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -134,7 +134,7 @@ def test_where_torch_finds_no_card_the_line_tells_a_driver_that_is_too_old_from_
 
 
 @pytest.mark.parametrize("key", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_memory_that_cannot_be_lent_is_refused_only_where_a_card_trains_and_samples(machine, monkeypatch, key):
+def test_unlendable_memory_is_refused_only_if_a_card_trains_and_samples(machine, monkeypatch, key):
     """SGLang's process died of it, with a traceback in the engine's log."""
     value = "max_split_size_mb:64,expandable_segments:True"
     monkeypatch.setenv(key, value)
@@ -157,7 +157,7 @@ def test_a_machine_without_a_compiler_or_pythons_headers_is_refused(machine, mon
     assert machine().endswith("builds its launchers with a C compiler, and there is none; install gcc")
 
 
-def test_without_a_toolkit_that_of_the_wheel_is_taken_and_without_both_a_line_says_so(machine, monkeypatch, tmp_path):
+def test_the_wheels_toolkit_replaces_a_missing_one_else_a_line_says_so(machine, monkeypatch, tmp_path):
     """The import of deep_gemm, which SGLang makes on a Hopper, ended in an AssertionError."""
     (folder,) = find_spec("deep_gemm").submodule_search_locations
     find_cuda_home = runpy.run_path(f"{folder}/cuda_helpers.py")["find_cuda_home"]
@@ -179,7 +179,7 @@ def test_without_a_toolkit_that_of_the_wheel_is_taken_and_without_both_a_line_sa
     assert machine() == f"CUDA_HOME='': {cure}"
 
 
-def test_ranks_agree_on_a_name_for_their_start_and_never_on_that_of_the_dead(monkeypatch):
+def test_ranks_agree_on_a_name_for_each_start_and_never_reuse_one(monkeypatch):
     """Each rank begins when it likes, the first one last; torchrun has counted a restart for one of them alone."""
     store, names = dist.HashStore(), []
     for count in ("0", "2"):
@@ -195,7 +195,7 @@ def test_ranks_agree_on_a_name_for_their_start_and_never_on_that_of_the_dead(mon
     assert names[0] != names[1]
 
 
-def test_a_nodes_address_is_that_of_the_way_to_the_master_and_never_its_own_loop(monkeypatch, capsys):
+def test_a_nodes_address_leads_to_the_master_and_is_never_its_loopback(monkeypatch, capsys):
     """tests/test_nodes.py has two nodes whose host names lead nowhere."""
     assert sync.own_address(1) == ("127.0.0.1", "lo")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -376,7 +376,7 @@ WHOLE = dict(
         dict(sample=[0, 2]), dict(sample=[0]), dict(turn=[0, 0]), dict(tokens=[], lengths=[]), dict(truncated=[[True]]),
     ],
 )  # fmt: skip
-def test_a_group_file_whose_tensors_do_not_fit_is_refused_whatever_its_checksum(tmp_path, change):
+def test_a_group_file_with_misfit_tensors_is_refused_despite_its_checksum(tmp_path, change):
     sync.write_group(sync.group_path(tmp_path, 0), WHOLE, META)
     sync.write_group(sync.group_path(tmp_path, 1), WHOLE | {name: torch.tensor(x) for name, x in change.items()}, META)
     sync.read_group(sync.group_path(tmp_path, 0), 6)
@@ -471,7 +471,7 @@ def test_engines_share_a_job_and_every_rank_reads_it_when_all_are_done(tmp_path)
     assert len(writers[0].wrote) > len(writers[1].wrote) > 0  # who is done first takes what is left
 
 
-def test_nobody_asks_for_a_file_before_its_engine_has_said_that_it_is_there(tmp_path, monkeypatch):
+def test_nobody_asks_for_a_file_before_its_engine_has_announced_it(tmp_path, monkeypatch):
     """A network file system would go on to say that there is none."""
     store, asked, exists = dist.HashStore(), [], sync.Path.exists
     monkeypatch.setattr(sync.Path, "exists", lambda path: asked.append(path) or exists(path))
@@ -510,7 +510,7 @@ def test_a_rank_that_waits_lends_its_cores_until_it_has_what_it_waits_for(alone,
     assert shares_of_a_loop() == [4, 4]
 
 
-def test_a_file_that_is_hidden_for_a_while_is_waited_for_and_one_that_is_nowhere_is_named(tmp_path):
+def test_a_reader_waits_for_a_hidden_file_and_names_a_missing_one(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: time.sleep(0.3) or sync.write_group(sync.group_path(tmp_path, 7), TENSORS, META))
         assert sync.appears(sync.group_path(tmp_path, 7), 5)
@@ -566,7 +566,7 @@ def test_content_hash_sees_bits_and_order():
     assert len({sync.content_hash(*cut) for cut in cuts}) == 4  # and where one part ends
 
 
-def test_a_ledger_goes_on_from_a_byte_and_what_comes_after_must_come_out_again(tmp_path):
+def test_a_ledger_goes_on_from_a_byte_and_later_lines_must_recur(tmp_path):
     lines = [dict(phase="rl", step=i, tokens=f"{i:016x}") for i in range(4)]
     path = tmp_path / "ledger"
     ledger, sizes = sync.Ledger(path), []
@@ -686,7 +686,7 @@ def test_a_checkpoint_is_read_by_its_run_only(tmp_path):
         read_checkpoint(folder, 0, 1, run="abd")
 
 
-def test_every_file_of_a_checkpoint_truncated_flipped_or_missing_is_refused_by_name(tmp_path):
+def test_a_truncated_flipped_or_missing_checkpoint_file_is_named(tmp_path):
     folder = make_checkpoint(tmp_path, 3, 7)
     for path in [p for p in folder.rglob("*") if p.is_file()]:
         data = path.read_bytes()

@@ -76,7 +76,7 @@ class Tracker:
         self.closed = True
 
 
-def test_it_follows_a_run_from_before_its_start_through_a_resume_to_its_end(tmp_path, monkeypatch):
+def test_it_follows_a_run_from_before_its_start_past_a_resume_to_its_end(tmp_path, monkeypatch):
     """A process that holds the folder's lock and says nothing is alive; half a line is not shown yet."""
     monkeypatch.setattr(Tracker, "all", [])
     folder = tmp_path / "run"

@@ -63,7 +63,7 @@ def test_a_kl_that_grows_is_no_signal_while_the_reward_does_not():
     assert hacking(without) == "" == hacking(without[:45] + steps_of(60)[45:])  # as after a rollback
 
 
-def test_answers_that_shrink_to_one_short_text_are_a_signal_and_short_ones_that_become_sure_are_none():
+def test_shrinking_to_one_text_is_a_signal_but_short_sure_answers_are_not():
     """
     A chat model that was rewarded for a word with a given first letter wrote the letter alone, eight times: 7.6
     different responses per prompt fell to 1.2, far above a tenth, as prompts with answers of their own have one each.
@@ -127,9 +127,7 @@ def test_a_run_ends_where_its_reward_is_gamed_and_a_replay_does_too(tmp_path, ga
     assert len(lines(tmp_path / "a", "metrics.jsonl", "rl")) == 48
 
 
-def test_a_run_that_turns_back_goes_on_from_where_it_was_healthy_and_does_so_again_to_the_same_ledger(
-    tmp_path, gamed, monkeypatch, capsys
-):
+def test_a_run_turns_back_to_its_healthy_step_and_repeats_the_ledger(tmp_path, gamed, monkeypatch, capsys):
     """Again: from a copy of the run that was stopped, and of a turn that was interrupted."""
     flags = (*gamed, "--max_steps=40", "--learning_rate=2e-4", "--healthy_kl_coef=2", "--threads=1")
 
@@ -161,7 +159,7 @@ def test_a_run_that_turns_back_goes_on_from_where_it_was_healthy_and_does_so_aga
     assert ledger(tmp_path / "b_1") == ledger(tmp_path / "a_1")
 
 
-def test_a_run_that_cannot_learn_is_told_the_likeliest_cause_once_in_a_while():
+def test_a_run_that_cannot_learn_hears_the_likeliest_cause_now_and_then():
     def told(n=10, advantage="grpo", skipped=False, **change):
         step = dict(zero_std_groups=8, groups=8, reward_std=0.0, reward_mean=0.0, truncated_fraction=0.1)
         return nothing_to_learn([step | change] * n, advantage, skipped)
