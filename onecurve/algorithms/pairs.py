@@ -50,6 +50,10 @@ def pair_loss(output, leaf, c, samples, tokens):
     return losses.sum() / tokens, dict(accuracy=margin > 0, margin=margin)
 
 
+def number_of_pairs(samples):
+    return len(samples) // 2
+
+
 def pair_rates(figures, n):
     """{metric: value} of the figures of n held-out pairs, with a 95 % interval of the share in the right order."""
     share = figures["accuracy"]
@@ -62,6 +66,6 @@ def evaluate_pairs(trainer, objective, step, pairs, record):
     """Records how often, and by how much, held-out pairs (samples) are in the right order. Collective over trainers."""
     _, figures = trainer.gradients(pairs, objective)
     if record:
-        n = len(pairs) // 2
+        n = number_of_pairs(pairs)
         tokens = sync.content_hash(*(s.tokens for s in pairs))
         record.evaluation(step, pair_rates(figures, n), n, dict(tokens=tokens))

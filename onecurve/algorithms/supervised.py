@@ -11,17 +11,13 @@ import torch
 import rewards
 from configurator import MODES
 from onecurve.algorithms.answers import encode_answers
-from onecurve.algorithms.pairs import evaluate_pairs, pair_loss, sides
+from onecurve.algorithms.pairs import evaluate_pairs, number_of_pairs, pair_loss, sides
 from onecurve.run.setup import due
 
 
 def loss_tokens(samples):
     """The number of tokens of the samples that have a loss."""
     return sum(len(s.loss_at) for s in samples)
-
-
-def number_of_pairs(samples):
-    return len(samples) // 2
 
 
 class Objective(NamedTuple):
@@ -60,8 +56,7 @@ def supervised_samples(rows, c, make_sample, demonstrate=None):
 def teach(trainer, run, task, make_sample, learning_rate_at):
     """
     The supervised steps that are left. run, task: the Run and its Task. make_sample, learning_rate_at: train_grpo.py's,
-    which cannot be imported from there: it is the running program.
-    Collective over the trainers.
+    which cannot be imported from there: it is the running program. Collective over the trainers.
     """
     c = trainer.c
     does = MODES[c.mode]

@@ -21,9 +21,10 @@ class Dial(Observer):
         self.figures = {}  # {index of a sample here: {name: (M,)}}
 
     def note(self, loss, chosen, leaf, output, figures):
-        noted = dict(logprobs=output.logprobs) | figures
-        columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted.values()]
-        self.figures |= {i: dict(zip(noted, own)) for i, own in zip(chosen, zip(*columns))}
+        if self.check:
+            noted = dict(logprobs=output.logprobs) | figures
+            columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted.values()]
+            self.figures |= {i: dict(zip(noted, own)) for i, own in zip(chosen, zip(*columns))}
         return loss
 
     def metrics(self, metrics):
