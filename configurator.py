@@ -98,7 +98,7 @@ def keys_of(features):
     return {key: x for feature in features.values() for key, x in block(vars(feature)).items()}
 
 
-def configure(namespace, argv=None, features=None):
+def configure(namespace, argv=None, features={}):
     """
     Overrides the config block in `namespace` (a script's globals()) from `argv`, in place; returns {key: value} in the
     block's order, then the keys of `features`, {name: module}. Call it before the script binds any other name that
@@ -106,7 +106,6 @@ def configure(namespace, argv=None, features=None):
     """
     argv = sys.argv[1:] if argv is None else argv
     script = Path(namespace.get("__file__", ""))
-    features = features or {}
     defaults = block(namespace) | keys_of(features)
     for arg in argv:
         if re.match("(-h|--help)($|=)", arg):
@@ -202,8 +201,9 @@ def _run_file(name, folder, defaults):
 
 def _help(what, defaults, script, features):
     """The text of --help (`what` is ''), of --help=all, or of --help= and a feature's name."""
-    near = suggestion(what, ["all", *features])
-    require(what in ("", "all", *features), f"--help={what}: no such feature{near}  (--help lists the features)")
+    known = "all", *features
+    near = suggestion(what, known)
+    require(what in ("", *known), f"--help={what}: no such feature{near}  (--help lists the features)")
     if what in features:
         return "\n".join(_about(what, features[what]))
     own = {key: x for key, x in defaults.items() if key not in keys_of(features)}
