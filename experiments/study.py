@@ -99,7 +99,8 @@ class Study:
         """Makes or resumes a run in one of the processes that have the libraries. Returns its problem, or None."""
         stopped = (folder / "config.py").exists()
         flags = ["--init_from=resume"] if stopped else [*flags, *self.flags]
-        command = [str(ROOT / "train_grpo.py"), *flags, f"--out_dir={folder}"]
+        threads = max(1, os.cpu_count() // self.args.jobs)  # changes no bit
+        command = [str(ROOT / "train_grpo.py"), *flags, f"--threads={threads}", f"--out_dir={folder}"]
         worker = workers.get()
         try:
             status, output = runs.run_warm(command, Path(f"{folder}.output"), timeout=3600, worker=worker)
