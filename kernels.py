@@ -143,14 +143,16 @@ def naive_dot(x, y):
 
 def naive_attention(q, k, v, scale):
     """Of one head: the last T tokens of a sequence, q (T, D), see the keys k and values v (L, D) up to their own."""
+    exp = _loops().exp
     out = np.zeros_like(q)
     for t, row in enumerate(q):
         seen = len(k) - len(q) + t + 1
         s = naive_matmul(row[None], k[:seen].T)[0]
         m = s.max() * scale
-        p = np.array([_loops().exp(x * scale - m) for x in s])
+        p = np.array([exp(x * scale - m) for x in s])
         denominator = naive_dot(p, np.ones(seen))
-        out[t] = naive_matmul(p[None], v[:seen])[0] / denominator
+        o = naive_matmul(p[None], v[:seen])[0]
+        out[t] = o / denominator
     return out
 
 
@@ -193,7 +195,9 @@ def _part(c, m, n, M, N, c_m, c_n, ROWS: constexpr, COLUMNS: constexpr):
     """Pointers to the (ROWS, COLUMNS) of c from (m, n) on, and which of them lie inside."""
     rows = (m + tl.arange(0, ROWS))[:, None]
     cols = (n + tl.arange(0, COLUMNS))[None, :]
-    return c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n, (rows < M) & (cols < N)
+    at = c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n
+    inside = (rows < M) & (cols < N)
+    return at, inside
 
 
 @triton.jit
@@ -210,10 +214,14 @@ def _multiply_tile(
     b += n * b_n + k[:, None].to(tl.int64) * b_k
     c += m * c_m + n * c_n
     inside = inside_m & inside_n
-    acc = tl.load(c, mask=inside, other=0.0) if ADD else tl.zeros(inside.shape, tl.float32)
+    if ADD:
+        acc = tl.load(c, mask=inside, other=0.0)
+    else:
+        acc = tl.zeros(inside.shape, tl.float32)
     for left in range(K, 0, -BLOCK_K):
-        x = tl.load(a, mask=inside_m & (k < left)[None, :], other=0.0)
-        y = tl.load(b, mask=inside_n & (k < left)[:, None], other=0.0)
+        inside_k = k < left
+        x = tl.load(a, mask=inside_m & inside_k[None, :], other=0.0)
+        y = tl.load(b, mask=inside_n & inside_k[:, None], other=0.0)
         acc = tl.dot(x, y, acc, input_precision="ieee")
         a += a_k * BLOCK_K
         b += b_k * BLOCK_K
@@ -229,11 +237,13 @@ def triton_matmul(
     if starts is not None:
         part = tl.program_id(1).to(tl.int64)
         first = tl.load(starts + part)
-        K = (tl.load(starts + part + 1) - first).to(tl.int32)
+        end = tl.load(starts + part + 1)
+        K = (end - first).to(tl.int32)
         a += first * a_k
         b += first * b_k
         c += part * M * N
-    row, col = _tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
+    tile = tl.program_id(0)
+    row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
     m = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col * BLOCK_N + tl.arange(0, BLOCK_N)
     _multiply_tile(a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD, BLOCK_K)
@@ -251,7 +261,10 @@ def triton_matmul_tma(
     stored in halves, since the stages leave no shared memory for a whole one. With ADD the accumulator is read from c,
     and each flattened load would have to be waited for.
     """
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), PROGRAMS, flatten=not ADD):
+    HALF: constexpr = BLOCK_N // 2
+    first = tl.program_id(0)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(first, tiles, PROGRAMS, flatten=not ADD):
         row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
         m = row * BLOCK_M
         n = col * BLOCK_N
@@ -264,9 +277,9 @@ def triton_matmul_tma(
             x = a.load([m, k]) if A_MK else a.load([k, m]).T
             y = b.load([n, k]).T if B_NK else b.load([k, n])
             acc = tl.dot(x, y, acc, input_precision="ieee")
-        halves = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+        halves = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
         for i in tl.static_range(2):
-            at, inside = _part(c, m, n + i * (BLOCK_N // 2), M, N, c_m, c_n, BLOCK_M, BLOCK_N // 2)
+            at, inside = _part(c, m, n + i * HALF, M, N, c_m, c_n, BLOCK_M, HALF)
             tl.store(at, halves[i].to(c.dtype.element_ty), mask=inside)
 
 
@@ -333,9 +346,10 @@ def matmul(a, b, out_dtype=None, out=None):
     out_dtype: of the result, a's unless given. out: a contiguous float32 result to which the product is added, in the
     same chain.
     """
-    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
     add = out is not None
-    fits = fits and (not add or out.shape == (len(a), b.shape[1]))
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
+    if fits and add:
+        fits = out.shape == (len(a), b.shape[1])
     check(fits, "shapes {} and {} do not multiply", a, b)
     check_operands(a, b)
     if add:
@@ -345,9 +359,10 @@ def matmul(a, b, out_dtype=None, out=None):
         return _loops().cpu_matmul(a, b, out)
     M, K = a.shape
     N = b.shape[1]
-    result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
-    if 0 in c.shape:
+    result = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
+    if 0 in result.shape:
         return result
+    c = result
     x = _for_tma(a)
     y = _for_tma(b.t())
     wide = bool(K and x and y)
@@ -377,7 +392,8 @@ def matmul(a, b, out_dtype=None, out=None):
         args = c, *descriptors, M, N, K, *c.stride(), programs, x[1], y[1], add
         _launch(triton_matmul_tma, (programs,), *args, **config)
     else:
-        args = a, b, c, None, M, N, K, *a.stride(), *b.stride(), *c.stride(), add
+        strides = *a.stride(), *b.stride(), *c.stride()
+        args = a, b, c, None, M, N, K, *strides, add
         _launch(triton_matmul, (tiles,), *args, **config)
     return result
 
@@ -394,7 +410,9 @@ def addmm(bias, a, b, *, beta=1, alpha=1):
     out = matmul(a, b, out_dtype=torch.float32) if use_triton(a) else mm(a, b)
     if alpha != 1:
         out = out * alpha
-    return (out + (bias if beta == 1 else bias * beta)).to(a.dtype)
+    if beta != 1:
+        bias = bias * beta
+    return (out + bias).to(a.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -415,8 +433,10 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
+        dx = torch.mm(grad, weight)
+        d_weight = torch.mm(grad.t(), x)
         d_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return torch.mm(grad, weight), torch.mm(grad.t(), x), d_bias, None
+        return dx, d_weight, d_bias, None
 
 
 def tree_sum(parts):
@@ -450,8 +470,11 @@ def linear(x, weight, bias, split=1, gather=None):
         weight = weight.t()
         return mm(x, weight) if bias is None else addmm(bias, x, weight)
     y = split_matmul(x, weight.t(), split)
-    y = tree_sum(gather(y)) if gather else y
-    return (y if bias is None else y + bias).to(x.dtype)
+    if gather:
+        y = tree_sum(gather(y))
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -475,13 +498,18 @@ def triton_lora(weight, A, B, out, scale, N, K, R, BLOCK: constexpr, BLOCK_R: co
     n = n.to(tl.int64)[:, None]
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     for first in range(0, R, BLOCK_R):
-        x = tl.load(B + n * R + first + r, mask=inside_n & (first + r < R), other=0.0)
-        inside_r = (first + r < R)[:, None]
-        y = tl.load(A + (first + r)[:, None].to(tl.int64) * K + k, mask=inside_k & inside_r, other=0.0)
+        inside_r = first + r < R
+        x = tl.load(B + n * R + first + r, mask=inside_n & inside_r, other=0.0)
+        inside = inside_k & inside_r[:, None]
+        row = A + (first + r)[:, None].to(tl.int64) * K
+        y = tl.load(row + k, mask=inside, other=0.0)
         acc = tl.dot(x, y, acc, input_precision="ieee")
     inside = inside_n & inside_k
-    merged = tl.load(weight + n * K + k, mask=inside, other=0.0).to(tl.float32) + scale * acc
-    tl.store(out + n * K + k, merged.to(out.dtype.element_ty), mask=inside)
+    weight += n * K
+    w = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
+    w += scale * acc
+    out += n * K
+    tl.store(out + k, w.to(out.dtype.element_ty), mask=inside)
 
 
 class LoRALinear(torch.autograd.Function):
@@ -499,11 +527,15 @@ class LoRALinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, A, B = ctx.saved_tensors
-        # W' is made again: kept, it would be a second model in memory.
-        dx = torch.mm(grad, merge(weight, A, B, ctx.scale)) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            merged = merge(weight, A, B, ctx.scale)  # again: kept, it would be a second model in memory
+            dx = torch.mm(grad, merged)
         g_B = _float32_mm(grad, B) * ctx.scale
         x_A = _float32_mm(x, A.t()) * ctx.scale
-        return dx, None, None, _float32_mm(g_B.t(), x), _float32_mm(grad.t(), x_A), None, None
+        dA = _float32_mm(g_B.t(), x)
+        dB = _float32_mm(grad.t(), x_A)
+        return dx, None, None, dA, dB, None, None
 
 
 def _float32_mm(a, b):
@@ -518,7 +550,8 @@ def _float32_mm(a, b):
     high = b.to(a.dtype)
     middle = (b - high).to(a.dtype)
     low = (b - high - middle).to(a.dtype)
-    high, middle, low = matmul(a, torch.cat([high, middle, low], 1), torch.float32).chunk(3, 1)
+    parts = torch.cat([high, middle, low], 1)
+    high, middle, low = matmul(a, parts, torch.float32).chunk(3, 1)
     return high + (middle + low)
 
 
@@ -528,12 +561,14 @@ def merge(weight, A, B, scale):
     check(fits, "weight, A, B {}, {}, {}: (N, K), (r, K), (N, r) are needed", weight, A, B)
     check_operands(A, B, weight.new_empty(0, dtype=torch.float32))
     if not use_triton(weight):
-        return _loops().cpu_matmul(B, A).mul_(scale).add_(weight).to(weight.dtype)
+        out = _loops().cpu_matmul(B, A)
+        return out.mul_(scale).add_(weight).to(weight.dtype)
     weight, A, B = map(_aligned, (weight, A, B))
     N, K = weight.shape
     out = torch.empty_like(weight)
     grid = -(-N // LORA_TILE), -(-K // LORA_TILE)
-    _launch(triton_lora, grid, weight, A, B, out, scale, N, K, len(A), BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
+    args = weight, A, B, out, scale, N, K, len(A)
+    _launch(triton_lora, grid, *args, BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
     return out
 
 
@@ -551,7 +586,8 @@ def triton_row_sums(x, out, C, BLOCK: constexpr):
     x += row.to(tl.int64) * C
     acc = tl.zeros([BLOCK], tl.float64)
     for first in range(0, C, BLOCK):
-        acc += tl.load(x + first + i, mask=first + i < C, other=0.0)
+        inside = first + i < C
+        acc += tl.load(x + first + i, mask=inside, other=0.0)
     tl.store(out + row, tl.sum(acc, 0))
 
 
@@ -592,16 +628,21 @@ def rope_table(inv_freq, positions):
         return angle.cos(), angle.sin()
     cos = torch.empty_like(angle)
     sin = torch.empty_like(angle)
-    host.share(_loops().cpu_rope_table, angle.numel(), 40 * angle.numel(), angle, cos, sin)
+    units = angle.numel()
+    host.share(_loops().cpu_rope_table, units, 40 * units, angle, cos, sin)
     return cos, sin
 
 
 @triton.jit
 def _turn(cos, sin, row, i, inside, sign, H: constexpr, D: constexpr):
     """(i of a row's other half, cos, +-sin): y_i = x_i cos +- x_other sin, with `sign` in the first half."""
-    at = (row // H).to(tl.int64)[:, None] * (D // 2) + i % (D // 2)
-    s = tl.load(sin + at, mask=inside, other=0.0) * tl.where(i < D // 2, sign, -sign)
-    return (i + D // 2) % D, tl.load(cos + at, mask=inside, other=0.0), s
+    HALF: constexpr = D // 2
+    at = (row // H).to(tl.int64)[:, None] * HALF + i % HALF
+    s = tl.load(sin + at, mask=inside, other=0.0)
+    s *= tl.where(i < HALF, sign, -sign)
+    other = (i + HALF) % D
+    c = tl.load(cos + at, mask=inside, other=0.0)
+    return other, c, s
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -612,18 +653,23 @@ def triton_norm_rope(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)[None, :]
     inside = (row < R)[:, None] & (i < D)
-    x += ((row // H).to(tl.int64) * x_n + row % H * D)[:, None]
+    at = (row // H).to(tl.int64) * x_n + row % H * D
+    x += at[:, None]
     v = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
     if weight is not None:
-        r = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
-        v = v * r * tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
+        mean_square = tl.sum(v * v, 1) / D
+        r = tl.rsqrt(mean_square + eps)[:, None]
+        v *= r
+        v *= tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
     if cos is not None:
         other, c, s = _turn(cos, sin, row, i, inside, -1.0, H, D)
         u = tl.load(x + other, mask=inside, other=0.0).to(tl.float32)
         if weight is not None:
-            u = u * r * tl.load(weight + other, mask=i < D, other=0.0).to(tl.float32)
+            u *= r
+            u *= tl.load(weight + other, mask=i < D, other=0.0).to(tl.float32)
         v = v * c + u * s
-    tl.store(y + row.to(tl.int64)[:, None] * D + i, v.to(y.dtype.element_ty), mask=inside)
+    y += row.to(tl.int64)[:, None] * D
+    tl.store(y + i, v.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -642,19 +688,24 @@ def triton_norm_rope_backward(
         g = tl.load(grad + at + i, mask=inside, other=0.0).to(tl.float32)
         if cos is not None:
             other, c, s = _turn(cos, sin, row, i, inside, 1.0, H, D)
-            g = g * c + tl.load(grad + at + other, mask=inside, other=0.0).to(tl.float32) * s
+            g *= c
+            u = tl.load(grad + at + other, mask=inside, other=0.0).to(tl.float32)
+            g += u * s
         if weight is not None:
-            x_row = x + ((row // H).to(tl.int64) * x_n + row % H * D)[:, None]
-            n = tl.load(x_row + i, mask=inside, other=0.0).to(tl.float32)
-            r = tl.rsqrt(tl.sum(n * n, 1) / D + eps)[:, None]
+            x_at = (row // H).to(tl.int64) * x_n + row % H * D
+            n = tl.load(x + x_at[:, None] + i, mask=inside, other=0.0).to(tl.float32)
+            mean_square = tl.sum(n * n, 1) / D
+            r = tl.rsqrt(mean_square + eps)[:, None]
             n *= r
             acc += g * n
             g *= tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
-            g = r * (g - n * (tl.sum(g * n, 1) / D)[:, None])
+            mean = tl.sum(g * n, 1) / D
+            g = r * (g - n * mean[:, None])
         tl.store(dx + at + i, g.to(dx.dtype.element_ty), mask=inside)
     if weight is not None:
         share = tl.sum(acc, 0)[None, :]
-        tl.store(dw + block.to(tl.int64) * D + i, share, mask=i < D)
+        dw += block.to(tl.int64) * D
+        tl.store(dw + i, share, mask=i < D)
 
 
 @functools.cache
@@ -662,7 +713,8 @@ def _norm_config(D):
     block = _block(D)
     check(block <= 16384, "width={}: a norm's row must fit one program, at most 16384", D)
     warps = LONG_NORM_WARPS if block > NORM_BLOCK else NORM_WARPS
-    return dict(ROWS=max(1, NORM_BLOCK // block), BLOCK=block, num_warps=warps, **EXACT)
+    rows = max(1, NORM_BLOCK // block)
+    return dict(ROWS=rows, BLOCK=block, num_warps=warps, **EXACT)
 
 
 class NormRope(torch.autograd.Function):
@@ -677,27 +729,30 @@ class NormRope(torch.autograd.Function):
         x = x if lies else _aligned(x)
         weight, cos, sin = map(_aligned, (weight, cos, sin))
         ctx.save_for_backward(x, weight, cos, sin)
-        ctx.tail = eps, x.stride(0) if lies else H * D, N * H, H, D
+        x_n = x.stride(0) if lies else H * D
+        R = N * H
+        ctx.tail = eps, x_n, R, H, D
         y = _contiguous_like(x)
         config = _norm_config(D)
-        grid = (-(-N * H // config["ROWS"]),)
+        grid = (-(-R // config["ROWS"]),)
         args = x, weight, cos, sin, y, *ctx.tail
-        on_rows(triton_norm_rope, N, 100 * N * H * D, args, grid, config)
+        on_rows(triton_norm_rope, N, 100 * R * D, args, grid, config)
         return y
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, *_ = saved = ctx.saved_tensors
         N, H, D = x.shape
+        R = N * H
         config = _norm_config(D)
         steps = max(1, SUM_ROWS // config["ROWS"])
         rows = steps * config["ROWS"] if use_triton(x) else _loops().SUM_TOKENS * H
-        blocks = -(-N * H // rows)
+        blocks = -(-R // rows)
         dx = _contiguous_like(x)
         dw = None if weight is None else x.new_zeros(blocks, D, dtype=torch.float32)
         args = _aligned(grad), *saved, dx, dw, *ctx.tail
         config = dict(config, STEPS=steps)
-        on_rows(triton_norm_rope_backward, blocks, 200 * N * H * D, args, (blocks,), config)
+        on_rows(triton_norm_rope_backward, blocks, 200 * R * D, args, (blocks,), config)
         if dw is not None:
             dw = row_sums(dw.t().double()).to(weight.dtype)
         return dx, dw, None, None, None
@@ -724,7 +779,8 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     (N, D/2) float32 as `rope_table` gives them. All in float32, rounded once; new tensors; differentiable in q, k and
     the weights.
     """
-    fits = q.dim() == k.dim() == 3 and q.shape[2] % 2 == 0 and q.shape[::2] == k.shape[::2]
+    fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2]
+    fits = fits and q.shape[2] % 2 == 0
     check(fits, "q {} and k {}: (N, heads, D) with an even D are needed", q, k)
     N, _, D = q.shape
     fits = all(x.dtype == torch.float32 and x.shape == (N, D // 2) for x in (cos, sin))
@@ -748,24 +804,34 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
 def triton_swiglu(gate, up, y, gate_r, up_r, C, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(gate + row * gate_r + c, mask=c < C, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_r + c, mask=c < C, other=0.0).to(tl.float32)
+    inside = c < C
+    gate += row * gate_r
+    g = tl.load(gate + c, mask=inside, other=0.0).to(tl.float32)
+    up += row * up_r
+    u = tl.load(up + c, mask=inside, other=0.0).to(tl.float32)
     v = g / (1 + tl.exp(-g)) * u
-    tl.store(y + row * C + c, v.to(y.dtype.element_ty), mask=c < C)
+    y += row * C
+    tl.store(y + c, v.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def triton_swiglu_backward(grad, gate, up, d_gate, d_up, gate_r, up_r, C, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.load(grad + row * C + c, mask=c < C, other=0.0).to(tl.float32)
-    g = tl.load(gate + row * gate_r + c, mask=c < C, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_r + c, mask=c < C, other=0.0).to(tl.float32)
+    inside = c < C
+    grad += row * C
+    d = tl.load(grad + c, mask=inside, other=0.0).to(tl.float32)
+    gate += row * gate_r
+    g = tl.load(gate + c, mask=inside, other=0.0).to(tl.float32)
+    up += row * up_r
+    u = tl.load(up + c, mask=inside, other=0.0).to(tl.float32)
     s = 1 / (1 + tl.exp(-g))
     dg = d * u * (s * (1 + g * (1 - s)))
     du = d * (g * s)
-    tl.store(d_gate + row * C + c, dg.to(d_gate.dtype.element_ty), mask=c < C)
-    tl.store(d_up + row * C + c, du.to(d_up.dtype.element_ty), mask=c < C)
+    d_gate += row * C
+    tl.store(d_gate + c, dg.to(d_gate.dtype.element_ty), mask=inside)
+    d_up += row * C
+    tl.store(d_up + c, du.to(d_up.dtype.element_ty), mask=inside)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -775,7 +841,8 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         y = _contiguous_like(gate)
-        on_elements(triton_swiglu, y.shape, 100, gate, up, y, gate.stride(0), up.stride(0))
+        strides = gate.stride(0), up.stride(0)
+        on_elements(triton_swiglu, y.shape, 100, gate, up, y, *strides)
         return y
 
     @staticmethod
@@ -783,7 +850,8 @@ class SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         d_gate = _contiguous_like(gate)
         d_up = _contiguous_like(up)
-        args = grad.contiguous(), gate, up, d_gate, d_up, gate.stride(0), up.stride(0)
+        strides = gate.stride(0), up.stride(0)
+        args = grad.contiguous(), gate, up, d_gate, d_up, *strides
         on_elements(triton_swiglu_backward, grad.shape, 100, *args)
         return d_gate, d_up
 
@@ -791,7 +859,8 @@ class SwiGLU(torch.autograd.Function):
 def swiglu(gate, up):
     """silu(gate) * up, (..., C) each, in float32, rounded once; the rows may be strided. Differentiable."""
     check(gate.shape == up.shape, "gate {} and up {} differ", gate, up)
-    rows = [(x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1]) for x in (gate, up)]
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (gate, up)]
+    rows = [x.reshape(-1, x.shape[-1]) for x in rows]
     check_operands(*rows)
     return _apply(SwiGLU, *rows).view(gate.shape)
 
@@ -815,19 +884,24 @@ def triton_choose(z, experts, w, E, k, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     z += row * E
-    x = tl.load(z + i, mask=i < E, other=float("-inf"))
+    inside = i < E
+    x = tl.load(z + i, mask=inside, other=float("-inf"))
     m = tl.max(x, 0)
-    keys = tl.where(i < E, (_rank_int64(x) << 24) - i, -(1 << 62))
+    TAKEN: constexpr = -(1 << 62)
+    keys = (_rank_int64(x) << 24) - i
+    keys = tl.where(inside, keys, TAKEN)
     p = tl.zeros([BLOCK], tl.float32)
     total = 0.0
     for j in range(k):
         e = -tl.max(keys, 0) & 0xFFFFFF
         tl.store(experts + row * k + j, e)
-        keys = tl.where(i == e, -(1 << 62), keys)
+        keys = tl.where(i == e, TAKEN, keys)
         its = tl.exp(tl.load(z + e) - m)
         p = tl.where(i == j, its, p)
         total += its
-    tl.store(w + row * k + i, tl.div_rn(p, total), mask=i < k)
+    inside = i < k
+    w += row * k
+    tl.store(w + i, tl.div_rn(p, total), mask=inside)
 
 
 @triton.jit
@@ -837,10 +911,15 @@ def triton_by_expert(experts, starts, places, pairs, BLOCK: constexpr):
     i = tl.arange(0, BLOCK)
     at = 0
     for first in range(0, pairs, BLOCK):
-        at += tl.sum((tl.load(experts + first + i, mask=first + i < pairs, other=e) < e).to(tl.int32), 0)
+        inside = first + i < pairs
+        its = tl.load(experts + first + i, mask=inside, other=e)
+        before = (its < e).to(tl.int32)
+        at += tl.sum(before, 0)
     tl.store(starts + e, at)
     for first in range(0, pairs, BLOCK):
-        mine = (tl.load(experts + first + i, mask=first + i < pairs, other=-1) == e).to(tl.int32)
+        inside = first + i < pairs
+        its = tl.load(experts + first + i, mask=inside, other=-1)
+        mine = (its == e).to(tl.int32)
         tl.store(places + first + i, at + tl.cumsum(mine, 0) - mine, mask=mine > 0)
         at += tl.sum(mine, 0)
 
@@ -853,11 +932,13 @@ def triton_to_pairs(x, y, places, w, out, dots, k, C: constexpr, BLOCK: constexp
     acc = tl.zeros([BLOCK], tl.float32)
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)
-        v = tl.load(x + c, mask=c < C, other=0.0).to(tl.float32)
+        inside = c < C
+        v = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
         if y is not None:
-            acc += v * tl.load(y + to + c, mask=c < C, other=0.0).to(tl.float32)
+            u = tl.load(y + to + c, mask=inside, other=0.0).to(tl.float32)
+            acc += v * u
             v *= tl.load(w + pair)
-        tl.store(out + to + c, v.to(out.dtype.element_ty), mask=c < C)
+        tl.store(out + to + c, v.to(out.dtype.element_ty), mask=inside)
     if y is not None:
         tl.store(dots + pair, tl.sum(acc, 0))
 
@@ -873,26 +954,33 @@ def triton_expert_matmul(
     """
     tile = tl.program_id(1)
     i = tl.arange(0, EXPERTS)
-    tiles = tl.cdiv(tl.load(starts + 1 + i) - tl.load(starts + i), BLOCK_N)
-    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int64), 0)
+    rows = tl.load(starts + 1 + i) - tl.load(starts + i)
+    tiles = tl.cdiv(rows, BLOCK_N)
+    before = tl.cumsum(tiles, 0) <= tile
+    e = tl.sum(before.to(tl.int64), 0)
     if e == EXPERTS:
         return
     tile -= tl.sum(tl.where(i < e, tiles, 0), 0)
-    m = tl.load(starts + e) + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.load(starts + e)
+    m = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     end = tl.load(starts + e + 1)
-    _multiply_tile(b + e * N * K, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K)
+    b += e * N * K
+    _multiply_tile(b, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K)
 
 
 @triton.jit
 def triton_combine(y, places, w, out, k, C, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < C
     acc = tl.zeros([BLOCK], tl.float32)
     for i in range(row * k, (row + 1) * k):
-        v = tl.load(y + tl.load(places + i) * C + c, mask=c < C, other=0.0).to(tl.float32)
+        place = tl.load(places + i)
+        v = tl.load(y + place * C + c, mask=inside, other=0.0).to(tl.float32)
         acc = tl.fma(tl.load(w + i), v, acc)
-    tl.store(out + row * C + c, acc.to(out.dtype.element_ty), mask=c < C)
+    out += row * C
+    tl.store(out + c, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def _expert_config(weight, M, N):
@@ -910,7 +998,9 @@ def _expert_matmul(a, b, starts):
     if not use_triton(a):
         loops = _loops()
         units = E * -(-N // loops.PANEL)
-        host.share(loops.cpu_expert_matmul, units, 2 * pairs * K * N, a, loops.panels_of(b), starts, c, K, N)
+        work = 2 * pairs * K * N
+        args = a, loops.panels_of(b), starts, c, K, N
+        host.share(loops.cpu_expert_matmul, units, work, *args)
         return c
     config = _expert_config(b, E * N, -(-pairs // E))  # as if all had as many rows
     tiles = pairs // config["BLOCK_N"] + min(pairs, E)  # at most
@@ -942,7 +1032,9 @@ class RouterLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, router = ctx.saved_tensors
-        return matmul(grad, router.float()).to(x.dtype), matmul(grad.t(), x.float()).to(router.dtype)
+        dx = matmul(grad, router.float()).to(x.dtype)
+        d_router = matmul(grad.t(), x.float()).to(router.dtype)
+        return dx, d_router
 
 
 class Choose(torch.autograd.Function):
@@ -953,7 +1045,8 @@ class Choose(torch.autograd.Function):
         N, E = z.shape
         w = z.new_empty(N, k)
         experts = torch.empty_like(w, dtype=torch.int64)
-        on_rows(triton_choose, N, 20 * N * E, (z, experts, w, E, k), (N,), _lanes(E))
+        args = z, experts, w, E, k
+        on_rows(triton_choose, N, 20 * N * E, args, (N,), _lanes(E))
         ctx.E = E
         ctx.save_for_backward(w, experts)
         ctx.mark_non_differentiable(experts)
@@ -963,7 +1056,8 @@ class Choose(torch.autograd.Function):
     def backward(ctx, grad, _):
         w, experts = ctx.saved_tensors
         mean = row_sums((w * grad).double())[:, None].float()
-        return w.new_zeros(len(w), ctx.E).scatter_(1, experts, w * (grad - mean)), None
+        dz = w.new_zeros(len(w), ctx.E)
+        return dz.scatter_(1, experts, w * (grad - mean)), None
 
 
 class ToPairs(torch.autograd.Function):
@@ -977,7 +1071,8 @@ class ToPairs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (places,) = ctx.saved_tensors
-        return Combine.forward(_NoGradient(), grad, torch.ones_like(places, dtype=torch.float32), places), None
+        ones = torch.ones_like(places, dtype=torch.float32)
+        return Combine.forward(_NoGradient(), grad, ones, places), None
 
 
 class ExpertMatmul(torch.autograd.Function):
@@ -997,8 +1092,10 @@ class ExpertMatmul(torch.autograd.Function):
         args = grad, x, d_weight, starts, N, K, 0, 1, N, K, 1, K, 1, False
         config = _expert_config(weight, N, K * E)
         grid = _tiles(N, K, config["BLOCK_M"], config["BLOCK_N"]), E
-        on_rows(triton_matmul, E, 2 * len(x) * N * K, args, grid, config, "cpu_expert_gradients")
-        return _expert_matmul(grad, weight, starts), d_weight, None
+        work = 2 * len(x) * N * K
+        on_rows(triton_matmul, E, work, args, grid, config, "cpu_expert_gradients")
+        dx = _expert_matmul(grad, weight, starts)
+        return dx, d_weight, None
 
 
 class Combine(torch.autograd.Function):
@@ -1015,7 +1112,8 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         y, w, places = ctx.saved_tensors
-        return *_to_pairs(grad, y, places, w), None
+        dy, dw = _to_pairs(grad, y, places, w)
+        return dy, dw, None
 
 
 def moe(x, router, gate_up, down, k, routed=None, first=0, add=None):
@@ -1028,7 +1126,8 @@ def moe(x, router, gate_up, down, k, routed=None, first=0, add=None):
     """
     E = len(router)
     here, C, F = down.shape
-    fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (here, 2 * F, C) and (here == E or add)
+    fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (here, 2 * F, C)
+    fits = fits and (here == E or add)
     message = "x, router, gate_up, down {}, {}, {}, {}: (N, C), (E, C), (E, 2 F, C), (E, C, F) are needed"
     check(fits, message, x, router, gate_up, down)
     check(0 < k <= E, "{} experts of {} for a token: 1 to all are needed", k, E)
@@ -1043,12 +1142,16 @@ def moe(x, router, gate_up, down, k, routed=None, first=0, add=None):
     args = experts, starts, places, pairs
     on_rows(triton_by_expert, 1, pairs, args, (len(starts) - 1,), _lanes(pairs))
     if add:
-        starts = starts[torch.arange(first, first + _block(here) + 2, device=x.device).clamp(max=first + here)]
-    y = _apply(ExpertMatmul, _apply(ToPairs, x, places), gate_up, starts)
-    y = _apply(ExpertMatmul, swiglu(*y.chunk(2, 1)), down, starts)
+        e = torch.arange(first, first + _block(here) + 2, device=x.device)
+        starts = starts[e.clamp(max=first + here)]
+    y = _apply(ToPairs, x, places)
+    y = _apply(ExpertMatmul, y, gate_up, starts)
+    y = swiglu(*y.chunk(2, 1))
+    y = _apply(ExpertMatmul, y, down, starts)
     if add:
         pair = torch.arange(pairs, device=x.device)[:, None]
-        y = add(y.masked_fill_((pair < starts[0]) | (pair >= starts[here]), 0.0))
+        elsewhere = (pair < starts[0]) | (pair >= starts[here])
+        y = add(y.masked_fill_(elsewhere, 0.0))
     return _apply(Combine, y, w, places)
 
 

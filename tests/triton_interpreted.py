@@ -996,7 +996,7 @@ def test_a_row_of_a_mixture_sees_neither_its_batch_nor_rows_of_nan():
 
 
 LAST = (  # of equal logits
-    ("<< 24) - i, -(1 << 62))", "<< 24) - (E - 1 - i), -(1 << 62))"),
+    ("<< 24) - i\n", "<< 24) - (E - 1 - i)\n"),
     ("e = -tl.max(keys, 0) & 0xFFFFFF", "e = E - 1 - (-tl.max(keys, 0) & 0xFFFFFF)"),
 )
 ROUNDED = (  # to bfloat16, as elsewhere: the router's logits, and each expert's part of a token
@@ -1016,18 +1016,18 @@ ROUNDED = (  # to bfloat16, as elsewhere: the router's logits, and each expert's
     [
         *ROUNDED,
         LAST,
-        ("tl.where(i < E, (_rank", "tl.where(i < E + 1, (_rank"),  # an expert that is none, beside NaN
-        ("tl.where(i == e, -(1 << 62), keys)", "tl.where(i > e, -(1 << 62), keys)"),  # one expert three times
+        ("tl.where(inside, keys, TAKEN)", "tl.where(i < E + 1, keys, TAKEN)"),  # an expert that is none, beside NaN
+        ("tl.where(i == e, TAKEN, keys)", "tl.where(i > e, TAKEN, keys)"),  # one expert three times
         ("at + tl.cumsum(mine, 0) - mine", "at + tl.cumsum(mine, 0, reverse=True) - mine"),  # from the last token
         ("        at += tl.sum(mine, 0)\n", ""),
         ("x += pair // k * C", "x += pair % k * C"),
         ("tl.store(dots + pair, tl.sum(acc, 0))", "tl.store(dots + pair, tl.max(acc, 0))"),
         ("    tile -= tl.sum(tl.where(i < e, tiles, 0), 0)\n", ""),
         ("end = tl.load(starts + e + 1)", "end = tl.load(starts + e + 1) - 1"),
-        ("K = (tl.load(starts + part + 1) - first)", "K = (tl.load(starts + part + 1) - first - 1)"),
+        ("K = (end - first)", "K = (end - first - 1)"),
         (
-            "for i in range(row * k, (row + 1) * k):\n        v =",
-            "for j in range(k):\n        i = row * k + k - 1 - j\n        v =",
+            "for i in range(row * k, (row + 1) * k):\n        place =",
+            "for j in range(k):\n        i = row * k + k - 1 - j\n        place =",
         ),
     ],
 )
