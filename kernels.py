@@ -1207,7 +1207,9 @@ class Plan:
 
     def spread(self, x):
         """x (U, ..) as (N, ..), a row for each token: in training only."""
-        return x if self.row is None else F.embedding(self.row, x.flatten(1)).view(-1, *x.shape[1:])
+        if self.row is None:
+            return x
+        return F.embedding(self.row, x.flatten(1)).view(-1, *x.shape[1:])
 
     @functools.cached_property
     def queries(self):
@@ -1254,9 +1256,11 @@ def packed_plan(lengths, device=None, ids=None):
         for token in tokens.tolist():
             node = nodes.setdefault((node, token), len(alike))
             alike.append(node)
-    first, row = torch.tensor(alike, device=ids.device).unique(return_inverse=True)
+    alike = torch.tensor(alike, device=ids.device)
+    first, row = alike.unique(return_inverse=True)
     ends = torch.searchsorted(first, lengths.cumsum(0))  # a sequence's first ones are its last tokens
-    return Plan(ends.diff(prepend=ends.new_zeros(1)), lengths, first=first, row=row)
+    q_lens = ends.diff(prepend=ends.new_zeros(1))
+    return Plan(q_lens, lengths, first=first, row=row)
 
 
 def paged_plan(q_lens, kv_lens, page_table, requests):
@@ -1266,7 +1270,8 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
     q_lens (B,) new tokens, kv_lens (B,) tokens in the cache with the new ones.
     """
     each = q_lens, kv_lens, requests
-    fits = page_table.stride(1) == 1 and all(x.device == page_table.device and x.is_contiguous() for x in each)
+    fits = all(x.device == page_table.device and x.is_contiguous() for x in each)
+    fits = fits and page_table.stride(1) == 1
     check(fits, "paged_plan: all four on one device, the numbers and the entries of a page_table's row side by side")
     return Plan(q_lens, kv_lens, page_table, requests)
 
@@ -1290,13 +1295,15 @@ def _find(ends, B, at):
     passed = 0
     for first in range(0, B, 256):
         i = first + tl.arange(0, 256)
-        passed += tl.sum((tl.load(ends + i, mask=i < B, other=2147483647) <= at).to(tl.int32), 0)
+        end = tl.load(ends + i, mask=i < B, other=2147483647)
+        passed += tl.sum((end <= at).to(tl.int32), 0)
     return passed
 
 
 @triton.jit
 def _before(ends, b):
-    return tl.load(ends + b - 1, mask=b > 0, other=0).to(tl.int32)
+    end = tl.load(ends + b - 1, mask=b > 0, other=0)
+    return end.to(tl.int32)
 
 
 @triton.jit
@@ -1305,13 +1312,17 @@ def _merge(m, den, o, m_new, l_new, o_new, c):
     top = tl.maximum(m, m_new)
     a = tl.exp2((m - top) * c)
     b = tl.exp2((m_new - top) * c)
-    return top, den * a + l_new * b, o * a[:, None] + o_new * b[:, None]
+    den = den * a + l_new * b
+    o = o * a[:, None] + o_new * b[:, None]
+    return top, den, o
 
 
 @triton.jit
 def _finish(m, den, o, c):
     """The output, and the logarithm of base 2 of the row's sum, which backward needs."""
-    return o * tl.div_rn(1.0, den)[:, None], tl.fma(m, c, tl.log2(den))
+    o *= tl.div_rn(1.0, den)[:, None]
+    log_sum = tl.fma(m, c, tl.log2(den))
+    return o, log_sum
 
 
 @triton.jit
@@ -1324,7 +1335,10 @@ def _row_tile(tile, q_ends, tile_ends, b, GROUPS: constexpr, ROWS: constexpr):
     length = _before(q_ends, b + 1) - start
     row = (tile - _before(tile_ends, b)) * ROWS + tl.arange(0, ROWS)
     query = row // GROUPS
-    return start, length, query, row % GROUPS, (start + query).to(tl.int64), query < length
+    group = row % GROUPS
+    token = (start + query).to(tl.int64)
+    valid = query < length
+    return start, length, query, group, token, valid
 
 
 @triton.jit
@@ -1335,7 +1349,9 @@ def _key_tile(x, start, length, first, head, x_s, x_h, KEYS: constexpr, D: const
     else:
         at = first + tl.arange(0, KEYS)
         row = x + head.to(tl.int64) * x_h + (start + at).to(tl.int64) * x_s
-        return tl.load(row[:, None] + tl.arange(0, D)[None, :], mask=(at < length)[:, None], other=0.0)
+        here = (at < length)[:, None]
+        d = tl.arange(0, D)[None, :]
+        return tl.load(row[:, None] + d, mask=here, other=0.0)
 
 
 @triton.jit(do_not_specialize=["N", "B", "splits", "LANES"])
@@ -1365,7 +1381,9 @@ def triton_attention(
     d = tl.arange(0, D)[None, :]
     ones = tl.full([KEYS, 16], 1.0, q.dtype.element_ty)
     column = (head * GROUPS + group).to(tl.int64)
-    x = tl.load(q + (token * q_n + column * q_h)[:, None] + d, mask=valid[:, None], other=0.0)
+    inside = valid[:, None]
+    q_row = q + (token * q_n + column * q_h)[:, None]
+    x = tl.load(q_row + d, mask=inside, other=0.0)
     row = token * (HEADS * GROUPS) + column
     m = tl.full([ROWS], -1e30, tl.float32)
     den = tl.zeros([ROWS], tl.float32)
@@ -1379,18 +1397,21 @@ def triton_attention(
             if PAGED:
                 at = first + tl.arange(0, KEYS)
                 here = at < kv_len
-                key = tl.load(pages + at, mask=here, other=0).to(tl.int64)
-                kt = tl.load(k + key[:, None] * k_s + d, mask=here[:, None], other=0.0)
-                vt = tl.load(v + key[:, None] * v_s + d, mask=here[:, None], other=0.0)
+                key = tl.load(pages + at, mask=here, other=0).to(tl.int64)[:, None]
+                here = here[:, None]
+                kt = tl.load(k + key * k_s + d, mask=here, other=0.0)
+                vt = tl.load(v + key * v_s + d, mask=here, other=0.0)
             else:
                 kt = _key_tile(k, start, kv_len, first, head, k_s, k_h, KEYS, D, TMA)
                 vt = _key_tile(v, start, kv_len, first, head, v_s, v_h, KEYS, D, TMA)
             s = tl.dot(x, kt.T, input_precision="ieee")
             if first + KEYS > seen:
-                s = tl.where(first + tl.arange(0, KEYS)[None, :] <= position[:, None], s, float("-inf"))
+                sees = first + tl.arange(0, KEYS)[None, :] <= position[:, None]
+                s = tl.where(sees, s, float("-inf"))
             top = tl.maximum(sm, tl.max(s, 1))
             a = tl.exp2((sm - top) * c)
-            p = tl.exp2(tl.fma(s, c, (-top * c)[:, None])).to(q.dtype.element_ty)
+            shift = (-top * c)[:, None]
+            p = tl.exp2(tl.fma(s, c, shift)).to(q.dtype.element_ty)
             sums = tl.dot(p, ones, sums * a[:, None], input_precision="ieee")
             so = tl.dot(p, vt, so * a[:, None], input_precision="ieee")
             sm = top
@@ -1399,13 +1420,15 @@ def triton_attention(
             at = row * splits + split
             tl.store(part_m + at, sm, mask=valid)
             tl.store(part_l + at, sl, mask=valid)
-            tl.store(out + at[:, None] * D + d, so, mask=valid[:, None])
+            tl.store(out + at[:, None] * D + d, so, mask=inside)
         else:
             m, den, o = _merge(m, den, o, sm, sl, so, c)
     if not PARTS:
-        o, den = _finish(m, den, o, c)
-        tl.store(out + row[:, None] * D + d, o.to(out.dtype.element_ty), mask=valid[:, None])
-        tl.store(lse + (head.to(tl.int64) * N + token) * GROUPS + group, den, mask=valid)
+        o, log_sum = _finish(m, den, o, c)
+        out += row[:, None] * D
+        tl.store(out + d, o.to(out.dtype.element_ty), mask=inside)
+        lse += (head.to(tl.int64) * N + token) * GROUPS + group
+        tl.store(lse, log_sum, mask=valid)
 
 
 @triton.jit(do_not_specialize=["B", "splits"])
@@ -1418,7 +1441,8 @@ def triton_merge_parts(
     b = _find(q_ends, B, token)
     if b == B:
         return
-    seen = tl.load(kv_lens + b).to(tl.int32) - _before(q_ends, b + 1) + token + 1
+    kv_len = tl.load(kv_lens + b).to(tl.int32)
+    seen = kv_len - _before(q_ends, b + 1) + token + 1
     one = tl.arange(0, 1)
     d = tl.arange(0, D)[None, :]
     m = tl.full([1], -1e30, tl.float32)
@@ -1430,8 +1454,9 @@ def triton_merge_parts(
         sl = tl.load(part_l + at)
         so = tl.load(part_o + at[:, None] * D + d)
         m, den, o = _merge(m, den, o, sm, sl, so, c)
-    o, den = _finish(m, den, o, c)
-    tl.store(out + (row + one)[:, None] * D + d, o.to(out.dtype.element_ty))
+    o, _ = _finish(m, den, o, c)
+    out += (row + one)[:, None] * D
+    tl.store(out + d, o.to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -1439,16 +1464,19 @@ def triton_attention_delta(
     grad, out, delta, R, HEADS: constexpr, GROUPS: constexpr, D: constexpr, ROWS: constexpr,
 ):  # fmt: skip
     """rowsum(do * o), laid out as lse."""
+    H: constexpr = HEADS * GROUPS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)[None, :]
     at = row[:, None] * D + d
     inside = (row < R)[:, None]
     x = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-    token = row // (HEADS * GROUPS)
-    column = row % (HEADS * GROUPS)
-    to = (column // GROUPS * (R // (HEADS * GROUPS)) + token) * GROUPS + column % GROUPS
-    tl.store(delta + to, tl.sum(x * y, 1), mask=row < R)
+    token = row // H
+    column = row % H
+    head = column // GROUPS
+    N = R // H
+    delta += (head * N + token) * GROUPS + column % GROUPS
+    tl.store(delta, tl.sum(x * y, 1), mask=row < R)
 
 
 @triton.jit(do_not_specialize=["N", "B"])
@@ -1467,24 +1495,29 @@ def triton_attention_dq(
     d = tl.arange(0, D)[None, :]
     column = (head * GROUPS + group).to(tl.int64)
     row = token * (HEADS * GROUPS) + column
-    x = tl.load(q + (token * q_n + column * q_h)[:, None] + d, mask=valid[:, None], other=0.0)
-    g = tl.load(grad + row[:, None] * D + d, mask=valid[:, None], other=0.0)
-    at_row = (head.to(tl.int64) * N + token) * GROUPS + group
-    top = tl.load(lse + at_row, mask=valid, other=0.0)[:, None]
-    mean = tl.load(delta + at_row, mask=valid, other=0.0)[:, None]
+    inside = valid[:, None]
+    q_row = q + (token * q_n + column * q_h)[:, None]
+    x = tl.load(q_row + d, mask=inside, other=0.0)
+    g = tl.load(grad + row[:, None] * D + d, mask=inside, other=0.0)
+    at = (head.to(tl.int64) * N + token) * GROUPS + group
+    top = tl.load(lse + at, mask=valid, other=0.0)[:, None]
+    mean = tl.load(delta + at, mask=valid, other=0.0)[:, None]
     seen = tl.min(query, 0) + 1  # keys that every row sees; a row that is not valid has g = 0, and so ds = 0
+    last = tl.max(tl.where(valid, query, -1), 0) + 1  # keys that some row sees
     acc = tl.zeros([ROWS, D], tl.float32)
-    for first in range(0, tl.max(tl.where(valid, query, -1), 0) + 1, KEYS):
+    for first in range(0, last, KEYS):
         kt = _key_tile(k, start, length, first, head, k_s, k_h, KEYS, D, TMA)
         vt = _key_tile(v, start, length, first, head, v_s, v_h, KEYS, D, TMA)
         s = tl.dot(x, kt.T, input_precision="ieee")
         p = tl.exp2(tl.fma(s, c, -top))
         if first + KEYS > seen:
-            p = tl.where((first + tl.arange(0, KEYS)[None, :] <= query[:, None]) & valid[:, None], p, 0.0)
+            sees = first + tl.arange(0, KEYS)[None, :] <= query[:, None]
+            p = tl.where(sees & inside, p, 0.0)
         dp = tl.dot(g, vt.T, input_precision="ieee")
         ds = (p * (dp - mean)).to(q.dtype.element_ty)
         acc = tl.dot(ds, kt, acc, input_precision="ieee")
-    tl.store(dq + row[:, None] * D + d, (acc * scale).to(dq.dtype.element_ty), mask=valid[:, None])
+    dq += row[:, None] * D
+    tl.store(dq + d, (acc * scale).to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "B"])
@@ -1508,9 +1541,11 @@ def triton_attention_dkv(
     at = first_key + tl.arange(0, KEYS)
     d = tl.arange(0, D)[None, :]
     here = (at < length)[:, None]
-    s_row = (start + at).to(tl.int64)
-    kt = tl.load(k + head.to(tl.int64) * k_h + s_row[:, None] * k_s + d, mask=here, other=0.0)
-    vt = tl.load(v + head.to(tl.int64) * v_h + s_row[:, None] * v_s + d, mask=here, other=0.0)
+    s_row = (start + at).to(tl.int64)[:, None]
+    k += head.to(tl.int64) * k_h
+    kt = tl.load(k + s_row * k_s + d, mask=here, other=0.0)
+    v += head.to(tl.int64) * v_h
+    vt = tl.load(v + s_row * v_s + d, mask=here, other=0.0)
     dk_acc = tl.zeros([KEYS, D], tl.float32)
     dv_acc = tl.zeros([KEYS, D], tl.float32)
     rows = length * GROUPS
@@ -1524,8 +1559,10 @@ def triton_attention_dkv(
         token = (start + r // GROUPS).to(tl.int64)
         group = r % GROUPS
         valid = (r < rows)[:, None]
-        x = tl.load(q + (token * q_n + group * q_h)[:, None] + d, mask=valid, other=0.0)
-        g = tl.load(grad + ((token * (HEADS * GROUPS) + group) * D)[:, None] + d, mask=valid, other=0.0)
+        q_row = q + (token * q_n + group * q_h)[:, None]
+        x = tl.load(q_row + d, mask=valid, other=0.0)
+        g_row = grad + ((token * (HEADS * GROUPS) + group) * D)[:, None]
+        g = tl.load(g_row + d, mask=valid, other=0.0)
         # past the sequence these hold anything
         top = tl.load(lse + r)[None, :]
         mean = tl.load(delta + r)[None, :]
@@ -1533,14 +1570,17 @@ def triton_attention_dkv(
         p = tl.exp2(tl.fma(s, c, -top))
         if (first < (first_key + KEYS - 1) * GROUPS) | (first + ROWS > rows):  # not every row sees every key
             i = tl.arange(0, ROWS)[None, :]
-            p = tl.where((at[:, None] * GROUPS - first <= i) & (i < rows - first), p, 0.0)
-            mean = tl.where(i < rows - first, mean, 0.0)
+            sees = at[:, None] * GROUPS - first <= i
+            inside = i < rows - first
+            p = tl.where(sees & inside, p, 0.0)
+            mean = tl.where(inside, mean, 0.0)
         dv_acc = tl.dot(p.to(g.dtype), g, dv_acc, input_precision="ieee")
         dp = tl.dot(vt, g.T, input_precision="ieee")
         ds = (p * (dp - mean)).to(x.dtype)
         dk_acc = tl.dot(ds, x, dk_acc, input_precision="ieee")
     # computed again from what is read again: the loop has no registers to keep these in
-    at = tl.load(q_ends + b - 1, mask=b > 0, other=0, volatile=True).to(tl.int32) + first_key + tl.arange(0, KEYS)
+    start = tl.load(q_ends + b - 1, mask=b > 0, other=0, volatile=True).to(tl.int32)
+    at = start + first_key + tl.arange(0, KEYS)
     to = (at.to(tl.int64) * HEADS + head)[:, None] * D + d
     here = (at < end)[:, None]
     tl.store(dk + to, (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
@@ -1594,15 +1634,17 @@ class TritonAttention(torch.autograd.Function):
         tma = not paged and card(q).tma
         out = q.new_empty(N, H, D)
         lse = q.new_empty(N * H + BACKWARD_ROWS, dtype=torch.float32)
-        pages, requests = (plan.page_table, plan.requests) if paged else (plan.q_ends, plan.q_ends)
+        pages = plan.page_table if paged else plan.q_ends
+        requests = plan.requests if paged else plan.q_ends
         # decode has few rows: several programs share the splits that one may have, and a second kernel merges them
         decode = paged and N <= plan.B
         splits = triton.cdiv(pages.shape[1], SPLIT) if decode else 1
         parts = splits > 1
         lanes = min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
         rows = DECODE_ROWS if decode else PREFILL_ROWS
+        warps = 4 if decode else 8
         stages = PREFILL_STAGES if paged and not decode else 3
-        config = _attention_config(q, rows, 4 if decode else 8, stages)
+        config = _attention_config(q, rows, warps, stages)
         # without tokens no tile: TMA takes no empty tensor
         ends = plan.ends(groups, config["ROWS"])
         tiles = N * groups // config["ROWS"] + min(N, plan.B)
@@ -1635,7 +1677,8 @@ class TritonAttention(torch.autograd.Function):
         delta = torch.empty_like(lse)
         args = grad, out, delta, N * H
         grid = (triton.cdiv(N * H, DELTA_ROWS),)
-        _launch(triton_attention_delta, grid, *args, **shape, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
+        config = dict(ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
+        _launch(triton_attention_delta, grid, *args, **shape, **config)
         dq, dk, dv = (_contiguous_like(x) for x in (q, k, v))
         dq_config = _attention_config(q, PREFILL_ROWS, 8, 3)
         # an odd group's lse are copied one by one, which takes registers: half the rows, or they spill
@@ -1671,7 +1714,8 @@ def attention(q, k, v, plan, scale):
     fits = k.shape[2] == D and v.shape == k.shape and H % HK == 0
     check(fits, "q, k, v {}, {}, {}: one D, and query heads a multiple of the key heads are needed", q, k, v)
     if plan.row is not None and use_triton(q):  # its kernels know whole sequences alone
-        out = attention(*map(plan.spread, (q, k, v)), packed_plan(plan.kv_lens), scale)
+        whole = map(plan.spread, (q, k, v))
+        out = attention(*whole, packed_plan(plan.kv_lens), scale)
         return F.embedding(plan.first, out.flatten(1)).view(q.shape)
     if not use_triton(q):
         keys = len(k) if plan.page_table is None else len(q)
@@ -1707,29 +1751,35 @@ def triton_softmax_stats(z, t, stats, V: constexpr, BLOCK: constexpr):
     m = tl.full([BLOCK], -1e30, tl.float32)
     den = tl.zeros([BLOCK], tl.float32)
     for first in range(0, V, BLOCK):
-        x = tl.load(z + row * V + first + i, mask=first + i < V, other=float("-inf"))
+        inside = first + i < V
+        x = tl.load(z + row * V + first + i, mask=inside, other=float("-inf"))
         x = tl.div_rn(x.to(tl.float32), t)
         top = tl.maximum(m, x)
         den = den * tl.exp(m - top) + tl.exp(x - top)
         m = top
     top = tl.max(m, 0)
-    tl.store(stats + row * 2, top)
+    stats += row * 2
+    tl.store(stats, top)
     den = tl.sum(den * tl.exp(m - top), 0)
-    tl.store(stats + row * 2 + 1, tl.log(den))
+    tl.store(stats + 1, tl.log(den))
 
 
 @triton.jit
 def _log_prob(z, t, stats):
-    return (tl.div_rn(z.to(tl.float32), t) - tl.load(stats)) - tl.load(stats + 1)
+    x = tl.div_rn(z.to(tl.float32), t)
+    return (x - tl.load(stats)) - tl.load(stats + 1)
 
 
 @triton.jit
 def triton_log_softmax(z, t, stats, out, V: constexpr, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(z + row * V + c, mask=c < V, other=0.0)
+    inside = c < V
+    z += row * V
+    logits = tl.load(z + c, mask=inside, other=0.0)
     x = _log_prob(logits, tl.load(t), stats + row * 2)
-    tl.store(out + row * V + c, x.to(out.dtype.element_ty), mask=c < V)
+    out += row * V
+    tl.store(out + c, x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -1741,10 +1791,15 @@ def triton_token_logprobs(z, t, stats, targets, logprobs, entropy, V: constexpr,
     stats += row * 2
     acc = tl.zeros([BLOCK], tl.float32)
     for first in range(0, V, BLOCK):
-        x = _log_prob(tl.load(z + first + i, mask=first + i < V, other=0.0), t, stats)
-        acc += tl.where((first + i < V) & (x > float("-inf")), tl.exp(x) * x, 0.0)
+        inside = first + i < V
+        logits = tl.load(z + first + i, mask=inside, other=0.0)
+        x = _log_prob(logits, t, stats)
+        kept = inside & (x > float("-inf"))
+        acc += tl.where(kept, tl.exp(x) * x, 0.0)
     tl.store(entropy + row, -tl.sum(acc, 0))
-    tl.store(logprobs + row, _log_prob(tl.load(z + tl.load(targets + row)), t, stats))
+    logprobs += row
+    logit = tl.load(z + tl.load(targets + row))
+    tl.store(logprobs, _log_prob(logit, t, stats))
 
 
 @triton.jit
@@ -1754,15 +1809,19 @@ def triton_token_grads(
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t = tl.load(t)
-    logits = tl.load(z + row * V + c, mask=c < V, other=0.0)
+    inside = c < V
+    z += row * V
+    logits = tl.load(z + c, mask=inside, other=0.0)
     x = _log_prob(logits, t, stats + row * 2)
     p = tl.exp(x)
     g = tl.div_rn(tl.load(grad + row), t)
-    d = tl.where(c == tl.load(targets + row), 1 - p, -p) * g
+    target = tl.load(targets + row)
+    d = tl.where(c == target, 1 - p, -p) * g
     if entropy_grad is not None:
         e = tl.div_rn(tl.load(entropy_grad + row), t)
         d -= tl.where(p > 0, p * (x + tl.load(entropy + row)), 0.0) * e
-    tl.store(dz + row * V + c, d.to(dz.dtype.element_ty), mask=c < V)
+    dz += row * V
+    tl.store(dz + c, d.to(dz.dtype.element_ty), mask=inside)
 
 
 def _on_logits(kernel, work, z, *args):
@@ -1784,9 +1843,11 @@ def _kept_logits(first, h, weight, targets, t, rule):
     if rule is None:
         return z
     cuts, kept, found = rule
-    rows, columns = kept[:, (kept[0] >= first) & (kept[0] < first + len(h))]
+    here = (kept[0] >= first) & (kept[0] < first + len(h))
+    rows, columns = kept[:, here]
     known = rows - first
-    rows = torch.cat([known, torch.arange(len(h), device=h.device)])
+    every = torch.arange(len(h), device=h.device)
+    rows = torch.cat([known, every])
     columns = torch.cat([columns, targets])  # a token that was drawn is kept in any case
     values = z[rows, columns]
     if len(known.unique()) < len(h):  # else there is nothing left to find
@@ -1794,7 +1855,8 @@ def _kept_logits(first, h, weight, targets, t, rule):
     z[known] = -math.inf
     z[rows, columns] = values
     if found is not None:
-        found.append((z > -math.inf).nonzero().t() + torch.tensor([[first], [0]], device=h.device))
+        pairs = (z > -math.inf).nonzero().t()
+        found.append(pairs + torch.tensor([[first], [0]], device=h.device))
     return z
 
 
@@ -1808,7 +1870,8 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs = stats.new_empty(N)
         entropy = stats.new_empty(N)
         rows = hidden, stats, targets, logprobs, entropy
-        for i, (h, of_chunk, *rest) in enumerate(zip(*(x.split(CHUNK) for x in rows))):
+        chunks = zip(*(x.split(CHUNK) for x in rows))
+        for i, (h, of_chunk, *rest) in enumerate(chunks):
             z = _kept_logits(i * CHUNK, h, weight, rest[0], t, rule)
             _on_logits(triton_softmax_stats, 10, z, t, of_chunk)
             _on_logits(triton_token_logprobs, 10, z, t, of_chunk, *rest)
@@ -1826,7 +1889,8 @@ class TokenLogprobs(torch.autograd.Function):
         rows = [hidden, stats, targets, entropy, grad.contiguous()]
         if entropy_grad is not None:
             rows.append(entropy_grad.contiguous())
-        for i, (h, *args) in enumerate(zip(*(x.split(CHUNK) for x in rows))):
+        chunks = zip(*(x.split(CHUNK) for x in rows))
+        for i, (h, *args) in enumerate(chunks):
             if entropy_grad is None:
                 args.append(None)
             z = _kept_logits(i * CHUNK, h, weight, args[1], t, ctx.rule)
@@ -1835,7 +1899,9 @@ class TokenLogprobs(torch.autograd.Function):
             d_hidden.append(matmul(dz, weight))
             if d_weight is not None:
                 matmul(dz.t(), h, out=d_weight)
-        return torch.cat(d_hidden), None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return torch.cat(d_hidden), d_weight, None, None, None
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, kept=None, found=None):
@@ -1874,7 +1940,8 @@ def log_softmax(x, dim, half_to_float):
     out = x.new_empty(x.shape, dtype=torch.float32 if half_to_float else None)
     z = _aligned(x.reshape(-1, max(1, x.shape[-1])))
     t = z.new_ones(1, dtype=torch.float32)
-    on_elements(triton_log_softmax, z.shape, 10, z, t, softmax_stats(z, t), out)
+    stats = softmax_stats(z, t)
+    on_elements(triton_log_softmax, z.shape, 10, z, t, stats, out)
     return out
 
 
@@ -1917,8 +1984,11 @@ def _rank_int64(x):
 @triton.jit
 def _ranked(z, t, m, c, V: constexpr):
     """(rank, mass) of the tokens c of a row."""
-    x = tl.div_rn(tl.load(z + c, mask=c < V, other=float("-inf")).to(tl.float32), t)
-    return _rank_int64(x), (tl.exp(x - m) * 2.0**30).to(tl.int64)
+    logits = tl.load(z + c, mask=c < V, other=float("-inf"))
+    x = tl.div_rn(logits.to(tl.float32), t)
+    rank = _rank_int64(x)
+    mass = (tl.exp(x - m) * 2.0**30).to(tl.int64)
+    return rank, mass
 
 
 @triton.jit
@@ -1927,9 +1997,11 @@ def _all_above(z, t, m, rank, V: constexpr, BLOCK: constexpr):
     n = tl.zeros([BLOCK], tl.int64)
     mass = tl.zeros([BLOCK], tl.int64)
     for first in range(0, V, BLOCK):
-        ranks, masses = _ranked(z, t, m, first + tl.arange(0, BLOCK), V)
-        n += (ranks > rank).to(tl.int64)
-        mass += tl.where(ranks > rank, masses, 0)
+        c = first + tl.arange(0, BLOCK)
+        ranks, masses = _ranked(z, t, m, c, V)
+        above = ranks > rank
+        n += above.to(tl.int64)
+        mass += tl.where(above, masses, 0)
     return tl.sum(n, 0), tl.sum(mass, 0)
 
 
@@ -1943,11 +2015,13 @@ def triton_cut(z, t, stats, rules, V: constexpr, BLOCK: constexpr):
     top_p = tl.load(rules)
     top_k = tl.load(rules + 1).to(tl.int64)
     _, whole = _all_above(z, t, m, -(1 << 32), V, BLOCK)
-    enough = tl.maximum((whole.to(tl.float64) * top_p).to(tl.int64), 1)
+    enough = (whole.to(tl.float64) * top_p).to(tl.int64)
+    enough = tl.maximum(enough, 1)
     enough = tl.where(top_p < 1, enough, whole + 1)
     most = tl.where(top_k > 0, top_k, V)
     high = _rank_int64(m)
-    low = _rank_int64(m + tl.log(tl.load(rules + 2))) - 1
+    min_p = tl.load(rules + 2)
+    low = _rank_int64(m + tl.log(min_p)) - 1
     while high - low > 1:
         middle = (low + high) >> 1
         n, mass = _all_above(z, t, m, middle, V, BLOCK)
@@ -1957,11 +2031,13 @@ def triton_cut(z, t, stats, rules, V: constexpr, BLOCK: constexpr):
     n, mass = _all_above(z, t, m, high, V, BLOCK)
     for first in range(0, V, BLOCK):
         c = first + tl.arange(0, BLOCK)
+        inside = c < V
         ranks, masses = _ranked(z, t, m, c, V)
-        last = ((ranks == high) & (c < V)).to(tl.int64)
+        last = ((ranks == high) & inside).to(tl.int64)
         before = tl.cumsum(last, 0) - last
         fits = (n + before < most) & (mass + before * masses < enough)
-        tl.store(z + c, float("-inf"), mask=(c < V) & (ranks <= high) & ((ranks < high) | ~fits))
+        dropped = inside & (ranks <= high) & ((ranks < high) | ~fits)
+        tl.store(z + c, float("-inf"), mask=dropped)
         n += tl.sum(last, 0)
         mass += tl.sum(last * masses, 0)
 
@@ -1990,14 +2066,19 @@ def triton_embedding_backward(grad, ids, order, out, pad, N, C, BLOCK: constexpr
     i = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(ids + i)
-    if (v != tl.load(ids + i - 1, mask=i > 0, other=-1)) & (v != pad):
+    previous = tl.load(ids + i - 1, mask=i > 0, other=-1)
+    if (v != previous) & (v != pad):
+        inside = c < C
         acc = tl.zeros([BLOCK], tl.float32)
         same = 1
         while same == 1:
-            acc += tl.load(grad + tl.load(order + i) * C + c, mask=c < C, other=0.0).to(tl.float32)
+            row = grad + tl.load(order + i) * C
+            acc += tl.load(row + c, mask=inside, other=0.0).to(tl.float32)
             i += 1
-            same = (tl.load(ids + i, mask=i < N, other=-1) == v).to(tl.int32)
-        tl.store(out + v * C + c, acc.to(out.dtype.element_ty), mask=c < C)
+            following = tl.load(ids + i, mask=i < N, other=-1)
+            same = (following == v).to(tl.int32)
+        out += v * C
+        tl.store(out + c, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
@@ -2045,9 +2126,13 @@ def triton_draw(logprobs, seeds, positions, scores, columns, V: constexpr, BLOCK
     """Of one block of a row, the largest score and the first column that has it, into (B, blocks) each."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    h = tl.minimum(_murmur_hash_uint32(tl.load(seeds + row), tl.load(positions + row), c), 0xFFFFFFFE)
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
+    h = tl.minimum(_murmur_hash_uint32(seed, position, c), 0xFFFFFFFE)
     u = h.to(tl.float64) * (1 / 4294967295)  # as torch on CUDA divides; of one hash in 750 it is an ulp below
-    score = tl.load(logprobs + row * V + c, mask=c < V, other=float("-inf")).to(tl.float64)
+    inside = c < V
+    logprobs += row * V
+    score = tl.load(logprobs + c, mask=inside, other=float("-inf")).to(tl.float64)
     score -= tl.log(tl.minimum(-tl.log(u), 1.7976931348623157e308))
     score = tl.where(score == score, score, float("inf"))  # the first NaN is taken, as torch.argmax does
     top = tl.max(score, 0)
@@ -2104,8 +2189,10 @@ def triton_bit_sum(x, odd_rows, odd_columns, sums, R, C, ROWS: constexpr, COLUMN
         c = first + tl.arange(0, COLUMNS)
         inside = (r < R)[:, None] & (c < C)[None, :]
         odd = tl.load(odd_columns + c, mask=c < C, other=0)
-        acc += tl.load(x + c[None, :], mask=inside, other=0).to(tl.int64) * odd[None, :]
-    of_rows = tl.sum(acc, 1) * tl.load(odd_rows + r, mask=r < R, other=0)
+        numbers = tl.load(x + c[None, :], mask=inside, other=0).to(tl.int64)
+        acc += numbers * odd[None, :]
+    of_rows = tl.sum(acc, 1)
+    of_rows *= tl.load(odd_rows + r, mask=r < R, other=0)
     tl.atomic_add(sums, tl.sum(of_rows, 0))
 
 
@@ -2120,14 +2207,16 @@ def bit_sum(x, odd_rows, odd_columns):
     sums = odd_rows.new_zeros(())
     columns = min(BIT_SUM_TILE // 4, _block(C))
     rows = BIT_SUM_TILE // columns
-    _launch(triton_bit_sum, (-(-R // rows),), *args, sums, R, C, ROWS=rows, COLUMNS=columns, num_warps=4)
+    grid = (-(-R // rows),)
+    _launch(triton_bit_sum, grid, *args, sums, R, C, ROWS=rows, COLUMNS=columns, num_warps=4)
     return sums
 
 
 def adamw(groups, **options):
     """AdamW of these groups of weights: torch's, but on a CPU ours, since there torch's follows the vectors' width."""
     by_triton = use_triton(groups[0]["params"][0])
-    return (torch.optim.AdamW if by_triton else _loops().AdamW)(groups, **options)
+    optimizer = torch.optim.AdamW if by_triton else _loops().AdamW
+    return optimizer(groups, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2148,7 +2237,8 @@ def _reduction(of_rows, its_own):
         C = math.prod(x.shape[d] for d in dims)
         rows = x.permute([*others, *dims]).reshape(R, C)
         y = of_rows(rows.double(), **options).to(dtype or x.dtype)
-        return y.view([1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims])
+        shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+        return y.view(shape)
 
     return operator
 
@@ -2159,7 +2249,10 @@ def _mean(rows):
 
 def _std(rows, correction=None):
     off = rows - _mean(rows)[:, None]
-    return (row_sums(off * off) / (rows.shape[1] - (1 if correction is None else correction))).sqrt()
+    if correction is None:
+        correction = 1
+    variance = row_sums(off * off) / (rows.shape[1] - correction)
+    return variance.sqrt()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2200,7 +2293,8 @@ def enable_batch_invariant(cpu_threads=1, cores=""):
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want
-        for device, operators in dict(CPU=both if INTERPRET else both | on_cpu, CUDA=both).items():
+        tables = dict(CPU=both if INTERPRET else both | on_cpu, CUDA=both)
+        for device, operators in tables.items():
             for name, operator in operators.items():
                 _library.impl(name, operator, device, allow_override=True)
 
@@ -2305,13 +2399,16 @@ def on_elements(kernel, shape, work, *args):
     """`on_rows` for elementwise work over `shape`, `work` operations each; the last argument is C."""
     R, C = shape
     config = dict(BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
-    on_rows(kernel, R, work * R * C, (*args, C), (R, -(-C // ELEMENTS)), config)
+    grid = R, -(-C // ELEMENTS)
+    on_rows(kernel, R, work * R * C, (*args, C), grid, config)
 
 
 def _launch(kernel, grid, *args, **config):
-    if 0 not in grid:
-        with torch.cuda.device_of(next(x for x in args if isinstance(x, torch.Tensor))):
-            kernel[grid](*args, **config)
+    if 0 in grid:
+        return
+    tensor = next(x for x in args if isinstance(x, torch.Tensor))
+    with torch.cuda.device_of(tensor):
+        kernel[grid](*args, **config)
 
 
 def _aligned(x):
@@ -2331,7 +2428,9 @@ class _NoGradient:
 
 def _apply(function, *args):
     """function.apply(*args) if a gradient may be needed, else forward alone: `apply` is slower than some loops."""
-    return function.apply(*args) if torch.is_grad_enabled() else function.forward(_NoGradient(), *args)
+    if torch.is_grad_enabled():
+        return function.apply(*args)
+    return function.forward(_NoGradient(), *args)
 
 
 def _contiguous_like(x):
