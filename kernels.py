@@ -143,14 +143,16 @@ def naive_dot(x, y):
 
 def naive_attention(q, k, v, scale):
     """Of one head: the last T tokens of a sequence, q (T, D), see the keys k and values v (L, D) up to their own."""
+    exp = _loops().exp
     out = np.zeros_like(q)
     for t, row in enumerate(q):
         seen = len(k) - len(q) + t + 1
         s = naive_matmul(row[None], k[:seen].T)[0]
         m = s.max() * scale
-        p = np.array([_loops().exp(x * scale - m) for x in s])
+        p = np.array([exp(x * scale - m) for x in s])
         denominator = naive_dot(p, np.ones(seen))
-        out[t] = naive_matmul(p[None], v[:seen])[0] / denominator
+        o = naive_matmul(p[None], v[:seen])[0]
+        out[t] = o / denominator
     return out
 
 
@@ -193,7 +195,9 @@ def _part(c, m, n, M, N, c_m, c_n, ROWS: constexpr, COLUMNS: constexpr):
     """Pointers to the (ROWS, COLUMNS) of c from (m, n) on, and which of them lie inside."""
     rows = (m + tl.arange(0, ROWS))[:, None]
     cols = (n + tl.arange(0, COLUMNS))[None, :]
-    return c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n, (rows < M) & (cols < N)
+    at = c + rows.to(tl.int64) * c_m + cols.to(tl.int64) * c_n
+    inside = (rows < M) & (cols < N)
+    return at, inside
 
 
 @triton.jit
@@ -210,10 +214,14 @@ def _multiply_tile(
     b += n * b_n + k[:, None].to(tl.int64) * b_k
     c += m * c_m + n * c_n
     inside = inside_m & inside_n
-    acc = tl.load(c, mask=inside, other=0.0) if ADD else tl.zeros(inside.shape, tl.float32)
+    if ADD:
+        acc = tl.load(c, mask=inside, other=0.0)
+    else:
+        acc = tl.zeros(inside.shape, tl.float32)
     for left in range(K, 0, -BLOCK_K):
-        x = tl.load(a, mask=inside_m & (k < left)[None, :], other=0.0)
-        y = tl.load(b, mask=inside_n & (k < left)[:, None], other=0.0)
+        inside_k = k < left
+        x = tl.load(a, mask=inside_m & inside_k[None, :], other=0.0)
+        y = tl.load(b, mask=inside_n & inside_k[:, None], other=0.0)
         acc = tl.dot(x, y, acc, input_precision="ieee")
         a += a_k * BLOCK_K
         b += b_k * BLOCK_K
@@ -229,11 +237,13 @@ def triton_matmul(
     if starts is not None:
         part = tl.program_id(1).to(tl.int64)
         first = tl.load(starts + part)
-        K = (tl.load(starts + part + 1) - first).to(tl.int32)
+        end = tl.load(starts + part + 1)
+        K = (end - first).to(tl.int32)
         a += first * a_k
         b += first * b_k
         c += part * M * N
-    row, col = _tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
+    tile = tl.program_id(0)
+    row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
     m = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col * BLOCK_N + tl.arange(0, BLOCK_N)
     _multiply_tile(a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD, BLOCK_K)
@@ -251,7 +261,10 @@ def triton_matmul_tma(
     stored in halves, since the stages leave no shared memory for a whole one. With ADD the accumulator is read from c,
     and each flattened load would have to be waited for.
     """
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), PROGRAMS, flatten=not ADD):
+    HALF: constexpr = BLOCK_N // 2
+    first = tl.program_id(0)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(first, tiles, PROGRAMS, flatten=not ADD):
         row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
         m = row * BLOCK_M
         n = col * BLOCK_N
@@ -264,9 +277,9 @@ def triton_matmul_tma(
             x = a.load([m, k]) if A_MK else a.load([k, m]).T
             y = b.load([n, k]).T if B_NK else b.load([k, n])
             acc = tl.dot(x, y, acc, input_precision="ieee")
-        halves = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+        halves = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
         for i in tl.static_range(2):
-            at, inside = _part(c, m, n + i * (BLOCK_N // 2), M, N, c_m, c_n, BLOCK_M, BLOCK_N // 2)
+            at, inside = _part(c, m, n + i * HALF, M, N, c_m, c_n, BLOCK_M, HALF)
             tl.store(at, halves[i].to(c.dtype.element_ty), mask=inside)
 
 
@@ -333,9 +346,10 @@ def matmul(a, b, out_dtype=None, out=None):
     out_dtype: of the result, a's unless given. out: a contiguous float32 result to which the product is added, in the
     same chain.
     """
-    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
     add = out is not None
-    fits = fits and (not add or out.shape == (len(a), b.shape[1]))
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
+    if fits and add:
+        fits = out.shape == (len(a), b.shape[1])
     check(fits, "shapes {} and {} do not multiply", a, b)
     check_operands(a, b)
     if add:
@@ -345,9 +359,10 @@ def matmul(a, b, out_dtype=None, out=None):
         return _loops().cpu_matmul(a, b, out)
     M, K = a.shape
     N = b.shape[1]
-    result = c = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
-    if 0 in c.shape:
+    result = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
+    if 0 in result.shape:
         return result
+    c = result
     x = _for_tma(a)
     y = _for_tma(b.t())
     wide = bool(K and x and y)
@@ -377,7 +392,8 @@ def matmul(a, b, out_dtype=None, out=None):
         args = c, *descriptors, M, N, K, *c.stride(), programs, x[1], y[1], add
         _launch(triton_matmul_tma, (programs,), *args, **config)
     else:
-        args = a, b, c, None, M, N, K, *a.stride(), *b.stride(), *c.stride(), add
+        strides = *a.stride(), *b.stride(), *c.stride()
+        args = a, b, c, None, M, N, K, *strides, add
         _launch(triton_matmul, (tiles,), *args, **config)
     return result
 
@@ -394,7 +410,9 @@ def addmm(bias, a, b, *, beta=1, alpha=1):
     out = matmul(a, b, out_dtype=torch.float32) if use_triton(a) else mm(a, b)
     if alpha != 1:
         out = out * alpha
-    return (out + (bias if beta == 1 else bias * beta)).to(a.dtype)
+    if beta != 1:
+        bias = bias * beta
+    return (out + bias).to(a.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -415,8 +433,10 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
+        dx = torch.mm(grad, weight)
+        d_weight = torch.mm(grad.t(), x)
         d_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return torch.mm(grad, weight), torch.mm(grad.t(), x), d_bias, None
+        return dx, d_weight, d_bias, None
 
 
 def tree_sum(parts):
@@ -450,8 +470,11 @@ def linear(x, weight, bias, split=1, gather=None):
         weight = weight.t()
         return mm(x, weight) if bias is None else addmm(bias, x, weight)
     y = split_matmul(x, weight.t(), split)
-    y = tree_sum(gather(y)) if gather else y
-    return (y if bias is None else y + bias).to(x.dtype)
+    if gather:
+        y = tree_sum(gather(y))
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -475,13 +498,18 @@ def triton_lora(weight, A, B, out, scale, N, K, R, BLOCK: constexpr, BLOCK_R: co
     n = n.to(tl.int64)[:, None]
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     for first in range(0, R, BLOCK_R):
-        x = tl.load(B + n * R + first + r, mask=inside_n & (first + r < R), other=0.0)
-        inside_r = (first + r < R)[:, None]
-        y = tl.load(A + (first + r)[:, None].to(tl.int64) * K + k, mask=inside_k & inside_r, other=0.0)
+        inside_r = first + r < R
+        x = tl.load(B + n * R + first + r, mask=inside_n & inside_r, other=0.0)
+        inside = inside_k & inside_r[:, None]
+        row = A + (first + r)[:, None].to(tl.int64) * K
+        y = tl.load(row + k, mask=inside, other=0.0)
         acc = tl.dot(x, y, acc, input_precision="ieee")
     inside = inside_n & inside_k
-    merged = tl.load(weight + n * K + k, mask=inside, other=0.0).to(tl.float32) + scale * acc
-    tl.store(out + n * K + k, merged.to(out.dtype.element_ty), mask=inside)
+    weight += n * K
+    w = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
+    w += scale * acc
+    out += n * K
+    tl.store(out + k, w.to(out.dtype.element_ty), mask=inside)
 
 
 class LoRALinear(torch.autograd.Function):
@@ -499,11 +527,15 @@ class LoRALinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, A, B = ctx.saved_tensors
-        # W' is made again: kept, it would be a second model in memory.
-        dx = torch.mm(grad, merge(weight, A, B, ctx.scale)) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            merged = merge(weight, A, B, ctx.scale)  # again: kept, it would be a second model in memory
+            dx = torch.mm(grad, merged)
         g_B = _float32_mm(grad, B) * ctx.scale
         x_A = _float32_mm(x, A.t()) * ctx.scale
-        return dx, None, None, _float32_mm(g_B.t(), x), _float32_mm(grad.t(), x_A), None, None
+        dA = _float32_mm(g_B.t(), x)
+        dB = _float32_mm(grad.t(), x_A)
+        return dx, None, None, dA, dB, None, None
 
 
 def _float32_mm(a, b):
@@ -518,7 +550,8 @@ def _float32_mm(a, b):
     high = b.to(a.dtype)
     middle = (b - high).to(a.dtype)
     low = (b - high - middle).to(a.dtype)
-    high, middle, low = matmul(a, torch.cat([high, middle, low], 1), torch.float32).chunk(3, 1)
+    parts = torch.cat([high, middle, low], 1)
+    high, middle, low = matmul(a, parts, torch.float32).chunk(3, 1)
     return high + (middle + low)
 
 
@@ -528,12 +561,14 @@ def merge(weight, A, B, scale):
     check(fits, "weight, A, B {}, {}, {}: (N, K), (r, K), (N, r) are needed", weight, A, B)
     check_operands(A, B, weight.new_empty(0, dtype=torch.float32))
     if not use_triton(weight):
-        return _loops().cpu_matmul(B, A).mul_(scale).add_(weight).to(weight.dtype)
+        out = _loops().cpu_matmul(B, A)
+        return out.mul_(scale).add_(weight).to(weight.dtype)
     weight, A, B = map(_aligned, (weight, A, B))
     N, K = weight.shape
     out = torch.empty_like(weight)
     grid = -(-N // LORA_TILE), -(-K // LORA_TILE)
-    _launch(triton_lora, grid, weight, A, B, out, scale, N, K, len(A), BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
+    args = weight, A, B, out, scale, N, K, len(A)
+    _launch(triton_lora, grid, *args, BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
     return out
 
 
@@ -551,7 +586,8 @@ def triton_row_sums(x, out, C, BLOCK: constexpr):
     x += row.to(tl.int64) * C
     acc = tl.zeros([BLOCK], tl.float64)
     for first in range(0, C, BLOCK):
-        acc += tl.load(x + first + i, mask=first + i < C, other=0.0)
+        inside = first + i < C
+        acc += tl.load(x + first + i, mask=inside, other=0.0)
     tl.store(out + row, tl.sum(acc, 0))
 
 
@@ -592,16 +628,21 @@ def rope_table(inv_freq, positions):
         return angle.cos(), angle.sin()
     cos = torch.empty_like(angle)
     sin = torch.empty_like(angle)
-    host.share(_loops().cpu_rope_table, angle.numel(), 40 * angle.numel(), angle, cos, sin)
+    units = angle.numel()
+    host.share(_loops().cpu_rope_table, units, 40 * units, angle, cos, sin)
     return cos, sin
 
 
 @triton.jit
 def _turn(cos, sin, row, i, inside, sign, H: constexpr, D: constexpr):
     """(i of a row's other half, cos, +-sin): y_i = x_i cos +- x_other sin, with `sign` in the first half."""
-    at = (row // H).to(tl.int64)[:, None] * (D // 2) + i % (D // 2)
-    s = tl.load(sin + at, mask=inside, other=0.0) * tl.where(i < D // 2, sign, -sign)
-    return (i + D // 2) % D, tl.load(cos + at, mask=inside, other=0.0), s
+    HALF: constexpr = D // 2
+    at = (row // H).to(tl.int64)[:, None] * HALF + i % HALF
+    s = tl.load(sin + at, mask=inside, other=0.0)
+    s *= tl.where(i < HALF, sign, -sign)
+    other = (i + HALF) % D
+    c = tl.load(cos + at, mask=inside, other=0.0)
+    return other, c, s
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -612,18 +653,23 @@ def triton_norm_rope(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)[None, :]
     inside = (row < R)[:, None] & (i < D)
-    x += ((row // H).to(tl.int64) * x_n + row % H * D)[:, None]
+    at = (row // H).to(tl.int64) * x_n + row % H * D
+    x += at[:, None]
     v = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
     if weight is not None:
-        r = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
-        v = v * r * tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
+        mean_square = tl.sum(v * v, 1) / D
+        r = tl.rsqrt(mean_square + eps)[:, None]
+        v *= r
+        v *= tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
     if cos is not None:
         other, c, s = _turn(cos, sin, row, i, inside, -1.0, H, D)
         u = tl.load(x + other, mask=inside, other=0.0).to(tl.float32)
         if weight is not None:
-            u = u * r * tl.load(weight + other, mask=i < D, other=0.0).to(tl.float32)
+            u *= r
+            u *= tl.load(weight + other, mask=i < D, other=0.0).to(tl.float32)
         v = v * c + u * s
-    tl.store(y + row.to(tl.int64)[:, None] * D + i, v.to(y.dtype.element_ty), mask=inside)
+    y += row.to(tl.int64)[:, None] * D
+    tl.store(y + i, v.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -642,19 +688,24 @@ def triton_norm_rope_backward(
         g = tl.load(grad + at + i, mask=inside, other=0.0).to(tl.float32)
         if cos is not None:
             other, c, s = _turn(cos, sin, row, i, inside, 1.0, H, D)
-            g = g * c + tl.load(grad + at + other, mask=inside, other=0.0).to(tl.float32) * s
+            g *= c
+            u = tl.load(grad + at + other, mask=inside, other=0.0).to(tl.float32)
+            g += u * s
         if weight is not None:
-            x_row = x + ((row // H).to(tl.int64) * x_n + row % H * D)[:, None]
-            n = tl.load(x_row + i, mask=inside, other=0.0).to(tl.float32)
-            r = tl.rsqrt(tl.sum(n * n, 1) / D + eps)[:, None]
+            x_at = (row // H).to(tl.int64) * x_n + row % H * D
+            n = tl.load(x + x_at[:, None] + i, mask=inside, other=0.0).to(tl.float32)
+            mean_square = tl.sum(n * n, 1) / D
+            r = tl.rsqrt(mean_square + eps)[:, None]
             n *= r
             acc += g * n
             g *= tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
-            g = r * (g - n * (tl.sum(g * n, 1) / D)[:, None])
+            mean = tl.sum(g * n, 1) / D
+            g = r * (g - n * mean[:, None])
         tl.store(dx + at + i, g.to(dx.dtype.element_ty), mask=inside)
     if weight is not None:
         share = tl.sum(acc, 0)[None, :]
-        tl.store(dw + block.to(tl.int64) * D + i, share, mask=i < D)
+        dw += block.to(tl.int64) * D
+        tl.store(dw + i, share, mask=i < D)
 
 
 @functools.cache
@@ -662,7 +713,8 @@ def _norm_config(D):
     block = _block(D)
     check(block <= 16384, "width={}: a norm's row must fit one program, at most 16384", D)
     warps = LONG_NORM_WARPS if block > NORM_BLOCK else NORM_WARPS
-    return dict(ROWS=max(1, NORM_BLOCK // block), BLOCK=block, num_warps=warps, **EXACT)
+    rows = max(1, NORM_BLOCK // block)
+    return dict(ROWS=rows, BLOCK=block, num_warps=warps, **EXACT)
 
 
 class NormRope(torch.autograd.Function):
@@ -677,27 +729,30 @@ class NormRope(torch.autograd.Function):
         x = x if lies else _aligned(x)
         weight, cos, sin = map(_aligned, (weight, cos, sin))
         ctx.save_for_backward(x, weight, cos, sin)
-        ctx.tail = eps, x.stride(0) if lies else H * D, N * H, H, D
+        x_n = x.stride(0) if lies else H * D
+        R = N * H
+        ctx.tail = eps, x_n, R, H, D
         y = _contiguous_like(x)
         config = _norm_config(D)
-        grid = (-(-N * H // config["ROWS"]),)
+        grid = (-(-R // config["ROWS"]),)
         args = x, weight, cos, sin, y, *ctx.tail
-        on_rows(triton_norm_rope, N, 100 * N * H * D, args, grid, config)
+        on_rows(triton_norm_rope, N, 100 * R * D, args, grid, config)
         return y
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, *_ = saved = ctx.saved_tensors
         N, H, D = x.shape
+        R = N * H
         config = _norm_config(D)
         steps = max(1, SUM_ROWS // config["ROWS"])
         rows = steps * config["ROWS"] if use_triton(x) else _loops().SUM_TOKENS * H
-        blocks = -(-N * H // rows)
+        blocks = -(-R // rows)
         dx = _contiguous_like(x)
         dw = None if weight is None else x.new_zeros(blocks, D, dtype=torch.float32)
         args = _aligned(grad), *saved, dx, dw, *ctx.tail
         config = dict(config, STEPS=steps)
-        on_rows(triton_norm_rope_backward, blocks, 200 * N * H * D, args, (blocks,), config)
+        on_rows(triton_norm_rope_backward, blocks, 200 * R * D, args, (blocks,), config)
         if dw is not None:
             dw = row_sums(dw.t().double()).to(weight.dtype)
         return dx, dw, None, None, None
@@ -724,7 +779,8 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     (N, D/2) float32 as `rope_table` gives them. All in float32, rounded once; new tensors; differentiable in q, k and
     the weights.
     """
-    fits = q.dim() == k.dim() == 3 and q.shape[2] % 2 == 0 and q.shape[::2] == k.shape[::2]
+    fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2]
+    fits = fits and q.shape[2] % 2 == 0
     check(fits, "q {} and k {}: (N, heads, D) with an even D are needed", q, k)
     N, _, D = q.shape
     fits = all(x.dtype == torch.float32 and x.shape == (N, D // 2) for x in (cos, sin))
@@ -748,24 +804,34 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
 def triton_swiglu(gate, up, y, gate_r, up_r, C, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(gate + row * gate_r + c, mask=c < C, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_r + c, mask=c < C, other=0.0).to(tl.float32)
+    inside = c < C
+    gate += row * gate_r
+    g = tl.load(gate + c, mask=inside, other=0.0).to(tl.float32)
+    up += row * up_r
+    u = tl.load(up + c, mask=inside, other=0.0).to(tl.float32)
     v = g / (1 + tl.exp(-g)) * u
-    tl.store(y + row * C + c, v.to(y.dtype.element_ty), mask=c < C)
+    y += row * C
+    tl.store(y + c, v.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def triton_swiglu_backward(grad, gate, up, d_gate, d_up, gate_r, up_r, C, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.load(grad + row * C + c, mask=c < C, other=0.0).to(tl.float32)
-    g = tl.load(gate + row * gate_r + c, mask=c < C, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_r + c, mask=c < C, other=0.0).to(tl.float32)
+    inside = c < C
+    grad += row * C
+    d = tl.load(grad + c, mask=inside, other=0.0).to(tl.float32)
+    gate += row * gate_r
+    g = tl.load(gate + c, mask=inside, other=0.0).to(tl.float32)
+    up += row * up_r
+    u = tl.load(up + c, mask=inside, other=0.0).to(tl.float32)
     s = 1 / (1 + tl.exp(-g))
     dg = d * u * (s * (1 + g * (1 - s)))
     du = d * (g * s)
-    tl.store(d_gate + row * C + c, dg.to(d_gate.dtype.element_ty), mask=c < C)
-    tl.store(d_up + row * C + c, du.to(d_up.dtype.element_ty), mask=c < C)
+    d_gate += row * C
+    tl.store(d_gate + c, dg.to(d_gate.dtype.element_ty), mask=inside)
+    d_up += row * C
+    tl.store(d_up + c, du.to(d_up.dtype.element_ty), mask=inside)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -775,7 +841,8 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         y = _contiguous_like(gate)
-        on_elements(triton_swiglu, y.shape, 100, gate, up, y, gate.stride(0), up.stride(0))
+        strides = gate.stride(0), up.stride(0)
+        on_elements(triton_swiglu, y.shape, 100, gate, up, y, *strides)
         return y
 
     @staticmethod
@@ -783,7 +850,8 @@ class SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         d_gate = _contiguous_like(gate)
         d_up = _contiguous_like(up)
-        args = grad.contiguous(), gate, up, d_gate, d_up, gate.stride(0), up.stride(0)
+        strides = gate.stride(0), up.stride(0)
+        args = grad.contiguous(), gate, up, d_gate, d_up, *strides
         on_elements(triton_swiglu_backward, grad.shape, 100, *args)
         return d_gate, d_up
 
@@ -791,7 +859,8 @@ class SwiGLU(torch.autograd.Function):
 def swiglu(gate, up):
     """silu(gate) * up, (..., C) each, in float32, rounded once; the rows may be strided. Differentiable."""
     check(gate.shape == up.shape, "gate {} and up {} differ", gate, up)
-    rows = [(x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1]) for x in (gate, up)]
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (gate, up)]
+    rows = [x.reshape(-1, x.shape[-1]) for x in rows]
     check_operands(*rows)
     return _apply(SwiGLU, *rows).view(gate.shape)
 
@@ -815,19 +884,24 @@ def triton_choose(z, experts, w, E, k, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     z += row * E
-    x = tl.load(z + i, mask=i < E, other=float("-inf"))
+    inside = i < E
+    x = tl.load(z + i, mask=inside, other=float("-inf"))
     m = tl.max(x, 0)
-    keys = tl.where(i < E, (_rank_int64(x) << 24) - i, -(1 << 62))
+    TAKEN: constexpr = -(1 << 62)
+    keys = (_rank_int64(x) << 24) - i
+    keys = tl.where(inside, keys, TAKEN)
     p = tl.zeros([BLOCK], tl.float32)
     total = 0.0
     for j in range(k):
         e = -tl.max(keys, 0) & 0xFFFFFF
         tl.store(experts + row * k + j, e)
-        keys = tl.where(i == e, -(1 << 62), keys)
+        keys = tl.where(i == e, TAKEN, keys)
         its = tl.exp(tl.load(z + e) - m)
         p = tl.where(i == j, its, p)
         total += its
-    tl.store(w + row * k + i, tl.div_rn(p, total), mask=i < k)
+    inside = i < k
+    w += row * k
+    tl.store(w + i, tl.div_rn(p, total), mask=inside)
 
 
 @triton.jit
@@ -837,10 +911,15 @@ def triton_by_expert(experts, starts, places, pairs, BLOCK: constexpr):
     i = tl.arange(0, BLOCK)
     at = 0
     for first in range(0, pairs, BLOCK):
-        at += tl.sum((tl.load(experts + first + i, mask=first + i < pairs, other=e) < e).to(tl.int32), 0)
+        inside = first + i < pairs
+        its = tl.load(experts + first + i, mask=inside, other=e)
+        before = (its < e).to(tl.int32)
+        at += tl.sum(before, 0)
     tl.store(starts + e, at)
     for first in range(0, pairs, BLOCK):
-        mine = (tl.load(experts + first + i, mask=first + i < pairs, other=-1) == e).to(tl.int32)
+        inside = first + i < pairs
+        its = tl.load(experts + first + i, mask=inside, other=-1)
+        mine = (its == e).to(tl.int32)
         tl.store(places + first + i, at + tl.cumsum(mine, 0) - mine, mask=mine > 0)
         at += tl.sum(mine, 0)
 
@@ -853,11 +932,13 @@ def triton_to_pairs(x, y, places, w, out, dots, k, C: constexpr, BLOCK: constexp
     acc = tl.zeros([BLOCK], tl.float32)
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)
-        v = tl.load(x + c, mask=c < C, other=0.0).to(tl.float32)
+        inside = c < C
+        v = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
         if y is not None:
-            acc += v * tl.load(y + to + c, mask=c < C, other=0.0).to(tl.float32)
+            u = tl.load(y + to + c, mask=inside, other=0.0).to(tl.float32)
+            acc += v * u
             v *= tl.load(w + pair)
-        tl.store(out + to + c, v.to(out.dtype.element_ty), mask=c < C)
+        tl.store(out + to + c, v.to(out.dtype.element_ty), mask=inside)
     if y is not None:
         tl.store(dots + pair, tl.sum(acc, 0))
 
@@ -873,26 +954,33 @@ def triton_expert_matmul(
     """
     tile = tl.program_id(1)
     i = tl.arange(0, EXPERTS)
-    tiles = tl.cdiv(tl.load(starts + 1 + i) - tl.load(starts + i), BLOCK_N)
-    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int64), 0)
+    rows = tl.load(starts + 1 + i) - tl.load(starts + i)
+    tiles = tl.cdiv(rows, BLOCK_N)
+    before = tl.cumsum(tiles, 0) <= tile
+    e = tl.sum(before.to(tl.int64), 0)
     if e == EXPERTS:
         return
     tile -= tl.sum(tl.where(i < e, tiles, 0), 0)
-    m = tl.load(starts + e) + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.load(starts + e)
+    m = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     end = tl.load(starts + e + 1)
-    _multiply_tile(b + e * N * K, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K)
+    b += e * N * K
+    _multiply_tile(b, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K)
 
 
 @triton.jit
 def triton_combine(y, places, w, out, k, C, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < C
     acc = tl.zeros([BLOCK], tl.float32)
     for i in range(row * k, (row + 1) * k):
-        v = tl.load(y + tl.load(places + i) * C + c, mask=c < C, other=0.0).to(tl.float32)
+        place = tl.load(places + i)
+        v = tl.load(y + place * C + c, mask=inside, other=0.0).to(tl.float32)
         acc = tl.fma(tl.load(w + i), v, acc)
-    tl.store(out + row * C + c, acc.to(out.dtype.element_ty), mask=c < C)
+    out += row * C
+    tl.store(out + c, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def _expert_config(weight, M, N):
@@ -910,7 +998,9 @@ def _expert_matmul(a, b, starts):
     if not use_triton(a):
         loops = _loops()
         units = E * -(-N // loops.PANEL)
-        host.share(loops.cpu_expert_matmul, units, 2 * pairs * K * N, a, loops.panels_of(b), starts, c, K, N)
+        work = 2 * pairs * K * N
+        args = a, loops.panels_of(b), starts, c, K, N
+        host.share(loops.cpu_expert_matmul, units, work, *args)
         return c
     config = _expert_config(b, E * N, -(-pairs // E))  # as if all had as many rows
     tiles = pairs // config["BLOCK_N"] + min(pairs, E)  # at most
@@ -942,7 +1032,9 @@ class RouterLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, router = ctx.saved_tensors
-        return matmul(grad, router.float()).to(x.dtype), matmul(grad.t(), x.float()).to(router.dtype)
+        dx = matmul(grad, router.float()).to(x.dtype)
+        d_router = matmul(grad.t(), x.float()).to(router.dtype)
+        return dx, d_router
 
 
 class Choose(torch.autograd.Function):
@@ -953,7 +1045,8 @@ class Choose(torch.autograd.Function):
         N, E = z.shape
         w = z.new_empty(N, k)
         experts = torch.empty_like(w, dtype=torch.int64)
-        on_rows(triton_choose, N, 20 * N * E, (z, experts, w, E, k), (N,), _lanes(E))
+        args = z, experts, w, E, k
+        on_rows(triton_choose, N, 20 * N * E, args, (N,), _lanes(E))
         ctx.E = E
         ctx.save_for_backward(w, experts)
         ctx.mark_non_differentiable(experts)
@@ -963,7 +1056,8 @@ class Choose(torch.autograd.Function):
     def backward(ctx, grad, _):
         w, experts = ctx.saved_tensors
         mean = row_sums((w * grad).double())[:, None].float()
-        return w.new_zeros(len(w), ctx.E).scatter_(1, experts, w * (grad - mean)), None
+        dz = w.new_zeros(len(w), ctx.E)
+        return dz.scatter_(1, experts, w * (grad - mean)), None
 
 
 class ToPairs(torch.autograd.Function):
@@ -977,7 +1071,8 @@ class ToPairs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (places,) = ctx.saved_tensors
-        return Combine.forward(_NoGradient(), grad, torch.ones_like(places, dtype=torch.float32), places), None
+        ones = torch.ones_like(places, dtype=torch.float32)
+        return Combine.forward(_NoGradient(), grad, ones, places), None
 
 
 class ExpertMatmul(torch.autograd.Function):
@@ -997,8 +1092,10 @@ class ExpertMatmul(torch.autograd.Function):
         args = grad, x, d_weight, starts, N, K, 0, 1, N, K, 1, K, 1, False
         config = _expert_config(weight, N, K * E)
         grid = _tiles(N, K, config["BLOCK_M"], config["BLOCK_N"]), E
-        on_rows(triton_matmul, E, 2 * len(x) * N * K, args, grid, config, "cpu_expert_gradients")
-        return _expert_matmul(grad, weight, starts), d_weight, None
+        work = 2 * len(x) * N * K
+        on_rows(triton_matmul, E, work, args, grid, config, "cpu_expert_gradients")
+        dx = _expert_matmul(grad, weight, starts)
+        return dx, d_weight, None
 
 
 class Combine(torch.autograd.Function):
@@ -1015,7 +1112,8 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         y, w, places = ctx.saved_tensors
-        return *_to_pairs(grad, y, places, w), None
+        dy, dw = _to_pairs(grad, y, places, w)
+        return dy, dw, None
 
 
 def moe(x, router, gate_up, down, k, routed=None, first=0, add=None):
@@ -1028,7 +1126,8 @@ def moe(x, router, gate_up, down, k, routed=None, first=0, add=None):
     """
     E = len(router)
     here, C, F = down.shape
-    fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (here, 2 * F, C) and (here == E or add)
+    fits = x.shape[1] == C and router.shape == (E, C) and gate_up.shape == (here, 2 * F, C)
+    fits = fits and (here == E or add)
     message = "x, router, gate_up, down {}, {}, {}, {}: (N, C), (E, C), (E, 2 F, C), (E, C, F) are needed"
     check(fits, message, x, router, gate_up, down)
     check(0 < k <= E, "{} experts of {} for a token: 1 to all are needed", k, E)
@@ -1043,12 +1142,16 @@ def moe(x, router, gate_up, down, k, routed=None, first=0, add=None):
     args = experts, starts, places, pairs
     on_rows(triton_by_expert, 1, pairs, args, (len(starts) - 1,), _lanes(pairs))
     if add:
-        starts = starts[torch.arange(first, first + _block(here) + 2, device=x.device).clamp(max=first + here)]
-    y = _apply(ExpertMatmul, _apply(ToPairs, x, places), gate_up, starts)
-    y = _apply(ExpertMatmul, swiglu(*y.chunk(2, 1)), down, starts)
+        e = torch.arange(first, first + _block(here) + 2, device=x.device)
+        starts = starts[e.clamp(max=first + here)]
+    y = _apply(ToPairs, x, places)
+    y = _apply(ExpertMatmul, y, gate_up, starts)
+    y = swiglu(*y.chunk(2, 1))
+    y = _apply(ExpertMatmul, y, down, starts)
     if add:
         pair = torch.arange(pairs, device=x.device)[:, None]
-        y = add(y.masked_fill_((pair < starts[0]) | (pair >= starts[here]), 0.0))
+        elsewhere = (pair < starts[0]) | (pair >= starts[here])
+        y = add(y.masked_fill_(elsewhere, 0.0))
     return _apply(Combine, y, w, places)
 
 
@@ -1104,7 +1207,9 @@ class Plan:
 
     def spread(self, x):
         """x (U, ..) as (N, ..), a row for each token: in training only."""
-        return x if self.row is None else F.embedding(self.row, x.flatten(1)).view(-1, *x.shape[1:])
+        if self.row is None:
+            return x
+        return F.embedding(self.row, x.flatten(1)).view(-1, *x.shape[1:])
 
     @functools.cached_property
     def queries(self):
@@ -1151,9 +1256,11 @@ def packed_plan(lengths, device=None, ids=None):
         for token in tokens.tolist():
             node = nodes.setdefault((node, token), len(alike))
             alike.append(node)
-    first, row = torch.tensor(alike, device=ids.device).unique(return_inverse=True)
+    alike = torch.tensor(alike, device=ids.device)
+    first, row = alike.unique(return_inverse=True)
     ends = torch.searchsorted(first, lengths.cumsum(0))  # a sequence's first ones are its last tokens
-    return Plan(ends.diff(prepend=ends.new_zeros(1)), lengths, first=first, row=row)
+    q_lens = ends.diff(prepend=ends.new_zeros(1))
+    return Plan(q_lens, lengths, first=first, row=row)
 
 
 def paged_plan(q_lens, kv_lens, page_table, requests):
@@ -1163,7 +1270,8 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
     q_lens (B,) new tokens, kv_lens (B,) tokens in the cache with the new ones.
     """
     each = q_lens, kv_lens, requests
-    fits = page_table.stride(1) == 1 and all(x.device == page_table.device and x.is_contiguous() for x in each)
+    fits = all(x.device == page_table.device and x.is_contiguous() for x in each)
+    fits = fits and page_table.stride(1) == 1
     check(fits, "paged_plan: all four on one device, the numbers and the entries of a page_table's row side by side")
     return Plan(q_lens, kv_lens, page_table, requests)
 
@@ -1187,13 +1295,15 @@ def _find(ends, B, at):
     passed = 0
     for first in range(0, B, 256):
         i = first + tl.arange(0, 256)
-        passed += tl.sum((tl.load(ends + i, mask=i < B, other=2147483647) <= at).to(tl.int32), 0)
+        end = tl.load(ends + i, mask=i < B, other=2147483647)
+        passed += tl.sum((end <= at).to(tl.int32), 0)
     return passed
 
 
 @triton.jit
 def _before(ends, b):
-    return tl.load(ends + b - 1, mask=b > 0, other=0).to(tl.int32)
+    end = tl.load(ends + b - 1, mask=b > 0, other=0)
+    return end.to(tl.int32)
 
 
 @triton.jit
@@ -1202,13 +1312,17 @@ def _merge(m, den, o, m_new, l_new, o_new, c):
     top = tl.maximum(m, m_new)
     a = tl.exp2((m - top) * c)
     b = tl.exp2((m_new - top) * c)
-    return top, den * a + l_new * b, o * a[:, None] + o_new * b[:, None]
+    den = den * a + l_new * b
+    o = o * a[:, None] + o_new * b[:, None]
+    return top, den, o
 
 
 @triton.jit
 def _finish(m, den, o, c):
     """The output, and the logarithm of base 2 of the row's sum, which backward needs."""
-    return o * tl.div_rn(1.0, den)[:, None], tl.fma(m, c, tl.log2(den))
+    o *= tl.div_rn(1.0, den)[:, None]
+    log_sum = tl.fma(m, c, tl.log2(den))
+    return o, log_sum
 
 
 @triton.jit
@@ -1221,7 +1335,10 @@ def _row_tile(tile, q_ends, tile_ends, b, GROUPS: constexpr, ROWS: constexpr):
     length = _before(q_ends, b + 1) - start
     row = (tile - _before(tile_ends, b)) * ROWS + tl.arange(0, ROWS)
     query = row // GROUPS
-    return start, length, query, row % GROUPS, (start + query).to(tl.int64), query < length
+    group = row % GROUPS
+    token = (start + query).to(tl.int64)
+    valid = query < length
+    return start, length, query, group, token, valid
 
 
 @triton.jit
@@ -1232,7 +1349,9 @@ def _key_tile(x, start, length, first, head, x_s, x_h, KEYS: constexpr, D: const
     else:
         at = first + tl.arange(0, KEYS)
         row = x + head.to(tl.int64) * x_h + (start + at).to(tl.int64) * x_s
-        return tl.load(row[:, None] + tl.arange(0, D)[None, :], mask=(at < length)[:, None], other=0.0)
+        here = (at < length)[:, None]
+        d = tl.arange(0, D)[None, :]
+        return tl.load(row[:, None] + d, mask=here, other=0.0)
 
 
 @triton.jit(do_not_specialize=["N", "B", "splits", "LANES"])
@@ -1262,7 +1381,9 @@ def triton_attention(
     d = tl.arange(0, D)[None, :]
     ones = tl.full([KEYS, 16], 1.0, q.dtype.element_ty)
     column = (head * GROUPS + group).to(tl.int64)
-    x = tl.load(q + (token * q_n + column * q_h)[:, None] + d, mask=valid[:, None], other=0.0)
+    inside = valid[:, None]
+    q_row = q + (token * q_n + column * q_h)[:, None]
+    x = tl.load(q_row + d, mask=inside, other=0.0)
     row = token * (HEADS * GROUPS) + column
     m = tl.full([ROWS], -1e30, tl.float32)
     den = tl.zeros([ROWS], tl.float32)
@@ -1276,18 +1397,21 @@ def triton_attention(
             if PAGED:
                 at = first + tl.arange(0, KEYS)
                 here = at < kv_len
-                key = tl.load(pages + at, mask=here, other=0).to(tl.int64)
-                kt = tl.load(k + key[:, None] * k_s + d, mask=here[:, None], other=0.0)
-                vt = tl.load(v + key[:, None] * v_s + d, mask=here[:, None], other=0.0)
+                key = tl.load(pages + at, mask=here, other=0).to(tl.int64)[:, None]
+                here = here[:, None]
+                kt = tl.load(k + key * k_s + d, mask=here, other=0.0)
+                vt = tl.load(v + key * v_s + d, mask=here, other=0.0)
             else:
                 kt = _key_tile(k, start, kv_len, first, head, k_s, k_h, KEYS, D, TMA)
                 vt = _key_tile(v, start, kv_len, first, head, v_s, v_h, KEYS, D, TMA)
             s = tl.dot(x, kt.T, input_precision="ieee")
             if first + KEYS > seen:
-                s = tl.where(first + tl.arange(0, KEYS)[None, :] <= position[:, None], s, float("-inf"))
+                sees = first + tl.arange(0, KEYS)[None, :] <= position[:, None]
+                s = tl.where(sees, s, float("-inf"))
             top = tl.maximum(sm, tl.max(s, 1))
             a = tl.exp2((sm - top) * c)
-            p = tl.exp2(tl.fma(s, c, (-top * c)[:, None])).to(q.dtype.element_ty)
+            shift = (-top * c)[:, None]
+            p = tl.exp2(tl.fma(s, c, shift)).to(q.dtype.element_ty)
             sums = tl.dot(p, ones, sums * a[:, None], input_precision="ieee")
             so = tl.dot(p, vt, so * a[:, None], input_precision="ieee")
             sm = top
@@ -1296,13 +1420,15 @@ def triton_attention(
             at = row * splits + split
             tl.store(part_m + at, sm, mask=valid)
             tl.store(part_l + at, sl, mask=valid)
-            tl.store(out + at[:, None] * D + d, so, mask=valid[:, None])
+            tl.store(out + at[:, None] * D + d, so, mask=inside)
         else:
             m, den, o = _merge(m, den, o, sm, sl, so, c)
     if not PARTS:
-        o, den = _finish(m, den, o, c)
-        tl.store(out + row[:, None] * D + d, o.to(out.dtype.element_ty), mask=valid[:, None])
-        tl.store(lse + (head.to(tl.int64) * N + token) * GROUPS + group, den, mask=valid)
+        o, log_sum = _finish(m, den, o, c)
+        out += row[:, None] * D
+        tl.store(out + d, o.to(out.dtype.element_ty), mask=inside)
+        lse += (head.to(tl.int64) * N + token) * GROUPS + group
+        tl.store(lse, log_sum, mask=valid)
 
 
 @triton.jit(do_not_specialize=["B", "splits"])
@@ -1315,7 +1441,8 @@ def triton_merge_parts(
     b = _find(q_ends, B, token)
     if b == B:
         return
-    seen = tl.load(kv_lens + b).to(tl.int32) - _before(q_ends, b + 1) + token + 1
+    kv_len = tl.load(kv_lens + b).to(tl.int32)
+    seen = kv_len - _before(q_ends, b + 1) + token + 1
     one = tl.arange(0, 1)
     d = tl.arange(0, D)[None, :]
     m = tl.full([1], -1e30, tl.float32)
@@ -1327,8 +1454,9 @@ def triton_merge_parts(
         sl = tl.load(part_l + at)
         so = tl.load(part_o + at[:, None] * D + d)
         m, den, o = _merge(m, den, o, sm, sl, so, c)
-    o, den = _finish(m, den, o, c)
-    tl.store(out + (row + one)[:, None] * D + d, o.to(out.dtype.element_ty))
+    o, _ = _finish(m, den, o, c)
+    out += (row + one)[:, None] * D
+    tl.store(out + d, o.to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -1336,16 +1464,19 @@ def triton_attention_delta(
     grad, out, delta, R, HEADS: constexpr, GROUPS: constexpr, D: constexpr, ROWS: constexpr,
 ):  # fmt: skip
     """rowsum(do * o), laid out as lse."""
+    H: constexpr = HEADS * GROUPS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)[None, :]
     at = row[:, None] * D + d
     inside = (row < R)[:, None]
     x = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-    token = row // (HEADS * GROUPS)
-    column = row % (HEADS * GROUPS)
-    to = (column // GROUPS * (R // (HEADS * GROUPS)) + token) * GROUPS + column % GROUPS
-    tl.store(delta + to, tl.sum(x * y, 1), mask=row < R)
+    token = row // H
+    column = row % H
+    head = column // GROUPS
+    N = R // H
+    delta += (head * N + token) * GROUPS + column % GROUPS
+    tl.store(delta, tl.sum(x * y, 1), mask=row < R)
 
 
 @triton.jit(do_not_specialize=["N", "B"])
@@ -1364,24 +1495,29 @@ def triton_attention_dq(
     d = tl.arange(0, D)[None, :]
     column = (head * GROUPS + group).to(tl.int64)
     row = token * (HEADS * GROUPS) + column
-    x = tl.load(q + (token * q_n + column * q_h)[:, None] + d, mask=valid[:, None], other=0.0)
-    g = tl.load(grad + row[:, None] * D + d, mask=valid[:, None], other=0.0)
-    at_row = (head.to(tl.int64) * N + token) * GROUPS + group
-    top = tl.load(lse + at_row, mask=valid, other=0.0)[:, None]
-    mean = tl.load(delta + at_row, mask=valid, other=0.0)[:, None]
+    inside = valid[:, None]
+    q_row = q + (token * q_n + column * q_h)[:, None]
+    x = tl.load(q_row + d, mask=inside, other=0.0)
+    g = tl.load(grad + row[:, None] * D + d, mask=inside, other=0.0)
+    at = (head.to(tl.int64) * N + token) * GROUPS + group
+    top = tl.load(lse + at, mask=valid, other=0.0)[:, None]
+    mean = tl.load(delta + at, mask=valid, other=0.0)[:, None]
     seen = tl.min(query, 0) + 1  # keys that every row sees; a row that is not valid has g = 0, and so ds = 0
+    last = tl.max(tl.where(valid, query, -1), 0) + 1  # keys that some row sees
     acc = tl.zeros([ROWS, D], tl.float32)
-    for first in range(0, tl.max(tl.where(valid, query, -1), 0) + 1, KEYS):
+    for first in range(0, last, KEYS):
         kt = _key_tile(k, start, length, first, head, k_s, k_h, KEYS, D, TMA)
         vt = _key_tile(v, start, length, first, head, v_s, v_h, KEYS, D, TMA)
         s = tl.dot(x, kt.T, input_precision="ieee")
         p = tl.exp2(tl.fma(s, c, -top))
         if first + KEYS > seen:
-            p = tl.where((first + tl.arange(0, KEYS)[None, :] <= query[:, None]) & valid[:, None], p, 0.0)
+            sees = first + tl.arange(0, KEYS)[None, :] <= query[:, None]
+            p = tl.where(sees & inside, p, 0.0)
         dp = tl.dot(g, vt.T, input_precision="ieee")
         ds = (p * (dp - mean)).to(q.dtype.element_ty)
         acc = tl.dot(ds, kt, acc, input_precision="ieee")
-    tl.store(dq + row[:, None] * D + d, (acc * scale).to(dq.dtype.element_ty), mask=valid[:, None])
+    dq += row[:, None] * D
+    tl.store(dq + d, (acc * scale).to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "B"])
@@ -1405,9 +1541,11 @@ def triton_attention_dkv(
     at = first_key + tl.arange(0, KEYS)
     d = tl.arange(0, D)[None, :]
     here = (at < length)[:, None]
-    s_row = (start + at).to(tl.int64)
-    kt = tl.load(k + head.to(tl.int64) * k_h + s_row[:, None] * k_s + d, mask=here, other=0.0)
-    vt = tl.load(v + head.to(tl.int64) * v_h + s_row[:, None] * v_s + d, mask=here, other=0.0)
+    s_row = (start + at).to(tl.int64)[:, None]
+    k += head.to(tl.int64) * k_h
+    kt = tl.load(k + s_row * k_s + d, mask=here, other=0.0)
+    v += head.to(tl.int64) * v_h
+    vt = tl.load(v + s_row * v_s + d, mask=here, other=0.0)
     dk_acc = tl.zeros([KEYS, D], tl.float32)
     dv_acc = tl.zeros([KEYS, D], tl.float32)
     rows = length * GROUPS
@@ -1421,8 +1559,10 @@ def triton_attention_dkv(
         token = (start + r // GROUPS).to(tl.int64)
         group = r % GROUPS
         valid = (r < rows)[:, None]
-        x = tl.load(q + (token * q_n + group * q_h)[:, None] + d, mask=valid, other=0.0)
-        g = tl.load(grad + ((token * (HEADS * GROUPS) + group) * D)[:, None] + d, mask=valid, other=0.0)
+        q_row = q + (token * q_n + group * q_h)[:, None]
+        x = tl.load(q_row + d, mask=valid, other=0.0)
+        g_row = grad + ((token * (HEADS * GROUPS) + group) * D)[:, None]
+        g = tl.load(g_row + d, mask=valid, other=0.0)
         # past the sequence these hold anything
         top = tl.load(lse + r)[None, :]
         mean = tl.load(delta + r)[None, :]
@@ -1430,14 +1570,17 @@ def triton_attention_dkv(
         p = tl.exp2(tl.fma(s, c, -top))
         if (first < (first_key + KEYS - 1) * GROUPS) | (first + ROWS > rows):  # not every row sees every key
             i = tl.arange(0, ROWS)[None, :]
-            p = tl.where((at[:, None] * GROUPS - first <= i) & (i < rows - first), p, 0.0)
-            mean = tl.where(i < rows - first, mean, 0.0)
+            sees = at[:, None] * GROUPS - first <= i
+            inside = i < rows - first
+            p = tl.where(sees & inside, p, 0.0)
+            mean = tl.where(inside, mean, 0.0)
         dv_acc = tl.dot(p.to(g.dtype), g, dv_acc, input_precision="ieee")
         dp = tl.dot(vt, g.T, input_precision="ieee")
         ds = (p * (dp - mean)).to(x.dtype)
         dk_acc = tl.dot(ds, x, dk_acc, input_precision="ieee")
     # computed again from what is read again: the loop has no registers to keep these in
-    at = tl.load(q_ends + b - 1, mask=b > 0, other=0, volatile=True).to(tl.int32) + first_key + tl.arange(0, KEYS)
+    start = tl.load(q_ends + b - 1, mask=b > 0, other=0, volatile=True).to(tl.int32)
+    at = start + first_key + tl.arange(0, KEYS)
     to = (at.to(tl.int64) * HEADS + head)[:, None] * D + d
     here = (at < end)[:, None]
     tl.store(dk + to, (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
@@ -1491,15 +1634,17 @@ class TritonAttention(torch.autograd.Function):
         tma = not paged and card(q).tma
         out = q.new_empty(N, H, D)
         lse = q.new_empty(N * H + BACKWARD_ROWS, dtype=torch.float32)
-        pages, requests = (plan.page_table, plan.requests) if paged else (plan.q_ends, plan.q_ends)
+        pages = plan.page_table if paged else plan.q_ends
+        requests = plan.requests if paged else plan.q_ends
         # decode has few rows: several programs share the splits that one may have, and a second kernel merges them
         decode = paged and N <= plan.B
         splits = triton.cdiv(pages.shape[1], SPLIT) if decode else 1
         parts = splits > 1
         lanes = min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
         rows = DECODE_ROWS if decode else PREFILL_ROWS
+        warps = 4 if decode else 8
         stages = PREFILL_STAGES if paged and not decode else 3
-        config = _attention_config(q, rows, 4 if decode else 8, stages)
+        config = _attention_config(q, rows, warps, stages)
         # without tokens no tile: TMA takes no empty tensor
         ends = plan.ends(groups, config["ROWS"])
         tiles = N * groups // config["ROWS"] + min(N, plan.B)
@@ -1532,7 +1677,8 @@ class TritonAttention(torch.autograd.Function):
         delta = torch.empty_like(lse)
         args = grad, out, delta, N * H
         grid = (triton.cdiv(N * H, DELTA_ROWS),)
-        _launch(triton_attention_delta, grid, *args, **shape, ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
+        config = dict(ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
+        _launch(triton_attention_delta, grid, *args, **shape, **config)
         dq, dk, dv = (_contiguous_like(x) for x in (q, k, v))
         dq_config = _attention_config(q, PREFILL_ROWS, 8, 3)
         # an odd group's lse are copied one by one, which takes registers: half the rows, or they spill
@@ -1568,7 +1714,8 @@ def attention(q, k, v, plan, scale):
     fits = k.shape[2] == D and v.shape == k.shape and H % HK == 0
     check(fits, "q, k, v {}, {}, {}: one D, and query heads a multiple of the key heads are needed", q, k, v)
     if plan.row is not None and use_triton(q):  # its kernels know whole sequences alone
-        out = attention(*map(plan.spread, (q, k, v)), packed_plan(plan.kv_lens), scale)
+        whole = map(plan.spread, (q, k, v))
+        out = attention(*whole, packed_plan(plan.kv_lens), scale)
         return F.embedding(plan.first, out.flatten(1)).view(q.shape)
     if not use_triton(q):
         keys = len(k) if plan.page_table is None else len(q)
@@ -1604,29 +1751,35 @@ def triton_softmax_stats(z, t, stats, V: constexpr, BLOCK: constexpr):
     m = tl.full([BLOCK], -1e30, tl.float32)
     den = tl.zeros([BLOCK], tl.float32)
     for first in range(0, V, BLOCK):
-        x = tl.load(z + row * V + first + i, mask=first + i < V, other=float("-inf"))
+        inside = first + i < V
+        x = tl.load(z + row * V + first + i, mask=inside, other=float("-inf"))
         x = tl.div_rn(x.to(tl.float32), t)
         top = tl.maximum(m, x)
         den = den * tl.exp(m - top) + tl.exp(x - top)
         m = top
     top = tl.max(m, 0)
-    tl.store(stats + row * 2, top)
+    stats += row * 2
+    tl.store(stats, top)
     den = tl.sum(den * tl.exp(m - top), 0)
-    tl.store(stats + row * 2 + 1, tl.log(den))
+    tl.store(stats + 1, tl.log(den))
 
 
 @triton.jit
 def _log_prob(z, t, stats):
-    return (tl.div_rn(z.to(tl.float32), t) - tl.load(stats)) - tl.load(stats + 1)
+    x = tl.div_rn(z.to(tl.float32), t)
+    return (x - tl.load(stats)) - tl.load(stats + 1)
 
 
 @triton.jit
 def triton_log_softmax(z, t, stats, out, V: constexpr, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(z + row * V + c, mask=c < V, other=0.0)
+    inside = c < V
+    z += row * V
+    logits = tl.load(z + c, mask=inside, other=0.0)
     x = _log_prob(logits, tl.load(t), stats + row * 2)
-    tl.store(out + row * V + c, x.to(out.dtype.element_ty), mask=c < V)
+    out += row * V
+    tl.store(out + c, x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -1638,10 +1791,15 @@ def triton_token_logprobs(z, t, stats, targets, logprobs, entropy, V: constexpr,
     stats += row * 2
     acc = tl.zeros([BLOCK], tl.float32)
     for first in range(0, V, BLOCK):
-        x = _log_prob(tl.load(z + first + i, mask=first + i < V, other=0.0), t, stats)
-        acc += tl.where((first + i < V) & (x > float("-inf")), tl.exp(x) * x, 0.0)
+        inside = first + i < V
+        logits = tl.load(z + first + i, mask=inside, other=0.0)
+        x = _log_prob(logits, t, stats)
+        kept = inside & (x > float("-inf"))
+        acc += tl.where(kept, tl.exp(x) * x, 0.0)
     tl.store(entropy + row, -tl.sum(acc, 0))
-    tl.store(logprobs + row, _log_prob(tl.load(z + tl.load(targets + row)), t, stats))
+    logprobs += row
+    logit = tl.load(z + tl.load(targets + row))
+    tl.store(logprobs, _log_prob(logit, t, stats))
 
 
 @triton.jit
@@ -1651,15 +1809,19 @@ def triton_token_grads(
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t = tl.load(t)
-    logits = tl.load(z + row * V + c, mask=c < V, other=0.0)
+    inside = c < V
+    z += row * V
+    logits = tl.load(z + c, mask=inside, other=0.0)
     x = _log_prob(logits, t, stats + row * 2)
     p = tl.exp(x)
     g = tl.div_rn(tl.load(grad + row), t)
-    d = tl.where(c == tl.load(targets + row), 1 - p, -p) * g
+    target = tl.load(targets + row)
+    d = tl.where(c == target, 1 - p, -p) * g
     if entropy_grad is not None:
         e = tl.div_rn(tl.load(entropy_grad + row), t)
         d -= tl.where(p > 0, p * (x + tl.load(entropy + row)), 0.0) * e
-    tl.store(dz + row * V + c, d.to(dz.dtype.element_ty), mask=c < V)
+    dz += row * V
+    tl.store(dz + c, d.to(dz.dtype.element_ty), mask=inside)
 
 
 def _on_logits(kernel, work, z, *args):
@@ -1681,9 +1843,11 @@ def _kept_logits(first, h, weight, targets, t, rule):
     if rule is None:
         return z
     cuts, kept, found = rule
-    rows, columns = kept[:, (kept[0] >= first) & (kept[0] < first + len(h))]
+    here = (kept[0] >= first) & (kept[0] < first + len(h))
+    rows, columns = kept[:, here]
     known = rows - first
-    rows = torch.cat([known, torch.arange(len(h), device=h.device)])
+    every = torch.arange(len(h), device=h.device)
+    rows = torch.cat([known, every])
     columns = torch.cat([columns, targets])  # a token that was drawn is kept in any case
     values = z[rows, columns]
     if len(known.unique()) < len(h):  # else there is nothing left to find
@@ -1691,7 +1855,8 @@ def _kept_logits(first, h, weight, targets, t, rule):
     z[known] = -math.inf
     z[rows, columns] = values
     if found is not None:
-        found.append((z > -math.inf).nonzero().t() + torch.tensor([[first], [0]], device=h.device))
+        pairs = (z > -math.inf).nonzero().t()
+        found.append(pairs + torch.tensor([[first], [0]], device=h.device))
     return z
 
 
@@ -1705,7 +1870,8 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs = stats.new_empty(N)
         entropy = stats.new_empty(N)
         rows = hidden, stats, targets, logprobs, entropy
-        for i, (h, of_chunk, *rest) in enumerate(zip(*(x.split(CHUNK) for x in rows))):
+        chunks = zip(*(x.split(CHUNK) for x in rows))
+        for i, (h, of_chunk, *rest) in enumerate(chunks):
             z = _kept_logits(i * CHUNK, h, weight, rest[0], t, rule)
             _on_logits(triton_softmax_stats, 10, z, t, of_chunk)
             _on_logits(triton_token_logprobs, 10, z, t, of_chunk, *rest)
@@ -1723,7 +1889,8 @@ class TokenLogprobs(torch.autograd.Function):
         rows = [hidden, stats, targets, entropy, grad.contiguous()]
         if entropy_grad is not None:
             rows.append(entropy_grad.contiguous())
-        for i, (h, *args) in enumerate(zip(*(x.split(CHUNK) for x in rows))):
+        chunks = zip(*(x.split(CHUNK) for x in rows))
+        for i, (h, *args) in enumerate(chunks):
             if entropy_grad is None:
                 args.append(None)
             z = _kept_logits(i * CHUNK, h, weight, args[1], t, ctx.rule)
@@ -1732,7 +1899,9 @@ class TokenLogprobs(torch.autograd.Function):
             d_hidden.append(matmul(dz, weight))
             if d_weight is not None:
                 matmul(dz.t(), h, out=d_weight)
-        return torch.cat(d_hidden), None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return torch.cat(d_hidden), d_weight, None, None, None
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, kept=None, found=None):
@@ -1771,7 +1940,8 @@ def log_softmax(x, dim, half_to_float):
     out = x.new_empty(x.shape, dtype=torch.float32 if half_to_float else None)
     z = _aligned(x.reshape(-1, max(1, x.shape[-1])))
     t = z.new_ones(1, dtype=torch.float32)
-    on_elements(triton_log_softmax, z.shape, 10, z, t, softmax_stats(z, t), out)
+    stats = softmax_stats(z, t)
+    on_elements(triton_log_softmax, z.shape, 10, z, t, stats, out)
     return out
 
 
@@ -1814,8 +1984,11 @@ def _rank_int64(x):
 @triton.jit
 def _ranked(z, t, m, c, V: constexpr):
     """(rank, mass) of the tokens c of a row."""
-    x = tl.div_rn(tl.load(z + c, mask=c < V, other=float("-inf")).to(tl.float32), t)
-    return _rank_int64(x), (tl.exp(x - m) * 2.0**30).to(tl.int64)
+    logits = tl.load(z + c, mask=c < V, other=float("-inf"))
+    x = tl.div_rn(logits.to(tl.float32), t)
+    rank = _rank_int64(x)
+    mass = (tl.exp(x - m) * 2.0**30).to(tl.int64)
+    return rank, mass
 
 
 @triton.jit
@@ -1824,9 +1997,11 @@ def _all_above(z, t, m, rank, V: constexpr, BLOCK: constexpr):
     n = tl.zeros([BLOCK], tl.int64)
     mass = tl.zeros([BLOCK], tl.int64)
     for first in range(0, V, BLOCK):
-        ranks, masses = _ranked(z, t, m, first + tl.arange(0, BLOCK), V)
-        n += (ranks > rank).to(tl.int64)
-        mass += tl.where(ranks > rank, masses, 0)
+        c = first + tl.arange(0, BLOCK)
+        ranks, masses = _ranked(z, t, m, c, V)
+        above = ranks > rank
+        n += above.to(tl.int64)
+        mass += tl.where(above, masses, 0)
     return tl.sum(n, 0), tl.sum(mass, 0)
 
 
@@ -1840,11 +2015,13 @@ def triton_cut(z, t, stats, rules, V: constexpr, BLOCK: constexpr):
     top_p = tl.load(rules)
     top_k = tl.load(rules + 1).to(tl.int64)
     _, whole = _all_above(z, t, m, -(1 << 32), V, BLOCK)
-    enough = tl.maximum((whole.to(tl.float64) * top_p).to(tl.int64), 1)
+    enough = (whole.to(tl.float64) * top_p).to(tl.int64)
+    enough = tl.maximum(enough, 1)
     enough = tl.where(top_p < 1, enough, whole + 1)
     most = tl.where(top_k > 0, top_k, V)
     high = _rank_int64(m)
-    low = _rank_int64(m + tl.log(tl.load(rules + 2))) - 1
+    min_p = tl.load(rules + 2)
+    low = _rank_int64(m + tl.log(min_p)) - 1
     while high - low > 1:
         middle = (low + high) >> 1
         n, mass = _all_above(z, t, m, middle, V, BLOCK)
@@ -1854,11 +2031,13 @@ def triton_cut(z, t, stats, rules, V: constexpr, BLOCK: constexpr):
     n, mass = _all_above(z, t, m, high, V, BLOCK)
     for first in range(0, V, BLOCK):
         c = first + tl.arange(0, BLOCK)
+        inside = c < V
         ranks, masses = _ranked(z, t, m, c, V)
-        last = ((ranks == high) & (c < V)).to(tl.int64)
+        last = ((ranks == high) & inside).to(tl.int64)
         before = tl.cumsum(last, 0) - last
         fits = (n + before < most) & (mass + before * masses < enough)
-        tl.store(z + c, float("-inf"), mask=(c < V) & (ranks <= high) & ((ranks < high) | ~fits))
+        dropped = inside & (ranks <= high) & ((ranks < high) | ~fits)
+        tl.store(z + c, float("-inf"), mask=dropped)
         n += tl.sum(last, 0)
         mass += tl.sum(last * masses, 0)
 
@@ -1887,14 +2066,19 @@ def triton_embedding_backward(grad, ids, order, out, pad, N, C, BLOCK: constexpr
     i = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(ids + i)
-    if (v != tl.load(ids + i - 1, mask=i > 0, other=-1)) & (v != pad):
+    previous = tl.load(ids + i - 1, mask=i > 0, other=-1)
+    if (v != previous) & (v != pad):
+        inside = c < C
         acc = tl.zeros([BLOCK], tl.float32)
         same = 1
         while same == 1:
-            acc += tl.load(grad + tl.load(order + i) * C + c, mask=c < C, other=0.0).to(tl.float32)
+            row = grad + tl.load(order + i) * C
+            acc += tl.load(row + c, mask=inside, other=0.0).to(tl.float32)
             i += 1
-            same = (tl.load(ids + i, mask=i < N, other=-1) == v).to(tl.int32)
-        tl.store(out + v * C + c, acc.to(out.dtype.element_ty), mask=c < C)
+            following = tl.load(ids + i, mask=i < N, other=-1)
+            same = (following == v).to(tl.int32)
+        out += v * C
+        tl.store(out + c, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
@@ -1942,9 +2126,13 @@ def triton_draw(logprobs, seeds, positions, scores, columns, V: constexpr, BLOCK
     """Of one block of a row, the largest score and the first column that has it, into (B, blocks) each."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    h = tl.minimum(_murmur_hash_uint32(tl.load(seeds + row), tl.load(positions + row), c), 0xFFFFFFFE)
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
+    h = tl.minimum(_murmur_hash_uint32(seed, position, c), 0xFFFFFFFE)
     u = h.to(tl.float64) * (1 / 4294967295)  # as torch on CUDA divides; of one hash in 750 it is an ulp below
-    score = tl.load(logprobs + row * V + c, mask=c < V, other=float("-inf")).to(tl.float64)
+    inside = c < V
+    logprobs += row * V
+    score = tl.load(logprobs + c, mask=inside, other=float("-inf")).to(tl.float64)
     score -= tl.log(tl.minimum(-tl.log(u), 1.7976931348623157e308))
     score = tl.where(score == score, score, float("inf"))  # the first NaN is taken, as torch.argmax does
     top = tl.max(score, 0)
@@ -2001,8 +2189,10 @@ def triton_bit_sum(x, odd_rows, odd_columns, sums, R, C, ROWS: constexpr, COLUMN
         c = first + tl.arange(0, COLUMNS)
         inside = (r < R)[:, None] & (c < C)[None, :]
         odd = tl.load(odd_columns + c, mask=c < C, other=0)
-        acc += tl.load(x + c[None, :], mask=inside, other=0).to(tl.int64) * odd[None, :]
-    of_rows = tl.sum(acc, 1) * tl.load(odd_rows + r, mask=r < R, other=0)
+        numbers = tl.load(x + c[None, :], mask=inside, other=0).to(tl.int64)
+        acc += numbers * odd[None, :]
+    of_rows = tl.sum(acc, 1)
+    of_rows *= tl.load(odd_rows + r, mask=r < R, other=0)
     tl.atomic_add(sums, tl.sum(of_rows, 0))
 
 
@@ -2017,14 +2207,16 @@ def bit_sum(x, odd_rows, odd_columns):
     sums = odd_rows.new_zeros(())
     columns = min(BIT_SUM_TILE // 4, _block(C))
     rows = BIT_SUM_TILE // columns
-    _launch(triton_bit_sum, (-(-R // rows),), *args, sums, R, C, ROWS=rows, COLUMNS=columns, num_warps=4)
+    grid = (-(-R // rows),)
+    _launch(triton_bit_sum, grid, *args, sums, R, C, ROWS=rows, COLUMNS=columns, num_warps=4)
     return sums
 
 
 def adamw(groups, **options):
     """AdamW of these groups of weights: torch's, but on a CPU ours, since there torch's follows the vectors' width."""
     by_triton = use_triton(groups[0]["params"][0])
-    return (torch.optim.AdamW if by_triton else _loops().AdamW)(groups, **options)
+    optimizer = torch.optim.AdamW if by_triton else _loops().AdamW
+    return optimizer(groups, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2045,7 +2237,8 @@ def _reduction(of_rows, its_own):
         C = math.prod(x.shape[d] for d in dims)
         rows = x.permute([*others, *dims]).reshape(R, C)
         y = of_rows(rows.double(), **options).to(dtype or x.dtype)
-        return y.view([1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims])
+        shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+        return y.view(shape)
 
     return operator
 
@@ -2056,7 +2249,10 @@ def _mean(rows):
 
 def _std(rows, correction=None):
     off = rows - _mean(rows)[:, None]
-    return (row_sums(off * off) / (rows.shape[1] - (1 if correction is None else correction))).sqrt()
+    if correction is None:
+        correction = 1
+    variance = row_sums(off * off) / (rows.shape[1] - correction)
+    return variance.sqrt()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2097,7 +2293,8 @@ def enable_batch_invariant(cpu_threads=1, cores=""):
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want
-        for device, operators in dict(CPU=both if INTERPRET else both | on_cpu, CUDA=both).items():
+        tables = dict(CPU=both if INTERPRET else both | on_cpu, CUDA=both)
+        for device, operators in tables.items():
             for name, operator in operators.items():
                 _library.impl(name, operator, device, allow_override=True)
 
@@ -2202,13 +2399,16 @@ def on_elements(kernel, shape, work, *args):
     """`on_rows` for elementwise work over `shape`, `work` operations each; the last argument is C."""
     R, C = shape
     config = dict(BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
-    on_rows(kernel, R, work * R * C, (*args, C), (R, -(-C // ELEMENTS)), config)
+    grid = R, -(-C // ELEMENTS)
+    on_rows(kernel, R, work * R * C, (*args, C), grid, config)
 
 
 def _launch(kernel, grid, *args, **config):
-    if 0 not in grid:
-        with torch.cuda.device_of(next(x for x in args if isinstance(x, torch.Tensor))):
-            kernel[grid](*args, **config)
+    if 0 in grid:
+        return
+    tensor = next(x for x in args if isinstance(x, torch.Tensor))
+    with torch.cuda.device_of(tensor):
+        kernel[grid](*args, **config)
 
 
 def _aligned(x):
@@ -2228,7 +2428,9 @@ class _NoGradient:
 
 def _apply(function, *args):
     """function.apply(*args) if a gradient may be needed, else forward alone: `apply` is slower than some loops."""
-    return function.apply(*args) if torch.is_grad_enabled() else function.forward(_NoGradient(), *args)
+    if torch.is_grad_enabled():
+        return function.apply(*args)
+    return function.forward(_NoGradient(), *args)
 
 
 def _contiguous_like(x):
