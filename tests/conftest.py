@@ -129,6 +129,21 @@ def error_line(output):
     return line
 
 
+@pytest.fixture
+def refusal(capsys, monkeypatch):
+    """refusal(call, *args): the one line on stderr with which the call ends its process, as for a user's mistake."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def line_of(call, *args):
+        with pytest.raises(SystemExit) as end:
+            call(*args)
+        line = capsys.readouterr().err
+        assert end.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1, line
+        return line
+
+    return line_of
+
+
 def read_groups(folder, steps="rl_*"):
     """[(tensors, meta)] of a run's rollout files, in the order of steps and prompts; steps: folders of its queue."""
     return [*map(sync.read_group, sorted((folder / "queue").glob(f"{steps}/group_*.safetensors")))]
@@ -394,10 +409,15 @@ def mixture_resumed(once, mixture):
 
 
 @pytest.fixture(scope="session")
-def agent(once):
+def taught(once):
+    """The folder of supervised steps on the dialogues of an agent with a tool."""
+    return once("taught", lambda folder: finish(folder, *AGENT, *DIALOGUES, launch=launch_warm))[0]
+
+
+@pytest.fixture(scope="session")
+def agent(taught):
     """Flags of the runs of an agent whose tool takes its time, after supervised steps on its dialogues."""
-    folder, _ = once("taught", lambda folder: finish(folder, *AGENT, *DIALOGUES, launch=launch_warm))
-    return taught_by(folder)
+    return taught_by(taught)
 
 
 @pytest.fixture(scope="session")
