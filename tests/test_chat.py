@@ -251,7 +251,7 @@ def test_a_template_without_tools_is_refused_early_but_not_the_docs_one(thinking
     assert capsys.readouterr() == ("", "")
     why = "it does not show the tools; docs/agents.md has a chat_template.jinja that does"
     line = refusal(tried, "with_tool")
-    assert line.startswith("error: init_from='here': ") and line.endswith(f"{why}\n")
+    assert line.startswith("error: init_from='here': ") and line.endswith(why)
     for name in ("add", "help"):
         with pytest.raises(ValueError, match=why):
             thinking.check_continuation([schema(name)])
