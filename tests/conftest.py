@@ -129,12 +129,28 @@ def error_line(output):
     return line
 
 
+@pytest.fixture
+def refusal(capsys, monkeypatch):
+    """refusal(f, ..): the one line that f(..) prints as it ends this process."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def line_of(f, *args, **options):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            f(*args, **options)
+        assert end.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return line_of
+
+
 def read_groups(folder, steps="rl_*"):
     """[(tensors, meta)] of a run's rollout files, in the order of steps and prompts; steps: folders of its queue."""
     return [*map(sync.read_group, sorted((folder / "queue").glob(f"{steps}/group_*.safetensors")))]
 
 
-def finish(folder, *flags, launch=launch, **options):
+def finish(folder, *flags, launch=launch_warm, **options):
     """The output of a run that has to succeed and to leave nothing in shared memory."""
     before = orphans()
     status, output = launch(folder, *flags, **options)
@@ -214,7 +230,7 @@ def once(tmp_path_factory):
 @pytest.fixture(scope="session")
 def two_ranks(once):
     """One trainer and one engine under torchrun."""
-    return once("two_ranks", lambda folder: finish(folder, ranks=2))
+    return once("two_ranks", lambda folder: finish(folder, ranks=2, launch=launch))
 
 
 @pytest.fixture(scope="session")
@@ -228,27 +244,27 @@ def one_process(once):
     """The same run in one process that does both, and with all that must not matter changed."""
     flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0".split()
     env = {"OMP_WAIT_POLICY": "PASSIVE"}  # a thread that spins while it waits takes the core from the other worker
-    return once("one_process", lambda folder: finish(folder, *ENGINE_FLAGS, *flags, env=env))
+    return once("one_process", lambda folder: finish(folder, *ENGINE_FLAGS, *flags, env=env, launch=launch))
 
 
 @pytest.fixture(scope="session")
 def one_engine(once):
     """DAPO's dynamic sampling in one process."""
-    return once("one_engine", lambda folder: finish(folder, *DAPO, launch=launch_warm))
+    return once("one_engine", lambda folder: finish(folder, *DAPO))
 
 
 @pytest.fixture(scope="session")
 def two_engines(once):
     """The same with two engines that share the work; small caches, so that they put requests back all the time."""
     flags = "--rollout_ranks=2 --engine_args=max_total_tokens=150".split()
-    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"}, launch=launch_warm)
+    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"})
     return once("two_engines", lambda folder: finish(folder, *DAPO, *flags, **options))
 
 
 @pytest.fixture(scope="session")
 def replayed(once, two_ranks):
     """The run of two_ranks again, from its rollout files, on four trainers."""
-    return once("replayed", lambda folder: finish(folder, *replay_of(two_ranks[0]), ranks=4, launch=launch_warm))
+    return once("replayed", lambda folder: finish(folder, *replay_of(two_ranks[0]), ranks=4))
 
 
 @pytest.fixture(scope="session")
@@ -259,7 +275,7 @@ def resumed(once, two_ranks):
         queue = interrupt(two_ranks[0], folder) / "queue"
         torn = sync.group_path(queue / "rl_000020", 3)
         torn.write_bytes(torn.read_bytes()[:-7])
-        return finish(folder, "--init_from=resume", ranks=3, launch=launch_warm)
+        return finish(folder, "--init_from=resume", ranks=3)
 
     return once("resumed", resume)
 
@@ -313,7 +329,7 @@ def survive(folder, kills, *flags, run=run_with_kills, **options):
 def lagged(once, warmed):
     """Samples two steps ahead of the updates, in one process that does both in turn."""
     flags = (*LAG, *warmed, "--weight_sync=ipc")
-    return once("lagged", lambda folder: finish(folder, *flags, launch=launch_warm))
+    return once("lagged", lambda folder: finish(folder, *flags))
 
 
 @pytest.fixture(scope="session")
@@ -331,7 +347,7 @@ def lagged_apart(once, warmed, some_kills):
 def segments(once, warmed):
     """Partial rollouts, each segment with the weights of its step, in one process; no prefix is found again."""
     flags = (*SEGMENTS, *warmed, "--engine_args=disable_radix_cache=True, max_running_requests=17")
-    return once("segments", lambda folder: finish(folder, *flags, "--weight_sync=ipc", launch=launch_warm))
+    return once("segments", lambda folder: finish(folder, *flags, "--weight_sync=ipc"))
 
 
 @pytest.fixture(scope="session")
@@ -347,7 +363,7 @@ def segments_apart(once, warmed, some_kills):
 @pytest.fixture(scope="session")
 def split(once, warmed):
     """Sums of four parts and samples a step ahead, in one process."""
-    return once("split", lambda folder: finish(folder, *SPLIT, *warmed, launch=launch_warm))
+    return once("split", lambda folder: finish(folder, *SPLIT, *warmed))
 
 
 @pytest.fixture(scope="session")
@@ -371,7 +387,7 @@ def split_apart(once, warmed):
             killed.result()
         assert status, output[-4000:]
         (folder.parent / "lost").write_text(output)
-        return finish(folder, *flags, ranks(2), "--init_from=resume", ranks=3, launch=launch_warm)
+        return finish(folder, *flags, ranks(2), "--init_from=resume", ranks=3)
 
     return once("split_apart", run)
 
@@ -379,7 +395,7 @@ def split_apart(once, warmed):
 @pytest.fixture(scope="session")
 def mixture(once):
     """A mixture of experts, with one trainer and one engine."""
-    return once("mixture", lambda folder: finish(folder, *MIXTURE, ranks=2, launch=launch_warm))
+    return once("mixture", lambda folder: finish(folder, *MIXTURE, ranks=2))
 
 
 @pytest.fixture(scope="session")
@@ -388,7 +404,7 @@ def mixture_resumed(once, mixture):
 
     def resume(folder):
         interrupt(mixture[0], folder)
-        return finish(folder, *MIXTURE, "--init_from=resume", ranks=3, launch=launch_warm)
+        return finish(folder, *MIXTURE, "--init_from=resume", ranks=3)
 
     return once("mixture_resumed", resume)
 
@@ -396,14 +412,14 @@ def mixture_resumed(once, mixture):
 @pytest.fixture(scope="session")
 def agent(once):
     """Flags of the runs of an agent whose tool takes its time, after supervised steps on its dialogues."""
-    folder, _ = once("taught", lambda folder: finish(folder, *AGENT, *DIALOGUES, launch=launch_warm))
+    folder, _ = once("taught", lambda folder: finish(folder, *AGENT, *DIALOGUES))
     return taught_by(folder)
 
 
 @pytest.fixture(scope="session")
 def agents(once, agent):
     """Such a run in one process."""
-    return once("agents", lambda folder: finish(folder, *agent, launch=launch_warm))
+    return once("agents", lambda folder: finish(folder, *agent))
 
 
 @pytest.fixture(scope="session")

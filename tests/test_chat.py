@@ -74,17 +74,24 @@ def thinking(tokenizer):
     return chat.Template(tokenizer, [tokenizer.convert_tokens_to_ids(ends[1])], {})
 
 
-def in_memory(entries=None):
-    return types.SimpleNamespace(entries=entries or {}, write=lambda entry: None)
+def in_memory():
+    return types.SimpleNamespace(entries={}, write=lambda entry: None)
 
 
-def play(solve, replies, template, journal=None, sample=0, config=CONFIG, row=None, **options):
-    """(the episode, its reward) of a dialogue in which the model says `replies`."""
+ROW = dict(prompt="3+4=", answer="7")
+
+
+def episode_of(replies, template, journal=None, config=CONFIG):
+    """An Episode in which the model says `replies`."""
     source, parse = again.scripted(replies, template)
-    where, journal = f"rl step 3, prompt 2, sample {sample}", journal or in_memory()
-    key = ["rl", 3, 2, sample]
-    episode = chat.Episode(config, template, where, sample, key, source, parse, journal, **options)
-    return episode, asyncio.run(episode.play(solve, row or dict(prompt="3+4=", answer="7")))
+    where = "rl step 3, prompt 2, sample 0"
+    return chat.Episode(config, template, where, 0, ["rl", 3, 2, 0], source, parse, journal or in_memory())
+
+
+def play(solve, replies, template, journal=None, config=CONFIG, row=ROW):
+    """(the episode, its reward) of a dialogue in which the model says `replies`."""
+    episode = episode_of(replies, template, journal, config)
+    return episode, asyncio.run(episode.play(solve, row))
 
 
 def error_of(solve, replies, template, **options):
@@ -101,6 +108,27 @@ async def calculate(chat, row):
         await chat.call(reply.tool_calls)
         reply = await chat.generate()
     return float(reply.text == row["answer"])
+
+
+async def ask_twice(chat, row):
+    for _ in range(2):
+        chat.user("again?")
+        await chat.generate()
+    return 0.0
+
+
+def calling(tool, results=None):
+    """An agent that asks once, and runs the calls of this tool; their results are added to a list."""
+
+    async def solve(chat, row):
+        chat.user("go")
+        reply = await chat.generate(tools=[tool])
+        found = await chat.call(reply.tool_calls)
+        if results is not None:
+            results.extend(found)
+        return 0.0
+
+    return solve
 
 
 CALLS = [[("add", dict(a=1, b=2)), ("add", dict(a=3, b=4))], [("add", dict(a=3, b=4))], "7"]
@@ -139,19 +167,11 @@ def test_a_sampled_thought_stays_although_the_template_drops_it(thinking, capsys
     thinking.check("init_from='here'")
     assert "drops the thinking of earlier turns; here they stay" in capsys.readouterr().out
 
-    async def solve(chat, row):
-        for _ in range(2):
-            chat.user("again?")
-            await chat.generate()
-        return 0.0
-
     replies = ["<think>hm</think>no", "<think>well</think>yes"]
-    (c,) = play(solve, replies, thinking)[0].chats
-    ours, theirs = (
-        thinking.decode(c.ids),
-        thinking.tokenizer.decode(thinking.encode(thinking.render(c.messages, None, False)), skip_special_tokens=True),
-    )
-    assert ours == theirs.replace("assistant\nno", "assistant\n<think>hm</think>no").removesuffix("\n") != theirs
+    (c,) = play(ask_twice, replies, thinking)[0].chats
+    theirs = thinking.decode(thinking.encode(thinking.render(c.messages, None, False)))
+    ours = theirs.replace("assistant\nno", "assistant\n<think>hm</think>no").removesuffix("\n")
+    assert thinking.decode(c.ids) == ours != theirs
     for turn, text in zip(c.turns, replies):
         assert c.ids[turn.start : turn.end] == thinking.turn(text)
 
@@ -160,14 +180,8 @@ def test_the_templates_arguments_reach_it(thinking):
     quick = chat.Template(thinking.tokenizer, thinking.stop_tokens, named_arguments("enable_thinking=False"))
     quick.check("init_from='here'")
 
-    async def solve(chat, row):
-        for _ in range(2):
-            chat.user("?")
-            await chat.generate()
-        return 0.0
-
-    texts = [t.decode(play(solve, ["a", "b"], t)[0].chats[0].ids) for t in (quick, thinking)]
-    assert texts[0] == texts[1].replace("assistant\n", "assistant\n<think>\n\n</think>\n\n") != texts[1]
+    one, other = (t.decode(play(ask_twice, ["a", "b"], t)[0].chats[0].ids) for t in (quick, thinking))
+    assert one == other.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n") != other
     with pytest.raises(ValueError):
         named_arguments("enable_thinking")
 
@@ -176,22 +190,15 @@ def test_the_templates_arguments_reach_it(thinking):
     "text, why",
     [
         ("{% for m in messages %}{{ loop.length }}{{ m.content }}<eos>{% endfor %}", "does not go on"),
-        (
-            "{% for m in messages %}{{ m.content }}<eos>{{ loop.index }}{% endfor %}",
-            "depends on what was before",
-        ),
+        ("{% for m in messages %}{{ m.content }}<eos>{{ loop.index }}{% endfor %}", "depends on what was before"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "no stop token"),
         ("", "no chat template"),
     ],
 )
-def test_a_template_that_cannot_continue_is_refused_with_renderings(tokenizer, text, why, capsys):
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    tokenizer.chat_template = text
-    with pytest.raises(SystemExit) as end:
-        chat.Template(tokenizer, [tokenizer.eos_token_id], {}).check("init_from='here'")
-    line = capsys.readouterr().err
-    assert end.value.code == 2 and line.startswith("error: init_from='here'") and line.count("\n") == 1
-    assert why in line and (not text or line.count("'") >= 4)
+def test_a_template_that_cannot_continue_is_refused_with_renderings(template, monkeypatch, text, why, refusal):
+    monkeypatch.setattr(template.tokenizer, "chat_template", text)
+    line = refusal(template.check, "init_from='here'")
+    assert line.startswith("error: init_from='here'") and why in line and (not text or line.count("'") >= 4)
 
 
 NO_TOOLS = """{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system
@@ -224,15 +231,13 @@ def schema(name):
 
 async def refusal_of_tool(name, template):
     """(status, line) with which a served model's client is refused that has such a tool."""
-    source, parse = again.scripted(["x"], template)
-    episode = chat.Episode(CONFIG, template, "serve", 0, ["serve"], source, parse, in_memory())
-    body = dict(messages=[dict(role="user", content="a")], tools=[schema(name)])
+    body = dict(messages=[chat.told_user("a")], tools=[schema(name)])
     with pytest.raises(endpoint.Refusal) as refused:
-        await endpoint.Session(chat.Chat(episode)).answer(*endpoint.read(body), b"", False).task
+        await endpoint.Session(chat.Chat(episode_of(["x"], template))).answer(*endpoint.read(body), b"", False).task
     return refused.value.status, str(refused.value)
 
 
-def test_a_template_without_tools_is_refused_early_but_not_the_docs_one(thinking, tmp_path, capsys):
+def test_a_template_without_tools_is_refused_early_but_not_the_docs_one(thinking, tmp_path, capsys, refusal):
     """SmolLM2's is such a one. A tool called `help` was served all the same: its name is in the system prompt."""
     thinking.tokenizer.chat_template = NO_TOOLS
     (tmp_path / "askers.py").write_text(ASKERS)
@@ -244,18 +249,14 @@ def test_a_template_without_tools_is_refused_early_but_not_the_docs_one(thinking
     tried("without")
     tried("world_first")
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(SystemExit) as end:
-        tried("with_tool")
-    line = capsys.readouterr().err
-    assert end.value.code == 2 and line.startswith("error: init_from='here': ") and line.count("\n") == 1
-    assert line.endswith("it does not show the tools; docs/agents.md has a chat_template.jinja that does\n")
+    why = "it does not show the tools; docs/agents.md has a chat_template.jinja that does"
+    line = refusal(tried, "with_tool")
+    assert line.startswith("error: init_from='here': ") and line.endswith(why)
     for name in ("add", "help"):
-        with pytest.raises(ValueError, match="it does not show the tools; docs/agents.md"):
+        with pytest.raises(ValueError, match=why):
             thinking.check_continuation([schema(name)])
     status, line = asyncio.run(refusal_of_tool("help", thinking))
-    assert status == 400 and line.endswith(
-        "it does not show the tools; docs/agents.md has a chat_template.jinja that does"
-    )
+    assert status == 400 and line.endswith(why)
 
     page = (ROOT / "docs/agents.md").read_text()
     thinking.tokenizer.chat_template = page.split("```jinja\n")[1].split("```")[0]
@@ -265,9 +266,8 @@ def test_a_template_without_tools_is_refused_early_but_not_the_docs_one(thinking
     (c,) = play(calculate, CALLS, thinking, config=CONFIG | dict(max_prompt_tokens=600))[0].chats
     whole = thinking.render(c.messages, c.schemas, False)
     assert thinking.decode(c.ids, special=True) == whole.removesuffix("\n")
-    assert (
-        whole.startswith("<|im_start|>system\nTools, ") and '{"type": "function", "function": {"name": "add"' in whole
-    )
+    assert whole.startswith("<|im_start|>system\nTools, ")
+    assert '{"type": "function", "function": {"name": "add"' in whole
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>' in whole
 
 
@@ -283,8 +283,9 @@ def test_a_cut_turn_ends_the_dialogue_and_asking_again_ends_the_run(template):
 
     episode, reward = play(solve, ["0123456", "never"], template)
     (c,) = episode.chats
-    assert reward == 0.5 and [r.truncated for r in seen] == [True] * 3 and [r.text for r in seen] == ["0123", "", ""]
-    assert len(c.turns) == 1 and template.decode(c.ids).endswith("0123") and c.turns[0].truncated
+    (turn,) = c.turns
+    assert reward == 0.5 and [(r.text, r.truncated) for r in seen] == [("0123", True), ("", True), ("", True)]
+    assert turn.truncated and template.decode(c.ids).endswith("0123")
     assert counts_of([episode])["truncated"] == 1
     line = error_of(lambda chat, row: solve(chat, row, 200), ["0123456"], template)
     assert line.startswith("rl step 3, prompt 2, sample 0, turn 0: asked 100 times")
@@ -300,11 +301,11 @@ def test_limits_are_counts_of_turns_of_calls_of_tokens_and_of_forks(template, mo
 
     assert play(ask, ["x"] * 20, template)[1] == CONFIG["max_turns"]
     assert play(ask, ["x"] * 20, template, config=CONFIG | dict(max_prompt_tokens=10, max_new_tokens=9))[1] == 2
-    many = [[("add", dict(a=i, b=1)) for i in range(3)], [("add", dict(a=i, b=1)) for i in range(3)], "7"]
+    three = [("add", dict(a=i, b=1)) for i in range(3)]
     monkeypatch.setattr(chat, "MOST_CALLS", 4)
-    (c,) = play(calculate, many, template)[0].chats
+    (c,) = play(calculate, [three, three, "7"], template)[0].chats
     results = [m["content"] for m in c.messages if m["role"] == "tool"]
-    assert results == ["1", "2", "3", "1", "Error: no more than 4 calls", "Error: no more than 4 calls"]
+    assert results == ["1", "2", "3", "1", *["Error: no more than 4 calls"] * 2]
     line = error_of(ask, ["x"], template, config=CONFIG | dict(max_prompt_tokens=2))
     assert line == "rl step 3, prompt 2, sample 0, turn 0: the prompt has 4 tokens, over max_prompt_tokens=2"
 
@@ -319,7 +320,8 @@ def test_limits_are_counts_of_turns_of_calls_of_tokens_and_of_forks(template, mo
 
 
 def test_functions_run_side_by_side_and_results_keep_the_order_of_calls(template):
-    began, gate = [], threading.Barrier(3, timeout=20)
+    gate = threading.Barrier(3, timeout=20)
+    results = []
 
     def wait(i: int) -> int:
         """Waits for the others, and the longer the earlier it was called.
@@ -327,17 +329,12 @@ def test_functions_run_side_by_side_and_results_keep_the_order_of_calls(template
         Args:
             i: number of the call
         """
-        began.append(i)
         gate.wait()
         time.sleep(0.02 * (3 - i))
         return i
 
-    async def solve(chat, row):
-        chat.user("go")
-        assert await chat.call((await chat.generate(tools=[wait])).tool_calls) == ["0", "1", "2"]
-        return 1.0
-
-    assert play(solve, [[("wait", dict(i=i)) for i in range(3)]], template)[1] == 1 and sorted(began) == [0, 1, 2]
+    play(calling(wait, results), [[("wait", dict(i=i)) for i in range(3)]], template)
+    assert results == ["0", "1", "2"]
 
 
 class Counter:
@@ -380,33 +377,22 @@ def test_the_model_reads_what_a_tool_raises_or_returns_in_a_stable_form(template
         """
         if what == "exit":
             sys.exit(3)
-        return {"object": str(object()), "long": "x" * 9000, "list": [1, {"a": None}], "zero": 1 / (what != "zero")}[
-            what
-        ]
+        return {"object": str(object()), "long": "x" * 9000, "list": [1, {"a": None}]}[what]
 
-    async def solve(chat, row):
-        chat.user("go")
-        results = await chat.call((await chat.generate(tools=[look])).tool_calls)
-        return results
-
+    calls = [("look", dict(what=w)) for w in ("object", "long", "list", "exit", "nothing")]
+    calls += [("sing", {}), ("look", dict(where=1))]
     seen = []
-
-    async def outer(chat, row):
-        seen.extend(await solve(chat, row))
-        return 0.0
-
-    calls = [("look", dict(what=w)) for w in ("object", "long", "list", "zero", "exit", "nothing")]
-    calls += [("look", dict(where=1)), ("sing", {})]
-    play(outer, [calls], template, config=CONFIG)
-    assert seen[0] == "<object object at 0x0>" and seen[1] == "x" * 8192 + " .. (9000 characters, cut)"
-    assert seen[2:6] == [
+    play(calling(look, seen), [calls], template)
+    wrong = seen.pop()
+    assert seen == [
+        "<object object at 0x0>",
+        "x" * 8192 + " .. (9000 characters, cut)",
         '[1, {"a": null}]',
-        "Error: ZeroDivisionError: division by zero",
         "Error: SystemExit: 3",
         "Error: KeyError: 'nothing'",
+        "Error: no tool 'sing'",
     ]
-    assert seen[6].startswith("Error: TypeError:") and "unexpected keyword argument 'where'" in seen[6]
-    assert seen[7] == "Error: no tool 'sing'"
+    assert wrong.startswith("Error: TypeError:") and "unexpected keyword argument 'where'" in wrong
 
 
 def no_types(a):
@@ -441,21 +427,23 @@ def returns_nan(a: int) -> float:
 
 @pytest.mark.parametrize("tool", [no_types, no_docstring, returns_a_set, returns_nan])
 def test_a_tool_that_cannot_be_one_ends_the_run_with_one_line(tool, template):
-    async def solve(chat, row):
-        chat.user("go")
-        await chat.call((await chat.generate(tools=[tool])).tool_calls)
-        return 0.0
-
-    line = error_of(solve, [[(tool.__name__, dict(a=1))]], template)
-    assert line.startswith("rl step 3, prompt 2, sample 0, turn 0")
-    expected = "a tool needs types and a docstring" if "no" in tool.__name__[:2] else "returned what JSON cannot hold"
-    assert expected in line and (expected[0] == "a" or "call 0" in line)
+    line = error_of(calling(tool), [[(tool.__name__, dict(a=1))]], template)
+    if tool in (no_types, no_docstring):
+        assert line.startswith("rl step 3, prompt 2, sample 0, turn 0") and "a tool needs types and a docstring" in line
+    else:
+        assert line.startswith("rl step 3, prompt 2, sample 0, turn 0, call 0")
+        assert "returned what JSON cannot hold" in line
 
 
-@pytest.mark.parametrize("wrong, expected", [(lambda: 1 / 0, "ZeroDivisionError: division by zero (test_chat.py:"),
-                                             (lambda: None, "it returned None, not a finite number"),
-                                             (lambda: "1.0", "it returned '1.0', not a finite"),
-                                             (sys.exit, "SystemExit")])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, expected",
+    [
+        (lambda: 1 / 0, "ZeroDivisionError: division by zero (test_chat.py:"),
+        (lambda: None, "it returned None, not a finite number"),
+        (lambda: "1.0", "it returned '1.0', not a finite"),
+        (sys.exit, "SystemExit"),
+    ],
+)
 def test_an_agent_that_fails_or_returns_no_number_ends_the_run_in_a_line(wrong, expected, template):
     async def solve(chat, row):
         chat.user("go")
@@ -481,7 +469,8 @@ def test_an_agent_that_asks_for_nothing_or_says_nothing_new_ends_the_run(templat
 
 @pytest.mark.parametrize("hang", ["tool", "await", "loop"])
 def test_what_never_ends_is_named_by_the_watchdog_whatever_it_hangs_in(hang, template):
-    said, over = [], threading.Event()
+    said = []
+    over = threading.Event()
 
     def forever(a: int) -> int:
         """Waits.
@@ -507,14 +496,13 @@ def test_what_never_ends_is_named_by_the_watchdog_whatever_it_hangs_in(hang, tem
         said.append(line)
         over.set()
 
-    source, parse = again.scripted([[("forever", dict(a=1))]], template)
-    episode = chat.Episode(CONFIG, template, "rl step 3, prompt 2, sample 5", 5, [], source, parse, in_memory())
+    episode = episode_of([[("forever", dict(a=1))]], template)
     began = time.monotonic()
     with chat.watched({episode}, 0.5, end):
         asyncio.run(episode.play(solve, {}))
     assert 0.5 < time.monotonic() - began < 10
     place = {"tool": "turn 0, call 0 (forever)"}.get(hang, "its start")
-    assert said[0] == f"rl step 3, prompt 2, sample 5, {place}: no progress for agent_timeout=0.5 s"
+    assert said[0] == f"rl step 3, prompt 2, sample 0, {place}: no progress for agent_timeout=0.5 s"
 
 
 # ---- rule 4: the journal
@@ -525,7 +513,10 @@ class Crash(BaseException):
 
 
 def test_a_resume_reads_what_was_done_and_asks_only_for_the_rest(template, tmp_path):
-    asked, crashes, path = [], ["b"], tmp_path / "journal_0002.jsonl"
+    path = tmp_path / "journal_0002.jsonl"
+    asked = []
+    crashes = ["b"]
+    results = []
 
     def search(what: str) -> str:
         """Searches.
@@ -553,7 +544,6 @@ def test_a_resume_reads_what_was_done_and_asks_only_for_the_rest(template, tmp_p
         journal = chat.Journal(path, run)
         play(solve, [[("search", dict(what=x))] for x in "ab"] + ["x"], template, journal)
 
-    results = []
     with pytest.raises(Crash):
         attempt()
     assert asked == ["dice", "a", "b"]
@@ -602,7 +592,8 @@ def test_a_result_is_on_the_disk_before_the_agent_has_it(template, tmp_path):
 
 
 def test_what_fails_outside_is_no_result_and_is_tried_again(template, tmp_path):
-    tries, journal = [], chat.Journal(tmp_path / "journal", "run")
+    tries = []
+    journal = chat.Journal(tmp_path / "journal", "run")
 
     def judge(text):
         tries.append(text)
@@ -615,9 +606,8 @@ def test_what_fails_outside_is_no_result_and_is_tried_again(template, tmp_path):
         return await chat.do(judge, (await chat.generate()).text)
 
     line = error_of(solve, ["x"], template, journal=journal)
-    assert line.startswith(
-        "rl step 3, prompt 2, sample 0, turn 0, do 0: judge: ConnectionError: no route (test_chat.py:"
-    )
+    why = "judge: ConnectionError: no route (test_chat.py:"
+    assert line.startswith(f"rl step 3, prompt 2, sample 0, turn 0, do 0: {why}")
     assert play(solve, ["x"], template, journal)[1] == 1 and tries == ["x", "x"]
 
 
@@ -625,62 +615,57 @@ def test_a_tool_whose_sandbox_was_killed_is_no_result_either(template, monkeypat
     def killed(source):
         raise sandbox.SandboxError("the sandbox itself ended with status -9: killed")
 
-    async def solve(chat, row):
-        chat.user("go")
-        await chat.call((await chat.generate(tools=[sandbox.python])).tool_calls)
-        return 0.0
-
     monkeypatch.setattr(sandbox, "run_program", killed)
-    line = error_of(solve, [[("python", dict(code="1"))]], template)
-    assert (
-        line == "rl step 3, prompt 2, sample 0, turn 0, call 0: python: the sandbox itself ended with status -9: killed"
-    )
+    line = error_of(calling(sandbox.python), [[("python", dict(code="1"))]], template)
+    why = "python: the sandbox itself ended with status -9: killed"
+    assert line == f"rl step 3, prompt 2, sample 0, turn 0, call 0: {why}"
 
 
 # ---- rule 7: the second run
 
 
-async def two_turns(chat, row, say=lambda: "again", give=lambda: 0.5):
+async def two_turns(chat, row, say):
     for _ in range(2):
         chat.user(say())
         reply = await chat.generate(tools=[add])
         if reply.tool_calls:
             await chat.call(reply.tool_calls)
-    return give()
+    return 0.5
 
 
-def play_again(solve, replies, template, tools=True):
+def play_again(solve, replies, template):
     """Runs an agent, and then again on what the first run has noted."""
     journal = in_memory()
     episode, reward = play(solve, replies, template, journal)
     noted = json.loads(json.dumps([again.record_of(c) for c in episode.chats]))
     source, parse = again.recorded(noted, [c.ids for c in episode.chats], template)
-    second = chat.Episode(
-        CONFIG, template, "rl step 0, prompt 2, sample 0", 0, episode.key, source, parse, journal, True
-    )
-    assert asyncio.run(second.play(solve, dict(prompt="3+4=", answer="7"))) == reward
+    where = "rl step 0, prompt 2, sample 0"
+    second = chat.Episode(CONFIG, template, where, 0, episode.key, source, parse, journal, True)
+    assert asyncio.run(second.play(solve, ROW)) == reward
     assert [c.ids for c in second.chats] == [c.ids for c in episode.chats]
-    return second
 
 
 REPLIES = [[("add", dict(a=1, b=2))], "x"]
 
 
-def test_a_second_run_of_a_pure_agent_says_the_same(template):
-    play_again(two_turns, REPLIES, template)
-    play_again(calculate, CALLS, template)
-
-
 def test_a_clock_a_global_and_random_numbers_are_named_by_the_second_run(template):
     count = []
-    for say in (lambda: str(time.time_ns()), lambda: str(random.random()), lambda: str(count.append(1) or len(count))):
-        with pytest.raises(chat.AgentError, match="rl step 0, prompt 2, sample 0, turn 0: run again, the agent says"):
-            play_again(lambda chat, row, say=say: two_turns(chat, row, say), REPLIES, template)
 
+    def number():
+        count.append(1)
+        return len(count)
+
+    for impure in (time.time_ns, random.random, number):
+        with pytest.raises(chat.AgentError, match="rl step 0, prompt 2, sample 0, turn 0: run again, the agent says"):
+            play_again(partial(two_turns, say=lambda: str(impure())), REPLIES, template)
+
+
+def test_a_second_run_of_a_pure_agent_says_the_same(template):
     async def drawn(chat, row):
         return await two_turns(chat, row, lambda: str(chat.random.random()))
 
     play_again(drawn, REPLIES, template)  # the random numbers that an agent is given
+    play_again(calculate, CALLS, template)
 
 
 def test_a_tool_with_a_clock_is_named_unless_it_is_marked(template):
@@ -688,15 +673,10 @@ def test_a_tool_with_a_clock_is_named_unless_it_is_marked(template):
         """Says the time."""
         return time.time_ns()
 
-    async def solve(chat, row):
-        chat.user("go")
-        await chat.call((await chat.generate(tools=[now])).tool_calls)
-        return 0.0
-
     with pytest.raises(chat.AgentError, match=r"turn 0, call 0: now gave '\d+' and now '\d+'; .* @impure"):
-        play_again(solve, [[("now", {})]], template)
+        play_again(calling(now), [[("now", {})]], template)
     chat.impure(now)
-    play_again(solve, [[("now", {})]], template)
+    play_again(calling(now), [[("now", {})]], template)
 
 
 async def a_set(chat, row):
@@ -710,24 +690,26 @@ async def its_path(chat, row):
 
 
 def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, tmp_path):
-    """With rollout files of agents that say and return the same there, and of one that does not."""
-    paths = {}
-    for index, solve in enumerate((two_turns, its_path, a_set)):
-        episodes, returned = zip(*[play(solve, REPLIES, template, in_memory(), g) for g in range(2)])
-        tensors = tensors_of(episodes, returned, 0)
-        meta = dict(stream="rl", step=3, prompt=2, returned=returned, row=dict(prompt="3+4=", answer="7"))
-        meta["episodes"] = [[again.record_of(c) for c in e.chats] for e in episodes]
-        meta["journal"] = [[*e.journal.entries.values()] for e in episodes]
+    """With rollout files of an agent that says the same there, and of one that does not."""
+    jobs = {}
+    for index, solve in enumerate((its_path, a_set)):
+        episodes, returned = zip(*[play(solve, REPLIES, template) for _ in range(2)])
+        meta = dict(
+            stream="rl",
+            step=3,
+            prompt=2,
+            returned=returned,
+            row=ROW,
+            episodes=[[again.record_of(c) for c in e.chats] for e in episodes],
+            journal=[[*e.journal.entries.values()] for e in episodes],
+        )
         path = sync.group_path(tmp_path, index)
-        sync.write_group(path, tensors, meta)
-        paths[solve.__name__] = str(path)
-    job = lambda name: dict(  # noqa: E731
-        config=CONFIG | dict(agent=f"{__file__}:{name}"), model=template.tokenizer.name_or_path, paths=[paths[name]]
-    )
-    again.check_again(job("two_turns"))
-    again.check_again(job("its_path"))
+        sync.write_group(path, tensors_of(episodes, returned, 0), meta)
+        config = CONFIG | dict(agent=f"{__file__}:{solve.__name__}")
+        jobs[solve] = dict(config=config, model=template.tokenizer.name_or_path, paths=[str(path)])
+    again.check_again(jobs[its_path])
     with pytest.raises(chat.AgentError, match="^rl step 3, prompt 2, sample 0, turn 0: run again, the agent says"):
-        again.check_again(job("a_set"))
+        again.check_again(jobs[a_set])
 
 
 # ---- forks, rewards of turns, and what the trainer gets
@@ -748,19 +730,20 @@ async def with_forks(chat, row):
 
 
 def test_forks_are_rows_of_a_sample_and_the_prompt_is_their_common_start(template):
-    source = {(): ["1", "2"], (0,): ["3"], (1,): ["4"]}
-    episodes, returned = [], []
+    replies = {(): ["1", "2"], (0,): ["3"], (1,): ["4"]}
+    episodes = []
+    returned = []
     for g in range(2):
-        scripts = {path: again.scripted(replies, template)[0] for path, replies in source.items()}
-        episode = chat.Episode(
-            CONFIG, template, "", g, ["rl", 0, 0, g], lambda c, *args: scripts[c.path](c, *args), None, in_memory()
-        )
+        scripts = {path: again.scripted(said, template)[0] for path, said in replies.items()}
+        source = lambda c, *args, of=scripts: of[c.path](c, *args)  # noqa: E731
+        episode = chat.Episode(CONFIG, template, "", g, ["rl", 0, 0, g], source, None, in_memory())
         returned.append(asyncio.run(episode.play(with_forks, {})))
         episodes.append(episode)
     t = tensors_of(episodes, returned, 7)
     assert t["sample"].tolist() == [0, 0, 0, 1, 1, 1] and t["turns"].tolist() == [2, 1, 1] * 2
     assert t["turn_rewards"].tolist() == [0.25, 1, 1.5, 1.5] * 2 and t["rewards"].tolist() == [2.25] * 2
-    assert template.tokenizer.decode(t["prompt_tokens"]) == "<user>" and set(t["weight_version"].tolist()) == {7}
+    assert template.tokenizer.decode(t["prompt_tokens"]) == "<user>"
+    assert set(t["weight_version"].tolist()) == {7}
     rows = [t["prompt_tokens"].tolist() + row.tolist() for row in t["tokens"].split(t["lengths"].tolist())]
     assert rows == [c.ids for e in episodes for c in e.chats]
     first = template.tokenizer.decode(rows[0])
@@ -769,7 +752,7 @@ def test_forks_are_rows_of_a_sample_and_the_prompt_is_their_common_start(templat
     counts = counts_of(episodes)
     assert (counts["forks"], counts["turns"], counts["written_tokens"]) == (4, 8, 16)
     made = dict(counts=counts | dict(cached_tokens=0, prompt_tokens=1))
-    assert Agent.metrics(None, [(t, made), (t, made)])["turn_reward_mean"] == (0.25 + 1 + 1.5 + 1.5) / 4
+    assert Agent.metrics(None, [(t, made)] * 2)["turn_reward_mean"] == (0.25 + 1 + 1.5 + 1.5) / 4
     meta = dict(prompt=3, step=0)
     samples = train.samples_of([sync.Group(t, meta)] * 2, 0)
     assert [s.of for s in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
@@ -778,20 +761,20 @@ def test_forks_are_rows_of_a_sample_and_the_prompt_is_their_common_start(templat
     c = types.SimpleNamespace(**CONFIG | dict(advantage="dr_grpo"))
     shared = train.with_advantages(samples, rewards, c)
     assert [s.advantages.unique().tolist() for s in shared] == [[0.5]] * 3 + [[-0.5]] * 3 + [[0]] * 6
-    ours = critic.token_rewards(samples[0], 5.0, "sample"), critic.token_rewards(samples[0], 5.0, "turn")
-    assert [x.tolist() for x in ours] == [[0, 0, 0, 5], [0, 0.25, 0, 1]]
+    for kind, ours in (("sample", [0, 0, 0, 5]), ("turn", [0, 0.25, 0, 1])):
+        assert critic.token_rewards(samples[0], 5.0, kind).tolist() == ours
     first = samples[0]._replace(turn=samples[0].turn[:2])  # its second turn has no loss
     assert critic.token_rewards(first, 5.0, "turn").tolist() == [0, 1.25]
     made["counts"]["written_tokens"] = 0
-    agent = types.SimpleNamespace(config=CONFIG | dict(mode="grpo"))
     with pytest.raises(SystemExit):
-        Agent.metrics(agent, [(t, made)])
+        Agent.metrics(types.SimpleNamespace(config=CONFIG), [(t, made)])
 
 
 def test_a_turns_advantage_is_from_its_return_among_turns_of_its_number():
     def sample(of, rewards):
         turn = torch.tensor([k for k in range(len(rewards)) for _ in range(2)] + [-1])
-        zeros, known = torch.zeros(len(turn)), dict(of=of, turn_rewards=torch.tensor(rewards))
+        zeros = torch.zeros(len(turn))
+        known = dict(of=of, turn_rewards=torch.tensor(rewards))
         return train.make_sample(torch.zeros(1), zeros, turn >= 0, zeros, turn, **known)
 
     samples = [sample(0, [0.0, 1.0]), sample(1, [1.0, 0.0, 4.0]), sample(2, [3.0]), sample(3, [3.0])]
@@ -806,8 +789,8 @@ def test_a_turns_advantage_is_from_its_return_among_turns_of_its_number():
         [0.75, 0.75, 0.5, 0.5, 0.0, 0.0],
     ]
     assert all(s.advantages.unique().tolist() == [0] for s in done[2:])
-    (g1, g2), eps = [by_turn("grpo", gamma)[0].advantages[0] for gamma in (1.0, 0.5)], 1e-3
-    assert abs(g1 + 2**-0.5) < eps and abs(g2 + 2**-0.5) < eps
+    for gamma in (1.0, 0.5):
+        assert float(by_turn("grpo", gamma)[0].advantages[0]) == pytest.approx(-(2**-0.5), abs=1e-3)
 
 
 # ---- what agent= may be
@@ -844,9 +827,11 @@ def test_an_environment_behind_openenvs_contract_is_an_agent(template, monkeypat
     stand_in(monkeypatch, openenv={}, openenv__core={}, openenv__core__generic_client=dict(GenericEnvClient=Remote))
     monkeypatch.setenv("OPENENV_URL", "http://there")
     solve, _ = again.load_agent("examples/openenv_env.py:solve")
-    (episode, reward), _ = play(solve, ["a", "b"], template), play(solve, ["a", "b"], template)
-    assert reward == 0 and [turn.rewards for turn in episode.chats[0].turns] == [[0.0], [1.0]]
-    assert [m["content"] for m in episode.chats[0].messages] == ["go", "a", "not a", "b"] and seeds[0] == seeds[1]
+    for _ in range(2):
+        episode, reward = play(solve, ["a", "b"], template)
+    (c,) = episode.chats
+    assert reward == 0 and [turn.rewards for turn in c.turns] == [[0.0], [1.0]]
+    assert [m["content"] for m in c.messages] == ["go", "a", "not a", "b"] and seeds[0] == seeds[1]
 
 
 def test_what_a_reward_of_verifiers_raises_is_no_zero(template, monkeypatch):
@@ -859,9 +844,8 @@ def test_what_a_reward_of_verifiers_raises_is_no_zero(template, monkeypatch):
         async def run_rollout(self, task, client, model, sampling):
             answer = await client.chat.completions.create(model=model, messages=task["prompt"])
             try:
-                value = await self.rubric.funcs[0](
-                    completion=answer.choices[0].message.content, divide_by=task["answer"]
-                )
+                text = answer.choices[0].message.content
+                value = await self.rubric.funcs[0](completion=text, divide_by=task["answer"])
             except ZeroDivisionError:  # as verifiers does
                 value = 0.0
             return dict(reward=value, error=None)
@@ -883,9 +867,7 @@ def test_what_a_reward_of_verifiers_raises_is_no_zero(template, monkeypatch):
         ("import nothing_of_this_name", "{}:solve", "does not load: ModuleNotFoundError"),
     ],
 )
-def test_an_agent_that_is_not_there_is_refused_with_one_line(source, spec, why, tmp_path, capsys):
+def test_an_agent_that_is_not_there_is_refused_with_one_line(source, spec, why, tmp_path, refusal):
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(SystemExit) as end:
-        again.load_agent(spec.format(tmp_path / "mine.py"))
-    line = capsys.readouterr().err
-    assert end.value.code == 2 and line.startswith("error: agent=") and why in line and line.count("\n") == 1
+    line = refusal(again.load_agent, spec.format(tmp_path / "mine.py"))
+    assert line.startswith("error: agent=") and why in line

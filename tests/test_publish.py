@@ -16,8 +16,10 @@ import sys
 import threading
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+import transformers
 from conftest import ROOT, digest, error_line, read_groups, run_warm
 from safetensors.torch import load_file
 
@@ -41,49 +43,57 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def answer(self, body=b"", status=200, **headers):
         if not isinstance(body, bytes):
-            body, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+            body = json.dumps(body).encode()
+            headers["Content-Type"] = "application/json"
+        headers.setdefault("Content-Length", len(body))
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+        for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
     def do_POST(self):
-        hub, body = self.server, self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.headers.get("Authorization") != "Bearer secret":
             return self.answer({"error": "Invalid username or password."}, 401)
+        if "/commit/" in self.path:
+            return self.commit([json.loads(line) for line in body.splitlines()])
+        asked = json.loads(body)
         if self.path == "/api/repos/create":
-            return self.answer({"url": f"{hub.address}/{json.loads(body)['organization']}/{json.loads(body)['name']}"})
+            return self.answer({"url": f"{self.server.address}/{asked['organization']}/{asked['name']}"})
         if self.path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
         if "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            kinds = {True: "lfs", False: "regular"}
-            large = [dict(path=f["path"], uploadMode=kinds[f["path"].endswith("safetensors")]) for f in files]
-            return self.answer({"files": [dict(f, shouldIgnore=False) for f in large]})
+            return self.answer({"files": [self.kind(x["path"]) for x in asked["files"]]})
         if self.path.endswith("/info/lfs/objects/batch"):
-            return self.answer({"transfer": "basic", "objects": [self.place(x) for x in json.loads(body)["objects"]]})
-        if "/commit/" in self.path:
-            return self.commit([json.loads(line) for line in body.splitlines()])
+            return self.answer({"transfer": "basic", "objects": [self.place(x) for x in asked["objects"]]})
         self.answer({"error": "not here"}, 404)
+
+    def kind(self, path):
+        mode = "lfs" if path.endswith("safetensors") else "regular"
+        return dict(path=path, uploadMode=mode, shouldIgnore=False)
 
     def place(self, x):
         upload = {"href": f"{self.server.address}/lfs/{x['oid']}", "header": {}}
         return dict(x, actions={"upload": upload})
 
     def commit(self, operations):
-        files = self.server.files
-        for value in (x["value"] for x in operations if x["key"] in ("file", "lfsFile")):
-            blob = self.server.blobs[value["oid"]] if "oid" in value else base64.b64decode(value["content"])
-            files[value["path"]] = blob
-        self.server.message = operations[0]["value"]["summary"]
-        self.answer({"commitUrl": f"{self.server.address}/user/name/commit/1", "commitOid": "1" * 40})
+        hub = self.server
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "lfsFile":
+                hub.files[value["path"]] = hub.blobs[value["oid"]]
+            elif operation["key"] == "file":
+                hub.files[value["path"]] = base64.b64decode(value["content"])
+        hub.message = operations[0]["value"]["summary"]
+        self.answer({"commitUrl": f"{hub.address}/user/name/commit/1", "commitOid": "1" * 40})
 
     def do_PUT(self):
         blob = self.rfile.read(int(self.headers["Content-Length"]))
-        assert hashlib.sha256(blob).hexdigest() == self.path.rpartition("/")[2]
-        self.server.blobs[self.path.rpartition("/")[2]] = blob
+        _, _, oid = self.path.rpartition("/")
+        assert hashlib.sha256(blob).hexdigest() == oid
+        self.server.blobs[oid] = blob
         self.answer()
 
     def do_GET(self):
@@ -97,8 +107,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if not path.startswith("/api/models/user/name") or not self.server.files:
             return self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
         if "/tree/" in path:
-            named = self.server.files.items()
-            return self.answer([dict(type="file", path=name, size=len(x), oid="0" * 40) for name, x in named])
+            tree = [dict(type="file", path=x, size=len(blob), oid="0" * 40) for x, blob in self.server.files.items()]
+            return self.answer(tree)
         siblings = [{"rfilename": name} for name in self.server.files]
         self.answer({"id": "user/name", "sha": "1" * 40, "siblings": siblings})
 
@@ -108,7 +118,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.address, server.files, server.blobs = f"http://127.0.0.1:{server.server_port}", {}, {}
+    server.address = f"http://127.0.0.1:{server.server_port}"
+    server.files = {}
+    server.blobs = {}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -119,28 +131,44 @@ def tool(hub, tmp_path):
     """tool(file, arguments): (exit status, output) of a tool with this hub, and a working directory of its own."""
 
     def run(name, *args, token="secret"):
-        env = dict(HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path / "hf"), HF_HUB_DISABLE_XET="1", HF_TOKEN=token)
-        command = [sys.executable, ROOT / "tools" / name, *map(str, args)]
-        options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-        done = subprocess.run(command, cwd=tmp_path, env=os.environ | env, **options)
+        env = dict(
+            HF_ENDPOINT=hub.address,
+            HF_HOME=str(tmp_path / "hf"),
+            HF_HUB_DISABLE_XET="1",
+            HF_TOKEN=token,
+        )
+        done = subprocess.run(
+            [sys.executable, ROOT / "tools" / name, *args],
+            cwd=tmp_path,
+            env=os.environ | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
         return done.returncode, done.stdout
 
     return run
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_published_run_is_fetched_and_verified_an_altered_one_refused(
     tool, hub, two_ranks, tmp_path, monkeypatch, capsys
 ):
     run = shutil.copytree(two_ranks[0], tmp_path / "run")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = contents(run)
     status, said = tool("publish.py", run, "user/name")
     assert status == 0 and said.endswith(f"{hub.address}/user/name/commit/1\n"), said
-    assert hub.message == digest(two_ranks[1]) and all(path.read_bytes() == x for path, x in before.items())
-    assert {name: hub.files[f"run/{name}"] for name in ("config.py", "ledger.jsonl")} == {
-        name: (run / name).read_bytes() for name in ("config.py", "ledger.jsonl")
-    }
+    assert hub.message == digest(two_ranks[1])
+    assert before.items() <= contents(run).items()
+    for name in ("config.py", "ledger.jsonl"):
+        assert hub.files[f"run/{name}"] == before[run / name]
     card = hub.files["README.md"].decode()
-    assert digest(two_ranks[1]).split()[1] in card and "0 had another log-prob" in card and "\nbase_model" not in card
+    assert digest(two_ranks[1]).split()[1] in card and "0 had another log-prob" in card
+    assert "\nbase_model" not in card
     assert not [name for name in hub.files if "optimizer" in name and not name.startswith("run/ckpt/step_000024/")]
 
     ledger = hub.files["run/ledger.jsonl"]
@@ -151,55 +179,60 @@ def test_a_published_run_is_fetched_and_verified_an_altered_one_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verify, "fetched", lambda name: Path("out", "hub", name, "run"))  # what it has fetched already
     (tmp_path / "out/hub/user/name/run/ledger.jsonl").write_bytes(ledger)
-    monkeypatch.setattr(verify, "launch_with_bar", lambda command, *bar: run_warm(command[1:], tmp_path / "output"))
+    launch = lambda command, *bar: run_warm(command[1:], tmp_path / "output")  # noqa: E731
+    monkeypatch.setattr(verify, "launch_with_bar", launch)
     monkeypatch.setattr(sys, "argv", ["verify.py", "user/name", "--steps=1", "--threads=1"])
     assert verify.main() == 0 and capsys.readouterr().out.endswith(f" of 24, {digest(two_ranks[1])}\n")
 
 
 def test_what_is_published_loads_as_a_model_and_as_a_table(two_ranks, tmp_path, capsys):
-    datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
     run = shutil.copytree(two_ranks[0], tmp_path / "run")
     out = run / "publish"
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"pass@1": 0.15,', '"pass@1": 0.95,'))
-    strays = (
+    # nothing but what a run writes for others goes out
+    for name in (
         "queue/notes",
         "queue/rl_000003/journal_0000.jsonl",
         "ckpt/step_000024/.env",
         "ckpt/step_000024/optimizer/x",
-    )
-    for name in strays:  # nothing but what a run writes for others goes out
+    ):
         (run / name).write_text("a key")
     publish.main([str(run), "user/name", "--dry", "--checkpoints=1"])
-    assert not any("a key" in path.read_text("latin-1") for path in out.rglob("*") if path.is_file())
-    assert sorted(path.name for path in (out / "run" / "queue" / "rl_000003").iterdir()) == [
-        f"group_{i:04d}.safetensors" for i in range(8)
-    ]
+    assert not any(b"a key" in content for content in contents(out).values())
+    groups = sorted(path.name for path in (out / "run/queue/rl_000003").iterdir())
+    assert groups == [f"group_{i:04d}.safetensors" for i in range(8)]
     card = (out / "README.md").read_text()
     assert "Held out, pass@1: 0.0500 +- 0.0980 after 0, 0.1500 +- 0.1606 after 24 RL steps; the evaluations'" in card
     assert read_checkpoint(out / "run" / "ckpt" / "step_000024", 0, 1)["step"] == 24
     assert capsys.readouterr().out == f"{out}: {sum(p.stat().st_size for p in out.rglob('*.*')) / 1e6:.1f} MB\n"
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    whole = {
-        name: x for file in (run / "ckpt/step_000024").glob("*.safetensors") for name, x in load_file(file).items()
-    }
+    (file,) = (run / "ckpt/step_000024").glob("*.safetensors")
+    state = model.state_dict()
     assert model.dtype == torch.bfloat16
-    assert all(torch.equal(x, whole[name].bfloat16()) for name, x in model.state_dict().items() if name in whole)
+    assert all(torch.equal(state[name], x.bfloat16()) for name, x in load_file(file).items())
 
-    rows = datasets.load_dataset("parquet", data_files=str(out / "samples.parquet"), cache_dir=str(tmp_path / "cache"))
-    rows = rows["train"]
+    rows = datasets.load_dataset(
+        "parquet",
+        data_files=str(out / "samples.parquet"),
+        cache_dir=str(tmp_path / "cache"),
+        split="train",
+    )
     assert len(rows) == 24 * 64 and rows[0]["prompt_text"] and rows[0]["text"]
     groups = read_groups(run, "rl_000023")
     config = type("Config", (), saved_config(run))
-    samples = with_advantages(samples_of(groups, 23), torch.stack([t["rewards"] for t, _ in groups]), config)
+    rewards = torch.stack([t["rewards"] for t, _ in groups])
+    samples = with_advantages(samples_of(groups, 23), rewards, config)
     last = rows.filter(lambda row: row["step"] == 23)
-    assert last["advantage"][:] == [float(s.advantages[0]) for s in samples] and len({*last["advantage"][:]}) > 2
+    advantages = last["advantage"][:]
+    assert advantages == [float(s.advantages[0]) for s in samples] and len({*advantages}) > 2
     assert last["logprobs"][:] == [s.logprobs.tolist() for s in samples]
 
 
 def test_a_card_says_what_a_repeat_needs_and_names_no_local_folder(tmp_path, monkeypatch):
     """A reward and a data set of one's own were named, and nowhere to be had."""
-    model, run = tmp_path / "chat_model", tmp_path / "run"
+    model = tmp_path / "chat_model"
+    run = tmp_path / "run"
     for folder in (model, run):
         folder.mkdir()
     hashes = {}
@@ -215,11 +248,9 @@ def test_a_card_says_what_a_repeat_needs_and_names_no_local_folder(tmp_path, mon
 
     said = card()
     assert str(tmp_path) not in said and "`train_grpo.py --init_from=chat_model --lora_rank=8`" in said
-    assert (
-        f"| base model | chat_model, not in this repository; a repeat needs it: sha256 {hashes['model.safetensors']} |"
-        in said
-    )
-    assert f"| data | mine.jsonl, not in this repository; a repeat needs it: sha256 {hashes['mine.jsonl']} |" in said
+    needs = "not in this repository; a repeat needs it: sha256"
+    assert f"| base model | chat_model, {needs} {hashes['model.safetensors']} |" in said
+    assert f"| data | mine.jsonl, {needs} {hashes['mine.jsonl']} |" in said
     assert "| code of its own | [run/words.py](run/words.py) |" in said
     assert "library_name: peft\n" in said and "\nbase_model" not in said and "\ndatasets" not in said
     assert [*map(str, publish.code_of(config))] == ["words.py"]
@@ -229,13 +260,16 @@ def test_a_card_says_what_a_repeat_needs_and_names_no_local_folder(tmp_path, mon
     monkeypatch.setattr(publish, "MOST_CODE", 3)
     assert publish.code_of(config) == []
 
-    out, source = tmp_path / "publish", tmp_path / "adapters"
+    out = tmp_path / "publish"
+    source = tmp_path / "adapters"
     for folder in (out / "run", source):
         folder.mkdir(parents=True)
-    (source / "adapter_config.json").write_text(json.dumps(dict(base_model_name_or_path=str(model), r=8)))
+    adapters = dict(base_model_name_or_path=str(model), r=8)
+    (source / "adapter_config.json").write_text(json.dumps(adapters))
     seal_checkpoint(source, tmp_path / "sealed")
     publish.export(tmp_path / "sealed", out)
-    assert json.loads((out / "adapter_config.json").read_text()) == dict(base_model_name_or_path="chat_model", r=8)
+    published = json.loads((out / "adapter_config.json").read_text())
+    assert published == adapters | dict(base_model_name_or_path="chat_model")
     (out / "run" / "config.py").write_text("")
     assert verify.fetched(out) == verify.fetched(out / "run") == out / "run"
 
@@ -259,12 +293,11 @@ def say(text, file="config.py", instead=None):
     (lambda run: shutil.rmtree(run / "ckpt"), "user/name", "no checkpoint in it, and so no model to publish"),
     (lambda run: (run / "config.py").unlink(), "user/name", "no config.py in it: not the folder of a run"),
 ])  # fmt: skip
-def test_what_cannot_be_published_ends_in_one_line(two_ranks, tmp_path, capsys, spoil, name, line):
+def test_what_cannot_be_published_ends_in_one_line(two_ranks, tmp_path, refusal, spoil, name, line):
     run = shutil.copytree(two_ranks[0], tmp_path / "run")
     spoil(run)
-    with pytest.raises(SystemExit) as end:
-        publish.main([str(run), name, "--dry"])
-    assert end.value.code == 2 and line in error_line(capsys.readouterr().err) and not (run / "publish").exists()
+    assert line in refusal(publish.main, [str(run), name, "--dry"])
+    assert not (run / "publish").exists()
 
 
 def test_what_the_hub_refuses_or_does_not_have_ends_in_one_line(tool, hub, two_ranks, tmp_path):

@@ -4,10 +4,9 @@ Rewards: which number a response ends up with, weighted sums, the user's own fun
     pytest tests/test_rewards.py
 """
 
-import contextlib
-import io
 import json
 import math
+import re
 import sys
 import time
 import types
@@ -56,13 +55,20 @@ def write(tmp_path):
     return run
 
 
-def refuse(spec):
-    """The one line with which load_reward refuses a spec."""
-    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as error:
-        load_reward(spec)
-    line = error.getvalue().removeprefix("error: ").removesuffix("\n")
-    assert line.startswith(f"reward={spec!r}: ") and "\n" not in line
-    return line.removeprefix(f"reward={spec!r}: ")
+def json_lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def refuse(refusal):
+    """refuse(spec): why load_reward refuses a spec."""
+
+    def why(spec):
+        name, line = refusal(load_reward, spec).split(f"reward={spec!r}: ")
+        assert name == "error: "
+        return line
+
+    return why
 
 
 def failure(reward, response="abcd", answer="1"):
@@ -82,23 +88,15 @@ def failure(reward, response="abcd", answer="1"):
     "response, number",
     [
         # the last number, when nothing is marked
-        ("42", 42),
         ("First 3 apples, then 4, so 7.", 7),
-        ("no number at all", None),
         ("", None),
         # marks: the last one decides, whatever comes behind it
-        ("I think 7.\n#### 42", 42),
         ("#### 42\nLet me check: 6 * 7 is 42 in 1 step", 42),
-        ("#### 41\n#### 42", 42),
         ("#### 41 #### 42", 42),
         ("####\n42", 42),
-        ("####42 apples", 42),
-        ("#### $42.00", 42),
         ("42 it is. #### I do not know", None),
         (r"so \boxed{42} because of 7", 42),
-        (r"\boxed{41} no, \boxed{42}", 42),
-        (r"\boxed {42}", 42),
-        (r"\boxed{x = 42 \text{ km}}", 42),
+        (r"\boxed {42} of 7", 42),
         (r"\boxed{\text{\$}42} in 7 days", 42),
         (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
         (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)),
@@ -112,10 +110,8 @@ def failure(reward, response="abcd", answer="1"):
         ("The answer is 7. #### 42", 42),
         ("So 7 is what the answer is", None),
         # how numbers are written
-        ("1,234", 1234),
         ("$1,234,567.50", Fraction("1234567.5")),
         ("1,2345", 2345),
-        ("1, 2, 3", 3),
         ("12,34", 34),
         ("42.0", 42),
         ("It is 42.", 42),
@@ -123,9 +119,6 @@ def failure(reward, response="abcd", answer="1"):
         (".5", Fraction(1, 2)),
         ("-.5", Fraction(-1, 2)),
         ("Rs.500", 500),
-        ("50%", 50),
-        (r"50\%", 50),
-        ("3/4", Fraction(3, 4)),
         ("3 / 4", Fraction(3, 4)),
         ("6/8 of it", Fraction(3, 4)),
         ("1,000/2.5", 400),
@@ -137,13 +130,10 @@ def failure(reward, response="abcd", answer="1"):
         ("-$42", -42),
         ("$-42$", -42),
         (r"-\$42", -42),
-        ("= -42", -42),
         ("50-8", 8),
         ("(50)-8", 8),
-        ("x-8", 8),
         ("- 42", 42),
         # scripts and lengths that int() treats in its own way
-        (ARABIC_42, None),
         ("7 or \u00b2 or \u2167 or \U0001d7dc", 7),
         ("9" * 100_000, None),
         ("0." + "3" * 100_000, None),
@@ -161,10 +151,9 @@ def test_numeric_compares_exactly():
 
 
 def test_numeric_reads_plain_answers_and_gsm8k_solutions():
-    for answer in ("72", " 72 ", "72.0", "$72", "+72", GSM8K):
-        assert numeric("How many?", "That makes 72 clips.", answer) == 1.0
-        assert numeric("How many?", "That makes 48 clips.", answer) == 0.0
-        assert numeric("How many?", "No idea.", answer) == 0.0
+    for answer in ("72", " 72 ", "72.0", "$72", "+72", "72%", GSM8K):
+        assert numeric("", "That makes 72 clips.", answer) == 1.0
+        assert numeric("", "That makes 48 clips.", answer) == 0.0
     assert numeric("", "1234", "so\n#### 1,234") == 1.0
     assert numeric("", "-5", "\u22125") == 1.0
 
@@ -202,14 +191,11 @@ def test_exact_ignores_only_the_white_space_around():
         ("<think>6 * 7</think>42", 1.0),
         ("\n<think>\n6 * 7\n</think>\n\n42\n", 1.0),
         ("<think></think>42", 1.0),
-        ("42", 0.0),
-        ("<think>6 * 7</think>", 0.0),
         ("<think>6 * 7</think> \n", 0.0),
         ("<think>6 * 7 42", 0.0),
         ("6 * 7</think>42", 0.0),
         ("</think>6 * 7<think>42", 0.0),
         ("So: <think>6 * 7</think>42", 0.0),
-        ("<think>6</think><think>7</think>42", 0.0),
         ("<think><think>6 * 7</think>42", 0.0),
         ("<think>6 * 7</think></think>42", 0.0),
         ("<THINK>6 * 7</THINK>42", 0.0),
@@ -256,7 +242,7 @@ def test_a_function_of_the_users_file_gets_all_three_texts(write):
 
 
 def test_a_parameter_row_gets_all_columns_and_other_rows_keep_none(write):
-    data = write("".join(json.dumps(dict(prompt=f"{i}", answer="2", level=[i])) + "\n" for i in range(3)), "x.jsonl")
+    data = write(json_lines(dict(prompt=f"{i}", answer="2", level=[i]) for i in range(3)), "x.jsonl")
     own = write("def f(prompt, response, answer, row): return row['level'][0]\ndef g(p, r, a): return 1\n")
     config = DEFAULTS | dict(dataset=data, eval_size=1, prompt_template="Q{prompt}")
     for spec, keeps in ((f"{own}:f + 10*{own}:g + exact", True), (f"{own}:g", False)):
@@ -274,25 +260,19 @@ def test_a_parameter_row_gets_all_columns_and_other_rows_keep_none(write):
     "source, complaint",
     [
         ("def f(p, r): return 1", "TypeError: f() takes 2 positional arguments but 3 were given"),
-        ("def f(p, r, a): pass", "returned None, not a finite number"),
-        ("def f(p, r, a): return '1.0'", "returned '1.0', not a finite number"),
-        ("def f(p, r, a): return float('nan')", "returned nan, not a finite number"),
+        ("def f(p, r, a): pass", "my_file.py:f returned None, not a finite number"),
         ("def f(p, r, a): return a['x']", "TypeError: string indices must be integers, not 'str' (my_file.py:1)"),
         ("def f(p, r, a, row): return row['missing']", "KeyError: 'missing' (my_file.py:1)"),
     ],
 )
-def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, refusal, monkeypatch):
     waits = Reward(lambda *_: pytest.fail("a built-in reward may wait for a machine"))
     monkeypatch.setitem(rewards.BUILT_IN, "exact", waits)
     rows = [dict(prompt="1+1=", answer="2", columns={"level": 1}), dict(prompt="", answer="")]
     try_own({"": load_reward("exact")}, rows)
-    with pytest.raises(SystemExit) as e:
-        try_own({"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and err.count("\n") == 1
-    assert err.startswith("error: reward failed on the first row, with its answer as the response: ")
-    assert complaint in err and err.endswith("; response '2'\n")
+    line = refusal(try_own, {"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
+    assert line.startswith("error: reward failed on the first row, with its answer as the response: ")
+    assert complaint in line and line.endswith("; response '2'")
 
 
 def test_what_a_function_says_beside_its_number_is_noted_and_counted(write):
@@ -367,33 +347,36 @@ KNOWN = f"Use {', '.join(rewards.BUILT_IN)} or"
         ("no/such/file.py:f", f"no file no/such/file.py in {Path(rewards.__file__).parent}"),  # from there only once
     ],
 )
-def test_a_wrong_spec_is_refused_in_one_line(spec, complaint):
+def test_a_wrong_spec_is_refused_in_one_line(refuse, spec, complaint):
     assert refuse(spec).startswith(complaint)
 
 
-def test_a_function_that_is_missing_or_none_is_refused(write):
+def test_a_function_that_is_missing_or_none_is_refused(write, refuse):
     file = write("LIMIT = 3\ndef brevity(p, r, g): return 1\n")
     assert refuse(f"{file}:brevty") == f"{file} has no function 'brevty'; did you mean brevity?"
     assert refuse(f"{file}:LIMIT") == f"{file} has no function 'LIMIT'"
     assert refuse(f"{file}:") == f"{file} has no function ''"
 
 
-def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write):
-    file = write("import json\nx = 1 / 0\n", "broken.py")
-    assert refuse(f"{file}:f") == f"{file} does not load: ZeroDivisionError: division by zero (broken.py:2)"
-    assert file not in sys.modules
-    write("def f(p, r, g): return 12345678", "broken.py")  # a longer file, so that no cached bytecode is taken for it
+def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write, refuse):
+    for source, why in (
+        ("x = 1\ny = = 2\n", "SyntaxError: invalid syntax (my_file.py, line 2)"),
+        ("raise SystemExit('bye')", "SystemExit: bye (my_file.py:1)"),
+        ("raise ValueError('two\\nlines')", "ValueError: two"),
+        ("import json\nx = 1 / 0\n", "ZeroDivisionError: division by zero (my_file.py:2)"),
+    ):
+        file = write(source)
+        assert f"{file} does not load: {why}" in refuse(f"{file}:f")
+        assert file not in sys.modules
+    write("def f(p, r, g): return 12345678")  # a longer file, so that no cached bytecode is taken for it
     assert load_reward(f"{file}:f")("", "", "")[0] == 12345678.0
-    assert "SyntaxError: invalid syntax (typo.py, line 2)" in refuse(write("x = 1\ny = = 2\n", "typo.py") + ":f")
-    assert "does not load: SystemExit: bye (exits.py:1)" in refuse(write("raise SystemExit('bye')", "exits.py") + ":f")
-    assert "does not load: ValueError: two lines" in refuse(write("raise ValueError('two\\nlines')", "lines.py") + ":f")
 
 
 # ------------------------------------------------------------------------------------------------------------------
 # score
 
 
-@pytest.mark.parametrize("value", [1, 0.5, True, False, -3, Fraction(1, 2), Decimal("0.5")])
+@pytest.mark.parametrize("value", [1, 0.5, True, Fraction(1, 2), Decimal("0.5")])
 def test_any_finite_real_number_is_a_score(value):
     result, notes = score(lambda p, r, g: value, "", "", "", "here")
     assert result == float(value) and type(result) is float and notes == {}
@@ -407,46 +390,32 @@ def test_scalars_of_numpy_and_torch_are_scores():
         assert "not a finite number" in failure(lambda p, r, g: value)
 
 
-@pytest.mark.parametrize("value", [None, "1.0", b"1", float("nan"), float("inf"), -float("inf"), 10**400, 1j, [1], {}])
+@pytest.mark.parametrize("value", [None, "1.0", b"1", float("nan"), float("inf"), 10**400, 1j, [1]])
 def test_anything_else_is_an_error_and_not_a_zero(value):
     assert f"returned {value!r}"[:60] in failure(lambda p, r, g: value)
     assert "reward failed on step 3, prompt 5, sample 1: TypeError: " in failure(lambda p, r, g: value)
 
 
-def test_a_bad_term_of_a_sum_is_named(write):
-    file = write("def f(p, r, g): pass\n")
-    assert f"TypeError: {file}:f returned None, not a finite number; response 'abcd'" in failure(
-        load_reward(f"exact + 0.0*{file}:f")
-    )
-
-
-def test_a_function_that_raises_is_reported_with_its_line(write):
-    source = "import json\ndef helper(r):\n    return json.loads(r)\ndef f(p, r, g):\n    return helper(r)\n"
-    reward = load_reward(write(source, "parse.py") + ":f")
-    line = failure(reward)
-    assert line.startswith("reward failed on step 3, prompt 5, sample 1: JSONDecodeError: Expecting value")
-    assert line.endswith(" (parse.py:3); response 'abcd'")  # not the line in json/decoder.py
-    reward = load_reward(write("def f(p, r, g):\n    return 1 / len(g)\n", "zero.py") + ":f")
-    assert failure(reward, answer="").endswith(": ZeroDivisionError: division by zero (zero.py:2); response 'abcd'")
+@pytest.mark.parametrize(
+    "source, answer, why",
+    [
+        # not the line in json/decoder.py
+        ("import json\ndef g(r):\n  return json.loads(r)\ndef f(p, r, a):\n  return g(r)", "", "JSONDecodeError: .*:3"),
+        ("def f(p, r, a):\n  return 1 / len(a)", "", "ZeroDivisionError: division by zero .*:2"),
+        # it would end the engine's process with status 0, as if the run were complete
+        ("import sys\ndef f(p, r, a): sys.exit(0)", "", "SystemExit: 0 .*:2"),
+    ],
+)
+def test_a_function_that_raises_is_reported_with_its_line(write, source, answer, why):
+    line = failure(load_reward(write(source) + ":f"), answer=answer)
+    where = "reward failed on step 3, prompt 5, sample 1"
+    assert re.fullmatch(rf"{where}: {why}\); response 'abcd'", line), line
 
 
 def test_a_report_is_one_short_line_whatever_the_texts(write):
     reward = load_reward(write("def f(p, r, g):\n    raise ValueError(r * 2)\n") + ":f")
     line = failure(reward, response="two\nlines " * 1000)
     assert len(line) < 500 and "response 'two\\nlines two" in line
-
-
-def test_an_exit_in_a_reward_is_an_error(write):
-    """sys.exit() would end the engine's process with status 0, as if the run were complete."""
-    reward = load_reward(write("import sys\ndef f(p, r, g): sys.exit(0)\n", "leave.py") + ":f")
-    assert "SystemExit: 0 (leave.py:2)" in failure(reward)
-
-
-def test_wrong_arguments_and_bad_answers_are_reported(write):
-    assert "TypeError: f() takes 1 positional argument but 3 were given" in failure(
-        load_reward(write("def f(p): return 1") + ":f")
-    )
-    assert "ValueError: answer 'Paris' is neither a number" in failure(load_reward("numeric"), answer="Paris")
 
 
 @pytest.mark.parametrize(
@@ -457,14 +426,14 @@ def test_wrong_arguments_and_bad_answers_are_reported(write):
         ("code", "assert f(1) == 2", "assert f(1)"),
     ],
 )
-def test_an_answer_that_a_reward_cannot_read_is_refused_first(spec, good, bad, capsys):
-    rows = [dict(prompt="How many?", answer=good)]
-    check_answers({"": load_reward(spec, DEFAULTS)}, rows, DEFAULTS)
-    with pytest.raises(SystemExit) as error:
-        check_answers({"": load_reward(spec, DEFAULTS)}, [*rows, dict(prompt="Where?", answer=bad)], DEFAULTS)
-    line = capsys.readouterr().err
-    assert error.value.code == 2 and line.count("\n") == 1 and "answer_column='answer': for prompt 'Where?'" in line
-    check_answers({"": load_reward("exact", DEFAULTS)}, [dict(prompt="Where?", answer=bad)], DEFAULTS)
+def test_an_answer_that_a_reward_cannot_read_is_refused_first(spec, good, bad, refusal):
+    read = dict(prompt="How many?", answer=good)
+    unread = dict(prompt="Where?", answer=bad)
+    rewards = {"": load_reward(spec, DEFAULTS)}
+    check_answers(rewards, [read], DEFAULTS)
+    line = refusal(check_answers, rewards, [read, unread], DEFAULTS)
+    assert "answer_column='answer': for prompt 'Where?'" in line
+    check_answers({"": load_reward("exact", DEFAULTS)}, [unread], DEFAULTS)
 
 
 def test_ctrl_c_is_not_caught():
@@ -507,11 +476,11 @@ def test_pass_rates_are_means_over_prompts_with_their_interval():
         assert rates[f"pass@{k}_ci95"] == pytest.approx(1.96 * spread / math.sqrt(3))
 
 
-def test_jsonl_and_parquet_give_rows_by_named_columns_and_a_template(tmp_path):
+def test_jsonl_and_parquet_give_rows_by_named_columns_and_a_template(write, tmp_path):
     import datasets
 
     rows = [{"q": f"is {i} even?", "a": i % 2 == 0, "hint": "think"} for i in range(9)]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write(json_lines(rows), "x.jsonl")
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
     for name in ("x.jsonl", "x.parquet"):
         config = DEFAULTS | dict(dataset=str(tmp_path / name), prompt_column="q", answer_column="a", eval_size=2)
@@ -529,10 +498,9 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on():
     assert not {r["prompt"] for r in data} & {r["prompt"] for r in held_out}
 
 
-def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path, capsys):
+def test_a_split_of_its_own_is_held_out_up_to_eval_size(write, tmp_path, refusal):
     for split in ("train", "test"):
-        text = "".join(json.dumps(dict(prompt=f"{split} {i}", answer="")) + "\n" for i in range(5))
-        (tmp_path / f"{split}.jsonl").write_text(text)
+        write(json_lines(dict(prompt=f"{split} {i}", answer="") for i in range(5)), f"{split}.jsonl")
     data, held_out = load_rows(DEFAULTS | dict(dataset=str(tmp_path), eval_split="test", eval_size=3))
     assert [r["prompt"] for r in data] == [f"train {i}" for i in range(5)]
     assert [r["prompt"] for r in held_out] == [f"test {i}" for i in range(3)]
@@ -540,26 +508,23 @@ def test_a_split_of_its_own_is_held_out_up_to_eval_size(tmp_path, capsys):
     assert load_rows(DEFAULTS | files) == (data, held_out)
     (tmp_path / "test.jsonl").write_text('{"prompt": "1+1="}\n')
     assert load_rows(DEFAULTS | files | dict(eval_size=0)) == (data, [])
-    with pytest.raises(SystemExit):
-        load_rows(DEFAULTS | files)
-    assert "answer_column='answer': the held-out set has the columns prompt\n" in capsys.readouterr().err
+    line = refusal(load_rows, DEFAULTS | files)
+    assert "answer_column='answer': the held-out set has the columns prompt" in line
 
 
-def test_sources_have_keys_rewards_and_held_out_rows_of_their_own(tmp_path):
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(dict(q=str(i), a="yes")) + "\n" for i in range(9)))
-    words = dict(dataset=str(tmp_path / "x.jsonl"), prompt_column="q", answer_column="a", eval_size=2, reward="exact")
+def test_sources_have_keys_rewards_and_held_out_rows_of_their_own(write):
+    file = write(json_lines(dict(q=str(i), a="yes") for i in range(9)), "x.jsonl")
+    words = dict(dataset=file, prompt_column="q", answer_column="a", eval_size=2, reward="exact")
     only_seen = dict(dataset="arithmetic:0:3", eval_size=9, weight=0)
     config = DEFAULTS | dict(sources=f"words={words}, sums={dict(weight=3)}, small={only_seen}")
     training, held_out = load_sources(config)
     assert {name: len(rows) for name, rows in training.items()} == dict(words=7, sums=10_000 - 256)
     assert [row["source"] for row in held_out] == ["words"] * 2 + ["sums"] * 256 + ["small"] * 9
     assert all(row["source"] == name for name, rows in training.items() for row in rows)
-    assert {name: own["reward"] for name, own in sources_of(config).items()} == dict(
-        words="exact", sums="numeric", small="numeric"
-    )
+    rewards = {name: own["reward"] for name, own in sources_of(config).items()}
+    assert rewards == dict(words="exact", sums="numeric", small="numeric")
     plain, others = load_rows(DEFAULTS)
-    alone = load_sources(DEFAULTS)
-    assert alone == ({"": plain}, others)
+    assert load_sources(DEFAULTS) == ({"": plain}, others)
     groups = [Group({"rewards": torch.tensor([x, 1.0])}, dict(source=name)) for name, x in (("a", 0.0), ("b", 1.0))]
     assert reward_metrics(groups) == {"a/reward_mean": 0.5, "b/reward_mean": 1.0}
     assert by_source([Group({}, {})]) == by_source([Group({}, dict(source=""))]) == {}
@@ -586,74 +551,70 @@ def test_the_presets_for_math_read_their_sources_columns(monkeypatch):
             assert judges.expression(row["answer"]) in ("It is $\\boxed{2}$.", "\\boxed{2}")
 
 
-def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
-    def tokenizer(texts, add_special_tokens):
-        return {"input_ids": [list(text.encode()) for text in texts]}
+def by_bytes(texts, add_special_tokens):
+    """A tokenizer."""
+    return {"input_ids": [list(text.encode()) for text in texts]}
 
+
+def test_long_prompts_are_dropped_in_one_line_that_counts_them(capsys):
     rows = [{"prompt": "x" * n, "answer": ""} for n in (3, 300, 0, 5, 400)]
-    kept = encode_prompts(rows, "training", tokenizer, DEFAULTS)
+    kept = encode_prompts(rows, "training", by_bytes, DEFAULTS)
     assert [len(r["prompt_tokens"]) for r in kept] == [3, 5]
     assert capsys.readouterr().out == "dropped 3 of 5 training prompts: 1 empty, 2 over max_prompt_tokens=256\n"
 
 
-def test_a_prompt_may_be_messages_which_the_chat_template_writes(tmp_path):
-    def tokenizer(texts, add_special_tokens):
-        return {"input_ids": [list(text.encode()) for text in texts]}
-
+def test_a_prompt_may_be_messages_which_the_chat_template_writes(write):
+    tokenizer = partial(by_bytes)
     tokenizer.chat_template = "its own"
     tokenizer.apply_chat_template = lambda messages, **_: "".join(f"<{m['role']}>{m['content']}" for m in messages)
-    system, user = (dict(role=role, content=text) for role, text in (("system", "Be brief."), ("user", "1+1?")))
-    prompts = [user], [system, user], "2+2?"
+    system = dict(role="system", content="Be brief.")
+    user = dict(role="user", content="1+1?")
+    prompts = [[user], [system, user], "2+2?"]
     rows = [dict(prompt=prompt, reward_model=dict(style="rule", ground_truth="4")) for prompt in prompts]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
-    config = DEFAULTS | dict(dataset=str(tmp_path / "x.jsonl"), answer_column="reward_model.ground_truth", eval_size=0)
-    config |= dict(chat_template=True, system_prompt="Think.")
+    config = DEFAULTS | dict(
+        dataset=write(json_lines(rows[:2]), "x.jsonl"),
+        answer_column="reward_model.ground_truth",
+        eval_size=0,
+        chat_template=True,
+        system_prompt="Think.",
+    )
     read, _ = load_rows(config)
     assert [row["answer"] for row in read] == ["4", "4"]
     read.append(rewards.row_of(rows[2], config))
     encoded = encode_prompts(read, "training", tokenizer, config)
     written = ["<system>Think.<user>1+1?", "<system>Be brief.<user>1+1?", "<system>Think.<user>2+2?"]
     assert [rewards.text_of(row) for row in encoded] == written
-    assert [row["prompt"] for row in encoded] == [*prompts]
+    assert [row["prompt"] for row in encoded] == prompts
     # a function of the user's gets what is in the data, and the other if it wants it; what is built in gets the other
-    (tmp_path / "mine.py").write_text("def f(prompt, r, a, prompt_text): return prompt != prompt_text == r\n")
+    name = write("def f(prompt, r, a, prompt_text): return prompt != prompt_text == r\n") + ":f"
     row = encoded[0]
-    name = f"{tmp_path}/mine.py:f"
     call = partial(load_reward(f"{name} + format"), written=row["prompt"])
-    assert score(call, row["prompt_text"], row["prompt_text"], "4", "here")[1][name]["reward"] == 1
-    assert score(call, row["prompt_text"], "4", "4", "here")[1][name]["reward"] == 0
+    for response, value in ((row["prompt_text"], 1), ("4", 0)):
+        assert score(call, row["prompt_text"], response, "4", "here")[1][name]["reward"] == value
     try_own({"": load_reward(name)}, encoded)
 
 
 @pytest.mark.parametrize(
     "row,change,problem",
     [
-        (dict(prompt=[dict(role="user", content="Hi")]), {}, "prompt_column='prompt': no text: [{'role': 'user', "),
-        (dict(prompt=[dict(role="user", content="Hi")]), {}, "; use --chat_template, for a list of messages\n"),
+        (dict(prompt=[dict(role="user", content="Hi")]), {}, "; use --chat_template, for a list of messages"),
         (
             dict(prompt=["Hi"]),
             dict(chat_template=True),
-            "no text: ['Hi']; use a column of texts, or of lists of messag",
+            "prompt_column='prompt': no text: ['Hi']; use a column of texts",
         ),
-        (dict(prompt=None), dict(chat_template=True), "prompt_column='prompt': no text: None; use a column"),
         (dict(answer=None), {}, "answer_column='answer': for prompt '1+1=' it is no text but None; use a column of "),
         (dict(answer=dict(ground_truth="2")), {}, "for prompt '1+1=' it is no text but {'ground_truth': '2'}; use"),
     ],
 )
-def test_what_is_no_text_is_not_trained_on(row, change, problem, capsys):
-    with pytest.raises(SystemExit):
-        rewards.row_of(dict(prompt="1+1=", answer="2") | row, DEFAULTS | change)
-    error = capsys.readouterr().err
-    assert problem in error and error.count("\n") == 1
+def test_what_is_no_text_is_not_trained_on(row, change, problem, refusal):
+    assert problem in refusal(rewards.row_of, dict(prompt="1+1=", answer="2") | row, DEFAULTS | change)
 
 
-def test_a_data_set_may_be_a_function_of_a_file(write, capsys):
+def test_a_data_set_may_be_a_function_of_a_file(write, refusal):
     file = write("""
 def rows(count=3, held_out=False):
     return [dict(prompt=f"{i}?", answer=str(i)) for i in range(count + held_out)]
-
-def few():
-    return rows(1)
 
 def wrong():
     return [][0]
@@ -667,15 +628,14 @@ def wrong():
         ("no", "has no function 'no'"),
         ("wrong", "IndexError: list index out of range (my_file.py:"),
     ):
-        with pytest.raises(SystemExit):
-            load_rows(config | dict(dataset=f"{file}:{name}", dataset_config=""))
-        assert f"error: dataset='{file}:{name}': " in (line := capsys.readouterr().err) and problem in line
+        line = refusal(load_rows, config | dict(dataset=f"{file}:{name}", dataset_config=""))
+        assert line.startswith(f"error: dataset='{file}:{name}': ") and problem in line
 
 
-def test_a_chat_template_that_the_model_does_not_have_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        encode_prompts([], "training", types.SimpleNamespace(chat_template=None), DEFAULTS | dict(chat_template=True))
-    assert "chat_template=True: the model's tokenizer has none" in capsys.readouterr().err
+def test_a_chat_template_that_the_model_does_not_have_is_refused(refusal):
+    tokenizer = types.SimpleNamespace(chat_template=None)
+    line = refusal(encode_prompts, [], "training", tokenizer, DEFAULTS | dict(chat_template=True))
+    assert "chat_template=True: the model's tokenizer has none" in line
 
 
 @pytest.mark.parametrize(
@@ -684,27 +644,17 @@ def test_a_chat_template_that_the_model_does_not_have_is_refused(capsys):
         (dict(dataset="nowhere.jsonl"), "dataset='nowhere.jsonl': no such file"),
         (dict(prompt_column="question"), "prompt_column='question': the data set has the columns a, answer, b, prompt"),
         (dict(answer_column="label"), "answer_column='label'"),
-        (dict(prompt_template="{question}"), "prompt_template='{question}': KeyError"),
-        (
-            dict(prompt_template='{"x": "{prompt}"}'),
-            "KeyError: '\"x\"'; the data set has the columns a, answer, b, prompt; a brace",
-        ),
-        (dict(dataset="pyproject.toml"), "dataset='pyproject.toml': a file, but not one of .jsonl, .json, .parquet\n"),
+        (dict(prompt_template="{q}"), "prompt_template='{q}': KeyError: 'q'; the data set has the columns a"),
+        (dict(dataset="pyproject.toml"), "dataset='pyproject.toml': a file, but not one of .jsonl, .json, .parquet"),
         (dict(dataset="arithmetic:5:5"), "dataset='arithmetic:5:5': has no rows; use another, or another split"),
         (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
     ],
 )
-def test_data_that_is_not_there_is_refused_in_one_line(change, message, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit) as e:
-        load_rows(DEFAULTS | change)
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and err.count("\n") == 1 and message in err
+def test_data_that_is_not_there_is_refused_in_one_line(change, message, refusal):
+    assert message in refusal(load_rows, DEFAULTS | change)
 
 
-def test_a_broken_line_of_a_file_is_named(write, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+def test_a_broken_line_of_a_file_is_named(write, refusal):
     name = write('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2}\n', "x.jsonl")
-    with pytest.raises(SystemExit):
-        load_rows(DEFAULTS | dict(dataset=name))
-    assert capsys.readouterr().err.endswith(f"error: dataset={name!r}: line 3: Unterminated string starting at\n")
+    line = refusal(load_rows, DEFAULTS | dict(dataset=name))
+    assert line == f"error: dataset={name!r}: line 3: Unterminated string starting at"

@@ -6,7 +6,6 @@ verdicts and limits; and what a judge that keeps its answers to itself makes of 
 """
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -184,7 +183,8 @@ def test_a_python_in_your_home_does_not_bring_your_home(settings):
         os.chmod(home, 0o755)
         python = Path(home, "bin", "python3")
         library = Path(home, "lib")
-        python.parent.mkdir(), library.mkdir()
+        python.parent.mkdir()
+        library.mkdir()
         shutil.copy(os.path.realpath("/usr/bin/python3"), python)
         for path in Path("/usr/lib").glob("python3*"):
             (library / path.name).symlink_to(path)
@@ -502,34 +502,31 @@ def test_rewards_of_programs_have_notes_and_are_summed(settings):
 
 
 def test_a_users_reward_runs_programs_with_the_limits_of_its_run(tmp_path):
-    lines = (
-        "from onecurve.graders.sandbox import run_program",
-        "def f(p, r, a):",
-        "    return run_program(r).verdict == a",
-    )
-    (tmp_path / "mine.py").write_text("\n".join(lines))
+    (tmp_path / "mine.py").write_text("""
+from onecurve.graders.sandbox import run_program
+def f(p, r, a):
+    return run_program(r).verdict == a
+""")
     busy = "import time\nwhile time.process_time() < 1.5: pass"
     for seconds, verdict in ((1.0, "limit"), (9.0, "pass")):
         reward = load_reward(f"{tmp_path}/mine.py:f", DEFAULTS | dict(sandbox_seconds=seconds))
         assert reward("", busy, verdict)[0] == 1.0
 
 
-def test_what_is_missing_is_told_in_one_line_at_the_start(monkeypatch):
-    def refused():
+def test_what_is_missing_is_told_in_one_line_at_the_start(monkeypatch, refusal):
+    def why():
         sandbox.interpreter.cache_clear()
-        with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as error:
-            load_reward("code", DEFAULTS)
+        line = refusal(load_reward, "code", DEFAULTS)
         sandbox.interpreter.cache_clear()
-        assert error.getvalue().count("\n") == 1 and "--sandbox=none" in error.getvalue()
-        return error.getvalue()
+        assert "--sandbox=none" in line
+        return line
 
     with monkeypatch.context() as patch:
         patch.setattr(sandbox, "BUBBLE", ["--no-user-namespaces"])
-        assert "Unknown option" in refused() and "user.max_user_namespaces" in refused()
-    with monkeypatch.context() as patch:
-        patch.setattr(sandbox.shutil, "which", lambda name: None)
-        assert "apt-get install bubblewrap" in refused()
-        assert load_reward("code", DEFAULTS | dict(sandbox="none"))("", "def f(x): return x*x", SQUARES)[0] == 1.0
+        assert re.search("Unknown option.*user.max_user_namespaces", why())
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    assert "apt-get install bubblewrap" in why()
+    assert load_reward("code", DEFAULTS | dict(sandbox="none"))("", "def f(x): return x*x", SQUARES)[0] == 1.0
 
 
 def test_the_tool_says_what_is_printed_and_what_is_raised():
@@ -570,17 +567,21 @@ def test_runs_judged_by_tests_have_one_ledger_though_sandboxes_fail(tmp_path):
         calls = "\n".join(f"assert f({x}) == {eval(f'{x}{op}{n}')}" for x in (-3, 1, 7))
         rows.append(dict(prompt=f"{op}{n}:", answer=calls, program=f"f=lambda x:x{op}{n}"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = f"""--reward=code --dataset={tmp_path}/rows.jsonl --sft_column=program --eval_size=0 --max_new_tokens=16
-        --leaf_tokens=512 --warmup_sft_steps=80 --max_steps=4 --checkpoint_every=1""".split()
-    finish(tmp_path / "a", *flags, launch=launch_warm)
+    data = f"--dataset={tmp_path}/rows.jsonl --eval_size=0 --max_new_tokens=16 --leaf_tokens=512".split()
+    supervised = "--mode=sft --answer_column=program --max_steps=80 --learning_rate=2e-3".split()
+    finish(tmp_path / "taught", *data, *supervised)
+    flags = f"""--reward=code --init_from={tmp_path}/taught/ckpt/step_000080 --warmup_sft_steps=0 --max_steps=4
+        --checkpoint_every=1""".split()
+    flags += data
+    finish(tmp_path / "a", *flags)
     status, output = launch_warm(tmp_path / "b", *flags, broken=failing_sandbox)
     assert status == 2, output[-3000:]
     assert re.search(r"rl step 1, prompt \d, sample \d: SandboxError: the sandbox itself ended", error_line(output))
     others = "--init_from=resume --rollout_ranks=2 --engine_args=disable_radix_cache=True,max_running_requests=5"
-    finish(tmp_path / "b", *flags, *others.split(), ranks=4, launch=launch_warm)
-    finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"), launch=launch_warm)
-    ledgers = [lines(tmp_path / name, "ledger.jsonl") for name in "abc"]
-    assert ledgers[0] == ledgers[1] == ledgers[2] and len(ledgers[0]) == 84
+    finish(tmp_path / "b", *flags, *others.split(), ranks=4)
+    finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"))
+    one, *same = (lines(tmp_path / name, "ledger.jsonl") for name in "abc")
+    assert same == [one] * 2 and len(one) == 4
     steps = lines(tmp_path / "a", "metrics.jsonl", "rl")
     assert all(0 < m["reward_mean"] < 1 and m["grad_norm"] > 1e-3 and m["limits"] == 0 for m in steps)
     verdicts = [noted["code"] for _, meta in read_groups(tmp_path / "b") for noted in meta["noted"]]
@@ -601,10 +602,10 @@ async def solve(chat, row):
 
 def test_programs_of_an_agent_are_in_the_journal_and_a_replay_runs_none(tmp_path):
     (tmp_path / "mine.py").write_text(AGENT)
-    flags = f"--agent={tmp_path}/mine.py:solve --eval_size=0 --max_steps=2 --max_prompt_tokens=16 --warmup_sft_steps=0"
-    flags += " --prompts_per_step=2 --leaf_tokens=512"
-    finish(tmp_path / "a", *flags.split(), launch=launch_warm)
-    finish(tmp_path / "b", *flags.split(), *replay_of(tmp_path / "a"), launch=launch_warm)
+    flags = f"""--agent={tmp_path}/mine.py:solve --eval_size=0 --max_steps=2 --max_prompt_tokens=16
+        --warmup_sft_steps=0 --prompts_per_step=2 --leaf_tokens=512""".split()
+    finish(tmp_path / "a", *flags)
+    finish(tmp_path / "b", *flags, *replay_of(tmp_path / "a"))
     assert lines(tmp_path / "a", "ledger.jsonl") == lines(tmp_path / "b", "ledger.jsonl")
     entries = [e for _, meta in read_groups(tmp_path / "a") for journal in meta["journal"] for e in journal]
     assert len(entries) == 2 * 2 * 8 and {e["name"] for e in entries} == {"python"}

@@ -16,7 +16,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from conftest import error_line, launch_warm, wait_for
+from conftest import error_line, finish, wait_for
 from trials import lines
 
 TOOL = Path(__file__).parent.parent / "tools" / "track.py"
@@ -24,6 +24,19 @@ sys.path.insert(0, str(TOOL.parent))
 import track  # noqa: E402
 
 SFT = "--mode=sft --max_steps=6 --checkpoint_every=2".split()
+
+
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("supervised") / "run"
+    finish(folder, *SFT)
+    return folder
+
+
+@pytest.fixture
+def run(supervised, tmp_path):
+    """The folder of a short run."""
+    return shutil.copytree(supervised, tmp_path / "run")
 
 
 def numbers(folder):
@@ -48,9 +61,10 @@ def single(found):
     return {name: [(step, struct.unpack("f", struct.pack("f", x))[0]) for step, x in xs] for name, xs in found.items()}
 
 
-def interrupt(folder):
+def resume(folder):
     """As if the run had been killed after its last step and before the checkpoint of it."""
     shutil.rmtree(folder / "ckpt" / "step_000006")
+    assert "resuming at step 4" in finish(folder, *SFT, "--init_from=resume")
 
 
 def tool(folder, to, **env):
@@ -66,7 +80,8 @@ class Tracker:
     all = []
 
     def __init__(self, folder):
-        self.points, self.closed = [], False
+        self.points = []
+        self.closed = False
         Tracker.all.append(self)
 
     def show(self, phase, step, numbers):
@@ -122,15 +137,12 @@ def test_tensorboard_has_all_numbers_of_a_run(one_process, tmp_path):
     assert {"rl/reward_mean", "eval/pass@1", "sft/loss"} <= points(tmp_path).keys()
 
 
-def test_a_run_that_goes_on_has_each_step_once_in_tensorboard(tmp_path):
-    folder = tmp_path / "run"
-    assert launch_warm(folder, *SFT)[0] == 0 and tool(folder, "tensorboard")[0] == 0
-    first = numbers(folder)
-    interrupt(folder)
-    status, output = launch_warm(folder, *SFT, "--init_from=resume")
-    assert status == 0 and "resuming at step 4" in output
-    assert tool(folder, "tensorboard")[0] == 0
-    assert points(folder) == single(numbers(folder)) == single(first) and len(first["sft/loss"]) == 6
+def test_a_run_that_goes_on_has_each_step_once_in_tensorboard(run):
+    assert tool(run, "tensorboard")[0] == 0
+    first = numbers(run)
+    resume(run)
+    assert tool(run, "tensorboard")[0] == 0
+    assert points(run) == single(numbers(run)) == single(first) and len(first["sft/loss"]) == 6
 
 
 def logged(path):
@@ -138,7 +150,9 @@ def logged(path):
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
-    store, found, name = DataStore(), [], None
+    store = DataStore()
+    found = []
+    name = None
     store.open_for_scan(str(path))
     while data := store.scan_data():
         record = Record.FromString(data)
@@ -152,41 +166,37 @@ needs_wandb = pytest.mark.skipif(not any(distributions(name="wandb")), reason="n
 
 
 @needs_wandb
-def test_wandb_without_a_network_has_each_step_of_a_run_that_goes_on_once(tmp_path):
-    folder = tmp_path / "run"
-    assert launch_warm(folder, *SFT)[0] == 0
-    status, output = tool(folder, "wandb", WANDB_MODE="offline")
+def test_wandb_without_a_network_has_each_step_of_a_run_that_goes_on_once(run):
+    status, output = tool(run, "wandb", WANDB_MODE="offline")
     assert status == 0, output[-4000:]
-    interrupt(folder)
-    assert launch_warm(folder, *SFT, "--init_from=resume")[0] == 0
-    assert tool(folder, "wandb", WANDB_MODE="offline")[0] == 0
-    wanted = [{f"sft/{k}": x for k, x in x.items() if k != "phase"} for x in lines(folder, "metrics.jsonl")]
-    first, second = (logged(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")))
-    assert first[1] == second[1] == (folder / "wandb_id").read_text()
+    resume(run)
+    assert tool(run, "wandb", WANDB_MODE="offline")[0] == 0
+    wanted = [{f"sft/{k}": x for k, x in x.items() if k != "phase"} for x in lines(run, "metrics.jsonl")]
+    first, second = (logged(path) for path in sorted(run.glob("wandb/offline-run-*/*.wandb")))
+    assert first[1] == second[1] == (run / "wandb_id").read_text()
     assert second[0] == wanted and [x["sft/loss"] for x in first[0]] == [x["sft/loss"] for x in wanted]
 
 
 @needs_wandb
-def test_wandb_without_a_login_is_one_line(tmp_path):
-    assert launch_warm(tmp_path / "run", *SFT)[0] == 0
-    env = dict(WANDB_MODE="online", WANDB_API_KEY="", HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
-    status, output = tool(tmp_path / "run", "wandb", **env)
+def test_wandb_without_a_login_is_one_line(run, tmp_path):
+    env = dict(
+        WANDB_MODE="online",
+        WANDB_API_KEY="",
+        HOME=str(tmp_path),
+        WANDB_BASE_URL="http://127.0.0.1:9",
+    )
+    status, output = tool(run, "wandb", **env)
     line = error_line(output)
     assert status == 2 and line.startswith("error: --to=wandb: ") and line.endswith("or set WANDB_MODE=offline")
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
-def test_what_is_not_installed_is_refused_with_the_cure(kind, monkeypatch, capsys):
+def test_what_is_not_installed_is_refused_with_the_cure(kind, monkeypatch, refusal):
     monkeypatch.setattr(track, "distributions", lambda name: iter(()))
     monkeypatch.setattr(sys, "argv", ["track.py", "out/run", f"--to={kind}"])
-    with pytest.raises(SystemExit) as end:
-        track.main()
-    assert end.value.code == 2
-    assert error_line(capsys.readouterr().err) == f"error: --to={kind}: not installed; uv sync --group {kind}"
+    assert refusal(track.main) == f"error: --to={kind}: not installed; uv sync --group {kind}"
 
 
 def test_what_is_no_run_is_refused_in_one_line(tmp_path):
-    status, output = tool(tmp_path, "tensorboard")
-    assert (
-        status == 2 and output == f"error: {tmp_path}: no metrics.jsonl in it, or an empty one; name a run's folder\n"
-    )
+    why = "no metrics.jsonl in it, or an empty one; name a run's folder"
+    assert tool(tmp_path, "tensorboard") == (2, f"error: {tmp_path}: {why}\n")
