@@ -41,9 +41,9 @@ from trials import (  # noqa: E402
     kill_one,
     launch,
     lines,
-    processes_of,
     replay_of,
     run_with_kills,
+    schedulers_of,
     slow_engines,
     steps_that_taught_nothing,
     taught_by,
@@ -65,17 +65,9 @@ DAPO += RULE
 # compiles them for all. Those of WHOLE_RUNS are handed out one by one; any other file's tests share a model, a process
 # group or an engine and stay together.
 WHOLE_RUNS = ("test_laws", "test_nodes", "test_algorithms", "test_resume", "test_run")
-LONG = "test_pretend_cuda test_engine test_triton test_endpoint test_lora test_reward_model test_judges".split()
-LONG = (
-    *LONG,
-    "test_watch",
-    "test_exercises",
-    "test_experiments",
-    "test_lessons",
-    "test_publish",
-    "test_instruments",
-    *WHOLE_RUNS,
-)
+LONG = """test_pretend_cuda test_engine test_triton test_endpoint test_lora test_reward_model test_judges test_watch
+    test_exercises test_experiments test_lessons test_publish test_instruments""".split()
+LONG += WHOLE_RUNS
 
 
 def pytest_addoption(parser):
@@ -107,13 +99,10 @@ def pytest_xdist_make_scheduler(config, log):
 # ---- runs
 
 
-def launch_warm(folder, *flags, ranks=0, broken=None, file_size=0, timeout=600, env=None):
-    """
-    `launch` of a run by forks of a process that has imported the libraries: (status, output). file_size: bytes that a
-    file may have, as on a full disk; 0: any number.
-    """
+def launch_warm(folder, *flags, broken=None, **options):
+    """`launch` of a run by forks of a process that has imported the libraries: (status, output)."""
     output = folder.parent / f"{folder.name}.output"
-    return run_warm(command_of(folder, *flags, broken=broken)[1:], output, ranks, file_size, timeout, env)
+    return run_warm(command_of(folder, *flags, broken=broken)[1:], output, **options)
 
 
 def digest(output):
@@ -129,12 +118,42 @@ def error_line(output):
     return line
 
 
+@pytest.fixture
+def refusal(capsys, monkeypatch):
+    """refusal(f, ..): the one line that f(..) prints as it ends this process."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def line_of(f, *args, **options):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            f(*args, **options)
+        assert end.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return line_of
+
+
 def read_groups(folder, steps="rl_*"):
     """[(tensors, meta)] of a run's rollout files, in the order of steps and prompts; steps: folders of its queue."""
     return [*map(sync.read_group, sorted((folder / "queue").glob(f"{steps}/group_*.safetensors")))]
 
 
-def finish(folder, *flags, launch=launch, **options):
+def flipped(data, i):
+    """These bytes with another bit in byte i."""
+    return data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :]
+
+
+def write_ledger(path, entries):
+    """Makes a file the ledger of these lines, with a chain that fits; its digest."""
+    path.unlink(missing_ok=True)
+    ledger = sync.Ledger(path)
+    for entry in entries:
+        ledger.append(**{key: value for key, value in entry.items() if key != "chain"})
+    return ledger.digest
+
+
+def finish(folder, *flags, launch=launch_warm, **options):
     """The output of a run that has to succeed and to leave nothing in shared memory."""
     before = orphans()
     status, output = launch(folder, *flags, **options)
@@ -183,12 +202,13 @@ def wait_for(condition, seconds):
 def assert_it_learned(record_property):
     """
     assert_it_learned(folder, steps): in every step there was something to learn from: unequal rewards, a gradient,
-    other weights than before.
+    other weights than before; and no log-prob was another in the engine than in the trainer.
     """
 
     def check(folder, steps):
         assert len({entry["tokens"] for entry in lines(folder, "ledger.jsonl", "rl")}) == steps
         assert not steps_that_taught_nothing(folder)
+        assert not any(m["logprob_mismatch_tokens"] for m in lines(folder, "metrics.jsonl", "rl"))
         record_property("steps", steps)
 
     return check
@@ -214,7 +234,7 @@ def once(tmp_path_factory):
 @pytest.fixture(scope="session")
 def two_ranks(once):
     """One trainer and one engine under torchrun."""
-    return once("two_ranks", lambda folder: finish(folder, ranks=2))
+    return once("two_ranks", lambda folder: finish(folder, ranks=2, launch=launch))
 
 
 @pytest.fixture(scope="session")
@@ -228,27 +248,27 @@ def one_process(once):
     """The same run in one process that does both, and with all that must not matter changed."""
     flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0".split()
     env = {"OMP_WAIT_POLICY": "PASSIVE"}  # a thread that spins while it waits takes the core from the other worker
-    return once("one_process", lambda folder: finish(folder, *ENGINE_FLAGS, *flags, env=env))
+    return once("one_process", lambda folder: finish(folder, *ENGINE_FLAGS, *flags, env=env, launch=launch))
 
 
 @pytest.fixture(scope="session")
 def one_engine(once):
     """DAPO's dynamic sampling in one process."""
-    return once("one_engine", lambda folder: finish(folder, *DAPO, launch=launch_warm))
+    return once("one_engine", lambda folder: finish(folder, *DAPO))
 
 
 @pytest.fixture(scope="session")
 def two_engines(once):
     """The same with two engines that share the work; small caches, so that they put requests back all the time."""
     flags = "--rollout_ranks=2 --engine_args=max_total_tokens=150".split()
-    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"}, launch=launch_warm)
+    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"})
     return once("two_engines", lambda folder: finish(folder, *DAPO, *flags, **options))
 
 
 @pytest.fixture(scope="session")
 def replayed(once, two_ranks):
     """The run of two_ranks again, from its rollout files, on four trainers."""
-    return once("replayed", lambda folder: finish(folder, *replay_of(two_ranks[0]), ranks=4, launch=launch_warm))
+    return once("replayed", lambda folder: finish(folder, *replay_of(two_ranks[0]), ranks=4))
 
 
 @pytest.fixture(scope="session")
@@ -259,7 +279,7 @@ def resumed(once, two_ranks):
         queue = interrupt(two_ranks[0], folder) / "queue"
         torn = sync.group_path(queue / "rl_000020", 3)
         torn.write_bytes(torn.read_bytes()[:-7])
-        return finish(folder, "--init_from=resume", ranks=3, launch=launch_warm)
+        return finish(folder, "--init_from=resume", ranks=3)
 
     return once("resumed", resume)
 
@@ -290,6 +310,12 @@ def resume_with_kills(folder, kills, rng, *flags, **options):
                 return status, output, victims
 
 
+def survive_apart(folder, kills, *flags):
+    """`survive` of a run with two engines that are slow at random."""
+    options = dict(ranks=3, broken=slow_engines, run=resume_with_kills)
+    return survive(folder, kills, *flags, "--rollout_ranks=2", **options)
+
+
 def survive(folder, kills, *flags, run=run_with_kills, **options):
     """
     A line about what was killed, and the output of a run that gets so many SIGKILLs at random moments and continues. If
@@ -313,7 +339,7 @@ def survive(folder, kills, *flags, run=run_with_kills, **options):
 def lagged(once, warmed):
     """Samples two steps ahead of the updates, in one process that does both in turn."""
     flags = (*LAG, *warmed, "--weight_sync=ipc")
-    return once("lagged", lambda folder: finish(folder, *flags, launch=launch_warm))
+    return once("lagged", lambda folder: finish(folder, *flags))
 
 
 @pytest.fixture(scope="session")
@@ -322,32 +348,26 @@ def lagged_apart(once, warmed, some_kills):
     The same side by side, on two engines that are slow at random, with SIGKILLs at random moments; ranks that wait lend
     their cores.
     """
-    flags = (*LAG, *warmed, "--rollout_ranks=2", "--threads=0")
-    options = dict(ranks=3, broken=slow_engines, run=resume_with_kills)
-    return once("lagged_apart", lambda folder: survive(folder, some_kills, *flags, **options))
+    return once("lagged_apart", lambda folder: survive_apart(folder, some_kills, *LAG, *warmed, "--threads=0"))
 
 
 @pytest.fixture(scope="session")
 def segments(once, warmed):
     """Partial rollouts, each segment with the weights of its step, in one process; no prefix is found again."""
     flags = (*SEGMENTS, *warmed, "--engine_args=disable_radix_cache=True, max_running_requests=17")
-    return once("segments", lambda folder: finish(folder, *flags, "--weight_sync=ipc", launch=launch_warm))
+    return once("segments", lambda folder: finish(folder, *flags, "--weight_sync=ipc"))
 
 
 @pytest.fixture(scope="session")
 def segments_apart(once, warmed, some_kills):
     """The same side by side on two slow engines, with SIGKILLs at random moments."""
-    flags, options = (
-        (*SEGMENTS, *warmed, "--rollout_ranks=2"),
-        dict(ranks=3, broken=slow_engines, run=resume_with_kills),
-    )
-    return once("segments_apart", lambda folder: survive(folder, some_kills, *flags, **options))
+    return once("segments_apart", lambda folder: survive_apart(folder, some_kills, *SEGMENTS, *warmed))
 
 
 @pytest.fixture(scope="session")
 def split(once, warmed):
     """Sums of four parts and samples a step ahead, in one process."""
-    return once("split", lambda folder: finish(folder, *SPLIT, *warmed, launch=launch_warm))
+    return once("split", lambda folder: finish(folder, *SPLIT, *warmed))
 
 
 @pytest.fixture(scope="session")
@@ -356,22 +376,22 @@ def split_apart(once, warmed):
     The same on two engines of two ranks each, until one of their four schedulers is killed; resumed with one engine.
     Its first output is in the file `lost` beside its folder.
     """
-    flags, ranks = (*SPLIT, *warmed, "--rollout_tp=2"), "--rollout_ranks={}".format
+    flags = (*SPLIT, *warmed, "--rollout_tp=2")
 
     def kill_one(folder):
         wait_for((folder / "ckpt" / "step_000008").exists, 300)
-        found = sorted(pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command)
+        found = schedulers_of(folder)
         assert len(found) == 4
-        os.kill(found[random.Random(os.urandom(8)).randrange(4)], signal.SIGKILL)
+        os.kill(random.SystemRandom().choice(found), signal.SIGKILL)
 
     def run(folder):
         with ThreadPoolExecutor(1) as pool:
             killed = pool.submit(kill_one, folder)
-            status, output = launch_warm(folder, *flags, ranks(4), ranks=5)
+            status, output = launch_warm(folder, *flags, "--rollout_ranks=4", ranks=5)
             killed.result()
         assert status, output[-4000:]
         (folder.parent / "lost").write_text(output)
-        return finish(folder, *flags, ranks(2), "--init_from=resume", ranks=3, launch=launch_warm)
+        return finish(folder, *flags, "--rollout_ranks=2", "--init_from=resume", ranks=3)
 
     return once("split_apart", run)
 
@@ -379,7 +399,7 @@ def split_apart(once, warmed):
 @pytest.fixture(scope="session")
 def mixture(once):
     """A mixture of experts, with one trainer and one engine."""
-    return once("mixture", lambda folder: finish(folder, *MIXTURE, ranks=2, launch=launch_warm))
+    return once("mixture", lambda folder: finish(folder, *MIXTURE, ranks=2))
 
 
 @pytest.fixture(scope="session")
@@ -388,7 +408,7 @@ def mixture_resumed(once, mixture):
 
     def resume(folder):
         interrupt(mixture[0], folder)
-        return finish(folder, *MIXTURE, "--init_from=resume", ranks=3, launch=launch_warm)
+        return finish(folder, *MIXTURE, "--init_from=resume", ranks=3)
 
     return once("mixture_resumed", resume)
 
@@ -396,14 +416,14 @@ def mixture_resumed(once, mixture):
 @pytest.fixture(scope="session")
 def agent(once):
     """Flags of the runs of an agent whose tool takes its time, after supervised steps on its dialogues."""
-    folder, _ = once("taught", lambda folder: finish(folder, *AGENT, *DIALOGUES, launch=launch_warm))
+    folder, _ = once("taught", lambda folder: finish(folder, *AGENT, *DIALOGUES))
     return taught_by(folder)
 
 
 @pytest.fixture(scope="session")
 def agents(once, agent):
     """Such a run in one process."""
-    return once("agents", lambda folder: finish(folder, *agent, launch=launch_warm))
+    return once("agents", lambda folder: finish(folder, *agent))
 
 
 @pytest.fixture(scope="session")
@@ -415,11 +435,12 @@ def agents_apart(once, agent):
 
     def run(folder):
         env = dict(NOTES=str(folder.parent / "notes"), VICTIM=str(folder.parent / "victim"))
-        flags, options = (*agent, "--rollout_ranks=2"), dict(ranks=4, env=env)
+        flags = (*agent, "--rollout_ranks=2")
         with shared_memory():
-            status, output = launch_warm(folder, *flags, **options)
-        assert status == -signal.SIGKILL and Path(env["VICTIM"]).exists(), output[-4000:]
-        return finish(folder, *flags, "--init_from=resume", launch=launch_warm, **options)
+            status, output = launch_warm(folder, *flags, ranks=4, env=env)
+        assert status == -signal.SIGKILL, output[-4000:]
+        assert Path(env["VICTIM"]).exists()
+        return finish(folder, *flags, "--init_from=resume", ranks=4, env=env)
 
     return once("agents_apart", run)
 
