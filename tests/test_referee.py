@@ -58,7 +58,7 @@ def draw(folder, **rule):
     """Rows that transformers samples in float32, with log-probs before temperature and rule; stops at the EOS."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    prompts = torch.randint(3, 90, (48, 6))
+    prompts = torch.randint(3, 90, (24, 6))
     kept = dict(return_dict_in_generate=True, output_logits=True)
     out = model.generate(prompts, do_sample=True, top_k=0, max_new_tokens=24, pad_token_id=0, **kept, **rule)
     steps = torch.stack(out.logits, 1).log_softmax(-1)
@@ -183,7 +183,7 @@ def test_an_eos_that_was_dropped_or_masked_is_named(healthy, model):
         ends = [i for i, token in enumerate(response, 1) if token in reference.stop and i > 1]
         if ends:
             rows.append((row["prompt_ids"], response[: ends[0]]))
-    assert len(rows) > 20
+    assert len(rows) > 10
 
     def said(kept=None, trained=1):
         """Of rows without the tokens behind `kept`, and with this mask of the last one."""
