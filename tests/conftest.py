@@ -41,9 +41,9 @@ from trials import (  # noqa: E402
     kill_one,
     launch,
     lines,
-    processes_of,
     replay_of,
     run_with_kills,
+    schedulers_of,
     slow_engines,
     steps_that_taught_nothing,
     taught_by,
@@ -65,17 +65,9 @@ DAPO += RULE
 # compiles them for all. Those of WHOLE_RUNS are handed out one by one; any other file's tests share a model, a process
 # group or an engine and stay together.
 WHOLE_RUNS = ("test_laws", "test_nodes", "test_algorithms", "test_resume", "test_run")
-LONG = "test_pretend_cuda test_engine test_triton test_endpoint test_lora test_reward_model test_judges".split()
-LONG = (
-    *LONG,
-    "test_watch",
-    "test_exercises",
-    "test_experiments",
-    "test_lessons",
-    "test_publish",
-    "test_instruments",
-    *WHOLE_RUNS,
-)
+LONG = """test_pretend_cuda test_engine test_triton test_endpoint test_lora test_reward_model test_judges test_watch
+    test_exercises test_experiments test_lessons test_publish test_instruments""".split()
+LONG += WHOLE_RUNS
 
 
 def pytest_addoption(parser):
@@ -107,13 +99,10 @@ def pytest_xdist_make_scheduler(config, log):
 # ---- runs
 
 
-def launch_warm(folder, *flags, ranks=0, broken=None, file_size=0, timeout=600, env=None):
-    """
-    `launch` of a run by forks of a process that has imported the libraries: (status, output). file_size: bytes that a
-    file may have, as on a full disk; 0: any number.
-    """
+def launch_warm(folder, *flags, broken=None, **options):
+    """`launch` of a run by forks of a process that has imported the libraries: (status, output)."""
     output = folder.parent / f"{folder.name}.output"
-    return run_warm(command_of(folder, *flags, broken=broken)[1:], output, ranks, file_size, timeout, env)
+    return run_warm(command_of(folder, *flags, broken=broken)[1:], output, **options)
 
 
 def digest(output):
@@ -148,6 +137,20 @@ def refusal(capsys, monkeypatch):
 def read_groups(folder, steps="rl_*"):
     """[(tensors, meta)] of a run's rollout files, in the order of steps and prompts; steps: folders of its queue."""
     return [*map(sync.read_group, sorted((folder / "queue").glob(f"{steps}/group_*.safetensors")))]
+
+
+def flipped(data, i):
+    """These bytes with another bit in byte i."""
+    return data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :]
+
+
+def write_ledger(path, entries):
+    """Makes a file the ledger of these lines, with a chain that fits; its digest."""
+    path.unlink(missing_ok=True)
+    ledger = sync.Ledger(path)
+    for entry in entries:
+        ledger.append(**{key: value for key, value in entry.items() if key != "chain"})
+    return ledger.digest
 
 
 def finish(folder, *flags, launch=launch_warm, **options):
@@ -199,12 +202,13 @@ def wait_for(condition, seconds):
 def assert_it_learned(record_property):
     """
     assert_it_learned(folder, steps): in every step there was something to learn from: unequal rewards, a gradient,
-    other weights than before.
+    other weights than before; and no log-prob was another in the engine than in the trainer.
     """
 
     def check(folder, steps):
         assert len({entry["tokens"] for entry in lines(folder, "ledger.jsonl", "rl")}) == steps
         assert not steps_that_taught_nothing(folder)
+        assert not any(m["logprob_mismatch_tokens"] for m in lines(folder, "metrics.jsonl", "rl"))
         record_property("steps", steps)
 
     return check
@@ -306,6 +310,12 @@ def resume_with_kills(folder, kills, rng, *flags, **options):
                 return status, output, victims
 
 
+def survive_apart(folder, kills, *flags):
+    """`survive` of a run with two engines that are slow at random."""
+    options = dict(ranks=3, broken=slow_engines, run=resume_with_kills)
+    return survive(folder, kills, *flags, "--rollout_ranks=2", **options)
+
+
 def survive(folder, kills, *flags, run=run_with_kills, **options):
     """
     A line about what was killed, and the output of a run that gets so many SIGKILLs at random moments and continues. If
@@ -338,9 +348,7 @@ def lagged_apart(once, warmed, some_kills):
     The same side by side, on two engines that are slow at random, with SIGKILLs at random moments; ranks that wait lend
     their cores.
     """
-    flags = (*LAG, *warmed, "--rollout_ranks=2", "--threads=0")
-    options = dict(ranks=3, broken=slow_engines, run=resume_with_kills)
-    return once("lagged_apart", lambda folder: survive(folder, some_kills, *flags, **options))
+    return once("lagged_apart", lambda folder: survive_apart(folder, some_kills, *LAG, *warmed, "--threads=0"))
 
 
 @pytest.fixture(scope="session")
@@ -353,11 +361,7 @@ def segments(once, warmed):
 @pytest.fixture(scope="session")
 def segments_apart(once, warmed, some_kills):
     """The same side by side on two slow engines, with SIGKILLs at random moments."""
-    flags, options = (
-        (*SEGMENTS, *warmed, "--rollout_ranks=2"),
-        dict(ranks=3, broken=slow_engines, run=resume_with_kills),
-    )
-    return once("segments_apart", lambda folder: survive(folder, some_kills, *flags, **options))
+    return once("segments_apart", lambda folder: survive_apart(folder, some_kills, *SEGMENTS, *warmed))
 
 
 @pytest.fixture(scope="session")
@@ -372,22 +376,22 @@ def split_apart(once, warmed):
     The same on two engines of two ranks each, until one of their four schedulers is killed; resumed with one engine.
     Its first output is in the file `lost` beside its folder.
     """
-    flags, ranks = (*SPLIT, *warmed, "--rollout_tp=2"), "--rollout_ranks={}".format
+    flags = (*SPLIT, *warmed, "--rollout_tp=2")
 
     def kill_one(folder):
         wait_for((folder / "ckpt" / "step_000008").exists, 300)
-        found = sorted(pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command)
+        found = schedulers_of(folder)
         assert len(found) == 4
-        os.kill(found[random.Random(os.urandom(8)).randrange(4)], signal.SIGKILL)
+        os.kill(random.SystemRandom().choice(found), signal.SIGKILL)
 
     def run(folder):
         with ThreadPoolExecutor(1) as pool:
             killed = pool.submit(kill_one, folder)
-            status, output = launch_warm(folder, *flags, ranks(4), ranks=5)
+            status, output = launch_warm(folder, *flags, "--rollout_ranks=4", ranks=5)
             killed.result()
         assert status, output[-4000:]
         (folder.parent / "lost").write_text(output)
-        return finish(folder, *flags, ranks(2), "--init_from=resume", ranks=3)
+        return finish(folder, *flags, "--rollout_ranks=2", "--init_from=resume", ranks=3)
 
     return once("split_apart", run)
 
@@ -431,11 +435,12 @@ def agents_apart(once, agent):
 
     def run(folder):
         env = dict(NOTES=str(folder.parent / "notes"), VICTIM=str(folder.parent / "victim"))
-        flags, options = (*agent, "--rollout_ranks=2"), dict(ranks=4, env=env)
+        flags = (*agent, "--rollout_ranks=2")
         with shared_memory():
-            status, output = launch_warm(folder, *flags, **options)
-        assert status == -signal.SIGKILL and Path(env["VICTIM"]).exists(), output[-4000:]
-        return finish(folder, *flags, "--init_from=resume", launch=launch_warm, **options)
+            status, output = launch_warm(folder, *flags, ranks=4, env=env)
+        assert status == -signal.SIGKILL, output[-4000:]
+        assert Path(env["VICTIM"]).exists()
+        return finish(folder, *flags, "--init_from=resume", ranks=4, env=env)
 
     return once("agents_apart", run)
 

@@ -4,22 +4,25 @@ The config block, files and flags: what wins, what is refused, and what the user
     pytest tests/test_configurator.py
 """
 
+import functools
 import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
 import pytest
-from conftest import error_line
+from conftest import ROOT, flipped
 
 import configurator
 from configurator import check_config, config_source, configure, fail, require
 from onecurve.run import start, versions
 from train_grpo import DEFAULTS
 
+SCRIPT = ROOT / "train_grpo.py"
 HEAD = """
 from configurator import configure, config_source
 
@@ -52,6 +55,11 @@ print(config_source(config), end="")
 """
 
 
+def started(script, *argv, **options):
+    """A script with these arguments, as a finished process."""
+    return subprocess.run([sys.executable, script, *argv], capture_output=True, text=True, timeout=60, **options)
+
+
 @pytest.fixture
 def block():
     """The globals() of a script right under its config block."""
@@ -65,28 +73,19 @@ def script(tmp_path):
     (tmp_path / "project").mkdir()
     (tmp_path / "home").mkdir()
     (tmp_path / "project" / "script.py").write_text(HEAD + BLOCK + FUNCTION + MAIN)
-    env = os.environ | {"PYTHONPATH": str(Path(configurator.__file__).parent), "RANK": "0"}
-
-    def run(*argv):
-        command = [sys.executable, str(tmp_path / "project" / "script.py"), *map(str, argv)]
-        return subprocess.run(command, cwd=tmp_path / "home", env=env, capture_output=True, text=True, timeout=60)
-
-    return run
+    env = {"PYTHONPATH": str(ROOT), "RANK": "0"}
+    return functools.partial(started, tmp_path / "project" / "script.py", cwd=tmp_path / "home", env=os.environ | env)
 
 
 @pytest.fixture
-def refuse(block, capsys, monkeypatch):
-    """Configures `block` with bad arguments; returns the one line it prints."""
+def refuse(block, refusal):
+    """Configures `block` with bad arguments; returns the one line it prints, without 'error: '."""
 
     def run(*argv):
-        monkeypatch.delenv("RANK", raising=False)
         before = dict(block)
-        with pytest.raises(SystemExit) as stop:
-            configure(block, list(argv))
-        out, err = capsys.readouterr()
-        assert stop.value.code == 2 and out == "" and block == before, "a refused config must leave the block alone"
-        assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n"), err
-        return err.removeprefix("error: ").removesuffix("\n")
+        line = refusal(configure, block, list(argv))
+        assert block == before, "a refused config must leave the block alone"
+        return line.removeprefix("error: ")
 
     return run
 
@@ -112,11 +111,6 @@ def test_the_block_is_updated_in_place_and_the_result_returned(block):
     config = configure(block, ["--steps=7"])
     assert block["steps"] == config["steps"] == 7
     assert block["_private"] == 1 and block["CONSTANT"] == 2
-
-
-def test_argv_defaults_to_the_command_line(block, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["script.py", "--steps=7"])
-    assert configure(block)["steps"] == 7
 
 
 def test_flags_beat_files_and_files_beat_defaults_in_any_order(block, write):
@@ -156,31 +150,29 @@ def test_a_file_is_sought_in_the_working_folder_then_beside_the_script(block, tm
 
 
 @pytest.mark.parametrize(
-    "flag, key, value",
+    "flag, value",
     [
-        ("--learning_rate=2e-6", "learning_rate", 2e-6),
-        ("--learning_rate=3", "learning_rate", 3.0),
-        ("--learning_rate=-.5", "learning_rate", -0.5),
-        ("--steps=1e3", "steps", 1000),
-        ("--steps=1_000", "steps", 1000),
-        ("--steps=-1", "steps", -1),
-        ("--steps=9223372036854775807", "steps", 9223372036854775807),  # by way of a float it would be one more
-        ("--strict=false", "strict", False),
-        ("--strict=False", "strict", False),
-        ("--strict=true", "strict", True),
-        ("--strict=True", "strict", True),
-        ("--strict", "strict", True),
-        ("--out_dir=out/x", "out_dir", "out/x"),
-        ("--out_dir=", "out_dir", ""),
-        ("--out_dir=a=b --c", "out_dir", "a=b --c"),
-        ("--out_dir=1", "out_dir", "1"),
-        ("--out_dir=true", "out_dir", "true"),
-        ("--out_dir='x'", "out_dir", "'x'"),
+        ("--learning_rate=2e-6", 2e-6),
+        ("--learning_rate=3", 3.0),
+        ("--learning_rate=-.5", -0.5),
+        ("--steps=1e3", 1000),
+        ("--steps=1_000", 1000),
+        ("--steps=-1", -1),
+        ("--steps=9223372036854775807", 9223372036854775807),  # by way of a float it would be one more
+        ("--strict=false", False),
+        ("--strict=False", False),
+        ("--strict=true", True),
+        ("--strict", True),
+        ("--out_dir=", ""),
+        ("--out_dir=a=b --c", "a=b --c"),
+        ("--out_dir=1", "1"),
+        ("--out_dir='x'", "'x'"),
     ],
 )
-def test_a_flag_takes_the_type_of_its_default(block, flag, key, value):
-    config = configure(block, [flag])
-    assert config[key] == value and type(config[key]) is type(value)
+def test_a_flag_takes_the_type_of_its_default(block, flag, value):
+    block["strict"] = value is False  # another than the flag's
+    found = configure(block, [flag])[re.match(r"--(\w+)", flag)[1]]
+    assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +180,6 @@ def test_a_flag_takes_the_type_of_its_default(block, flag, key, value):
     [
         ("--learning_rate=abc", "a finite number, as in --learning_rate=1e-06"),
         ("--learning_rate=true", "a finite number"),
-        ("--learning_rate=", "a finite number"),
         ("--learning_rate=1e999", "a finite number"),
         ("--learning_rate=nan", "a finite number"),
         ("--learning_rate=__import__('os')", "a finite number"),
@@ -199,7 +190,6 @@ def test_a_flag_takes_the_type_of_its_default(block, flag, key, value):
         ("--steps=" + "9" * 5000, "a whole number"),
         ("--steps=" + "(" * 5000, "a whole number"),
         ("--strict=1", "true or false, as in --strict=True"),
-        ("--strict=yes", "true or false"),
         ("--strict=", "true or false"),
         ("--steps", "a whole number, as in --steps=100"),
         ("--out_dir", "a string, as in --out_dir='out'"),
@@ -211,17 +201,19 @@ def test_a_flag_of_another_type_is_refused_with_an_example(refuse, flag, wants):
 
 
 @pytest.mark.parametrize(
-    "source, key, value",
+    "source, changed",
     [
-        ("learning_rate = 1", "learning_rate", 1.0),
-        ("steps = 1e3", "steps", 1000),
-        ("strict = False", "strict", False),
-        ("import enum\nclass _E(enum.IntEnum): A = 5\nsteps = _E.A", "steps", 5),
+        ("learning_rate = 1", dict(learning_rate=1.0)),
+        ("steps = 1e3", dict(steps=1000)),
+        ("strict = False", dict(strict=False)),
+        ("import enum\nclass _E(enum.IntEnum): A = 5\nsteps = _E.A", dict(steps=5)),
     ],
 )
-def test_a_value_in_a_file_takes_the_type_of_its_default(block, write, source, key, value):
+def test_a_value_in_a_file_takes_the_type_of_its_default(block, write, source, changed):
+    before = configure(block, [])
     config = configure(block, [write(source)])
-    assert config[key] == value and type(config[key]) is type(value)
+    assert config == before | changed
+    assert [*map(type, config.values())] == [*map(type, before.values())]
 
 
 @pytest.mark.parametrize(
@@ -259,9 +251,7 @@ def test_a_typo_on_the_command_line_is_refused_with_a_suggestion(refuse):
 def test_a_typo_in_a_file_is_refused_with_a_suggestion(refuse, write):
     """nanoGPT runs the file in its globals, where `learing_rate = 1` makes a new name and trains with the old value."""
     file = write("learing_rate = 1\n")
-    assert (
-        refuse(file) == f"{file}: learing_rate: no such key; did you mean learning_rate?  (--help=all lists all keys)"
-    )
+    assert refuse(file).startswith(f"{file}: learing_rate: no such key; did you mean learning_rate?")
 
 
 def test_a_key_like_no_other_is_refused_without_a_suggestion(refuse, write):
@@ -299,7 +289,6 @@ def test_a_missing_file_is_refused_in_one_line(refuse, tmp_path):
         ("steps = 1\n\nsteps = 1 / 0\n", "3: ZeroDivisionError: division by zero"),
         ("def _f():\n    return unknown\nsteps = _f()\n", "2: NameError: name 'unknown' is not defined"),
         ("import no_such_module_at_all\n", "1: ModuleNotFoundError: No module named 'no_such_module_at_all'"),
-        ("steps = int('x')\n", "1: ValueError: invalid literal for int()"),
         ("import json\nsteps = json.loads('')\n", "2: JSONDecodeError: Expecting value"),
         ("raise ValueError('two\\nlines')\n", "1: ValueError: two lines"),
         ("exec('1 +')\n", "1: SyntaxError: invalid syntax"),
@@ -317,9 +306,9 @@ def test_a_file_that_is_no_text_is_refused(refuse, tmp_path):
 
 def test_a_mistake_ends_the_script_with_status_2_and_no_traceback(script, tmp_path):
     (tmp_path / "home" / "bad.py").write_text("steps = 1 / 0\n")
-    for argv in (["--stps=1"], ["bad.py"], ["no.py"], ["--steps", "1"], ["--steps=x"]):
-        result = script(*argv)
-        assert result.returncode == 2 and result.stdout == "", argv
+    for argument in ("--stps=1", "bad.py"):
+        result = script(argument)
+        assert result.returncode == 2 and result.stdout == ""
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
 
 
@@ -391,10 +380,9 @@ def test_help_works_without_a_source_file(block, capsys):
 FEATURES = configurator.load_features()
 
 
-def started(*argv):
-    """train_grpo.py with these arguments, as a finished process."""
-    script = Path(configurator.__file__).parent / "train_grpo.py"
-    return subprocess.run([sys.executable, script, *argv], capture_output=True, text=True, timeout=60)
+def trainer_help(of=""):
+    """train_grpo.py with --help, or the help of something, as a finished process."""
+    return started(SCRIPT, f"--help={of}" if of else "--help")
 
 
 def keys_in(text):
@@ -402,7 +390,7 @@ def keys_in(text):
 
 
 def test_help_has_the_keys_of_the_block_and_a_line_for_each_feature():
-    done = started("--help")
+    done = trainer_help()
     block, _, features = done.stdout.partition("# features: ")
     assert done.returncode == 0 and keys_in(done.stdout) == keys_in(block)
     assert keys_in(block) == [key for key in DEFAULTS if key not in configurator.keys_of(FEATURES)]
@@ -411,22 +399,22 @@ def test_help_has_the_keys_of_the_block_and_a_line_for_each_feature():
 
 
 def test_help_of_a_feature_has_its_docstring_and_keys_and_all_has_all():
-    lora = started("--help=lora").stdout
+    lora = trainer_help("lora").stdout
     assert keys_in(lora) == ["lora_rank", "lora_alpha", "lora_targets", "lora"]
     assert "# Code: onecurve/models/adapters.py." in lora and "rows of A and columns of B; 0: no LoRA" in lora
-    everything = started("--help=all").stdout
+    everything = trainer_help("all").stdout
     assert keys_in(everything) == [*DEFAULTS] and lora in everything and everything.startswith("usage: ")
 
 
 def test_help_of_an_unknown_feature_is_one_line_with_a_suggestion():
     for name, near in (("lorra", "; did you mean lora?"), ("zzz", "")):
-        done = started(f"--help={name}")
+        done = trainer_help(name)
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr == f"error: --help={name}: no such feature{near}  (--help lists the features)\n"
 
 
 def test_no_key_is_declared_twice():
-    declared = keys_in(started("--help").stdout)
+    declared = keys_in(trainer_help().stdout)
     for name, feature in FEATURES.items():
         own = re.findall(r"^([a-z]\w*) = ", Path(feature.__file__).read_text(), re.MULTILINE)
         assert own == [*configurator.block(vars(feature))], name
@@ -439,7 +427,7 @@ def test_a_feature_says_what_it_is_and_where_its_code_is():
         empty, what, where, _ = feature.__doc__.split("\n")
         assert not empty and len(what) < 100 and where.startswith("Code: "), name
         for file in re.findall(r"\w+(?:/\w+)*(?:\.py|\.md|/(?=[. ,]))", where):
-            assert (Path(configurator.__file__).parent / file).exists(), f"{name}: {file}"
+            assert (ROOT / file).exists(), f"{name}: {file}"
 
 
 def test_the_keys_of_a_feature_come_behind_the_block_and_are_set_like_it(block):
@@ -472,31 +460,23 @@ def test_rank_0_speaks_first_and_others_only_if_they_outlive_a_wait(block, capsy
     assert stop.value.code == 0 and capsys.readouterr() == ("", "") and len(slept) == 3
 
 
-def test_require_passes_what_holds_and_ends_rank_0_with_one_line(capsys, monkeypatch):
+def test_require_passes_what_holds_and_ends_rank_0_with_one_line(refusal, capsys, monkeypatch):
     monkeypatch.setattr(configurator.time, "sleep", lambda seconds: pytest.fail("rank 0 has nobody to wait for"))
     monkeypatch.setenv("RANK", "0")
     require(True, "never seen")
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(SystemExit) as stop:
-        require(0, "group_size=1: GRPO's baseline is the mean of the group, so it needs at least 2")
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: group_size=1: GRPO's baseline is the mean of the group, so it needs at least 2\n"
-    )
+    assert refusal(require, 0, "group_size=1: use 2") == "error: group_size=1: use 2"
 
 
-def test_fail_speaks_from_any_rank(capsys, monkeypatch):
+def test_fail_speaks_from_any_rank(refusal, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    with pytest.raises(SystemExit) as stop:
-        fail("queue/000007.safetensors: the header\nis broken")
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: queue/000007.safetensors: the header is broken\n"
+    assert refusal(fail, "a file: the header\nis broken") == "error: a file: the header is broken"
 
 
 # ---- resume
 
 
-def test_a_resume_takes_the_saved_config_and_the_commands_free_keys(tmp_path, capsys):
+def test_a_resume_takes_the_saved_config_and_the_commands_free_keys(tmp_path, refusal):
     saved = tmp_path / "config.py"
     saved.write_text("# a comment\nsteps = 5  # command line\nrate = 0.5\nname = 'run'\n")
     block = dict(steps=1, rate=0.1, name="x")
@@ -508,32 +488,20 @@ def test_a_resume_takes_the_saved_config_and_the_commands_free_keys(tmp_path, ca
     saved.write_text("rate = 0.5\nname = 'run'\nsteps = 5\n")  # the run's order stays: its id is made in that order
     assert list(resume("--steps=9")) == ["rate", "name", "steps"]
     assert resume("--steps=9", "--rate=0.5") == dict(steps=9, rate=0.5, name="run")
-    for argv, free, line in (
-        (
-            ["--rate=0.2", "--name=y"],
-            ["steps"],
-            "rate=0.2 (the run has 0.5), name='y' (the run has 'run'): cannot change",
-        ),
-        (["--steps=9"], ["rate", "name"], "steps=9 (the run has 5): cannot change on resume; what can: name, rate"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            resume(*argv, free=free)
-        assert ended.value.code == 2 and line in capsys.readouterr().err
+    line = "rate=0.2 (the run has 0.5), name='y' (the run has 'run'): cannot change"
+    assert line in refusal(resume, "--rate=0.2", "--name=y")
+    line = "steps=9 (the run has 5): cannot change on resume; what can: name, rate"
+    assert line in refusal(resume, "--steps=9", free=["rate", "name"])
     saved.write_text("steps = 5\n")
-    with pytest.raises(SystemExit):
-        resume()
-    assert "has no rate, name; it was saved by another version" in capsys.readouterr().err
+    assert "has no rate, name; it was saved by another version" in refusal(resume)
 
 
 @pytest.mark.parametrize("mode,line", [("server", "use grpo"), ("eval", "the run has 'grpo'; use another out_dir")])
-def test_a_mode_that_the_run_cannot_have_is_refused_on_resume(tmp_path, capsys, monkeypatch, mode, line):
-    monkeypatch.delenv("RANK", raising=False)
+def test_a_mode_that_the_run_cannot_have_is_refused_on_resume(tmp_path, refusal, monkeypatch, mode, line):
     (tmp_path / "config.py").write_text(config_source(DEFAULTS, {}))
     flags = [f"--out_dir={tmp_path}", "--init_from=resume", f"--mode={mode}"]
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", *flags])
-    with pytest.raises(SystemExit):
-        configurator.resolve("train_grpo.py", DEFAULTS)
-    assert capsys.readouterr().err.startswith(f"error: mode={mode!r}: {line}")
+    assert refusal(configurator.resolve, "train_grpo.py", DEFAULTS).startswith(f"error: mode={mode!r}: {line}")
 
 
 def test_a_damaged_saved_config_ends_in_one_line_or_is_still_a_config(tmp_path):
@@ -542,7 +510,7 @@ def test_a_damaged_saved_config_ends_in_one_line_or_is_still_a_config(tmp_path):
     data = config_source(dict(steps=5, rate=0.5, name="run")).encode()
     refused = 0
     for i in range(len(data)):
-        for content in (data[:i], data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :]):
+        for content in (data[:i], flipped(data, i)):
             saved.write_bytes(content)
             try:
                 config = configurator.resume_config(configure(dict(block), []), saved, ())[1]
@@ -557,122 +525,97 @@ def test_a_damaged_saved_config_ends_in_one_line_or_is_still_a_config(tmp_path):
 # ------------------------------------------------------------------------------------------------------------------
 # the keys of train_grpo.py: values that make no sense together
 
-BAD = [
-    (dict(group_size=1), 1, "group_size=1"),
-    (dict(lanes=6), 1, "lanes=6: not a power of two"),
-    (dict(rollout_ranks=2), 2, "rollout_ranks=2: of 2 ranks"),
-    (dict(tp_split=6), 1, "tp_split=6: not a power of two"),
-    (dict(sources="a=3"), 1, "sources='a=3': a: use names with a dictionary each, of weight, dataset"),
-    (dict(sources="a={'learning_rate': 1}"), 1, "sources=\"a={'learning_rate': 1}\": a: use names with a dictionary"),
-    (
-        dict(sources="a={'eval_size': '3'}"),
-        1,
-        "sources=\"a={'eval_size': '3'}\": a: eval_size='3': wants a whole number",
-    ),
-    (dict(sources="a={'eval_size': -5}"), 1, "sources=\"a={'eval_size': -5}\": a: eval_size=-5: use 0 or more"),
-    (dict(sources="a={'weight': 0}"), 1, "sources=\"a={'weight': 0}\": all weights are 0"),
-    (dict(sources="a={'weight': -1}"), 1, "sources=\"a={'weight': -1}\": a weight is 0, for held-out prompts only"),
-    (dict(sources="a={'weight': 2}, b={}"), 1, "prompts_per_step=8: the weights of sources add up to 3; use a"),
-    (dict(curriculum=2, segment_tokens=1, groups_in_flight=8), 1, "curriculum=2: is not for --segment_tokens; use 0"),
-    (dict(tp_split=2, batch_invariant=False), 1, "tp_split=2: is for --batch_invariant=True"),
-    (dict(rollout_tp=0), 1, "rollout_tp=0: must be more than 0"),
-    (dict(rollout_tp=2, rollout_ranks=2), 3, "rollout_tp=2: does not divide tp_split=1"),
-    (dict(rollout_tp=2, tp_split=2), 3, "rollout_tp=2: 3 ranks, of which 2 train, do not make engines of 2"),
-    (dict(rollout_tp=2, tp_split=2, rollout_ranks=3), 4, "rollout_tp=2: 4 ranks, of which 1 train"),
-    (dict(rollout_tp=2, tp_split=2), 1, "rollout_tp=2: 1 ranks, of which 1 train"),
-    (dict(rollout_tp=2, tp_split=2, colocate=True, rollout_ranks=2), 2, "rollout_tp=2: 2 ranks, of which 2 train"),
-    (dict(rollout_tp=2, tp_split=2, mode="eval"), 3, "rollout_tp=2: 3 ranks, of which 0 train"),
-    (dict(rollout_ranks=0), 2, "rollout_ranks=0: must be more than 0"),
-    (dict(), 4, "lanes=8: 3 trainer ranks cannot share"),
-    (dict(leaf_tokens=0), 1, "leaf_tokens=0: must be more than 0"),
-    (dict(temperature=0.0), 1, "temperature=0.0"),
-    (dict(device="tpu"), 1, "device='tpu'"),
-    (dict(max_new_tokens=0), 1, "max_new_tokens=0"),
-    (dict(engine_args="max_total_tokens=512"), 1, "engine_args='max_total_tokens=512': one sample may take"),
-    (dict(weight_sync="ipc"), 2, "weight_sync='ipc': engine and trainer must be one process"),
-    (dict(weight_sync="carrier pigeon"), 1, "weight_sync='carrier pigeon'"),
-    (dict(mode="replay", queue_dir="no/queue"), 1, "queue_dir='no/queue': mode='replay' needs"),
-    (dict(queue_dir="out/x"), 1, "queue_dir='out/x': is for --mode=replay"),
-    (dict(mode="server"), 1, "mode='server': use grpo, replay, sft"),
-    (dict(chosen_column="best"), 1, "chosen_column='best': is for --mode=rm"),
-    (dict(mode="dpo", init_from="x"), 1, "kl_coef=0.0: is DPO's beta; use more than 0"),
-    (
-        dict(mode="rm", agent="examples/guess.py:solve"),
-        1,
-        "agent='examples/guess.py:solve': is not for --mode=rm or dpo",
-    ),
-    (dict(watch="rewind"), 1, "watch='rewind': use stop"),
-    (
-        dict(scratch_args="hidden=64"),
-        1,
-        "scratch_args='hidden=64': use whole numbers, of a scratch model that has else",
-    ),
-    (dict(scratch_args="hidden_size=6.4"), 1, "scratch_args='hidden_size=6.4': use whole numbers"),
-    (dict(scratch_args="hidden_size=0"), 1, "scratch_args='hidden_size=0': sizes must be more than 0"),
-    (dict(scratch_args="num_experts=1"), 1, "scratch_args='num_experts=1': sizes must be more than 0, and a token's"),
-    (dict(lora_rank=-1), 1, "lora_rank=-1: use 0 or more"),
-    (dict(lora_alpha=16.0), 1, "lora_alpha=16.0: is for --lora_rank; use 32.0"),
-    (dict(lora="out/x"), 1, "lora='out/x': adapters to train on; use --lora_rank, with their rank, too"),
-    (
-        dict(lora="out/x", mode="eval"),
-        1,
-        "lora='out/x': mode='eval': adapters are trained here; to use them first make",
-    ),
-    (dict(lora_rank=8, lora_alpha=0.0), 1, "lora_alpha=0.0: must be more than 0"),
-    (dict(lora_rank=8, mode="eval"), 1, "lora_rank=8: mode='eval': adapters are trained here; to use them first make"),
-    (dict(lora_rank=8, mode="rm"), 1, "lora_rank=8: is not for --mode=rm; use 0"),
-    (dict(watch="stop", mode="sft"), 1, "watch='stop': is not for --mode=sft, rm, dpo or eval; use ''"),
-    (dict(loss="gspo"), 1, "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation"),
-    (dict(loss="pg", updates_per_batch=2), 1, "updates_per_batch=2: is not for --loss=pg; use 1"),
-    (dict(updates_per_batch=0), 1, "updates_per_batch=0: must be more than 0"),
-    (dict(advantage="ppo"), 1, "advantage='ppo': use grpo, dr_grpo"),
-    (dict(advantage="distill"), 1, "advantage='distill': needs a teacher"),
-    (dict(advantage="distill", kl_coef=0.1, reference="x"), 1, "kl_coef=0.1: is not for --advantage=distill; use 0.0"),
-    (
-        dict(advantage="gae", dynamic_sampling=2),
-        1,
-        "dynamic_sampling=2: is not for --advantage=reinforce++, gae or distill",
-    ),
-    (dict(lag=-1), 2, "lag=-1: use 0 or more"),
-    (dict(segment_tokens=257, groups_in_flight=16), 2, "segment_tokens=257: not within max_new_tokens=256"),
-    (dict(segment_tokens=32), 2, "groups_in_flight=0: a step trains on prompts_per_step=8 groups out of these; use 16"),
-    (dict(groups_in_flight=16), 2, "groups_in_flight=16: is for --segment_tokens"),
-    (
-        dict(segment_tokens=32, groups_in_flight=16, dynamic_sampling=1),
-        2,
-        "dynamic_sampling=1: is not for --segment_tokens; use 0",
-    ),
-    (dict(value_clip=0.0), 1, "value_clip=0.0: is for --advantage=gae"),
-    (dict(credit="turn"), 1, "credit='turn': is for --agent; use 'sample'"),
-    (
-        dict(credit="turn", agent="examples/guess.py:solve", advantage="reinforce++"),
-        1,
-        "credit='turn': is for --advantage=grpo, dr_grpo, rloo or gae; use 'sample'",
-    ),
-    (dict(kl_in_reward=True), 1, "kl_in_reward=True: is for --kl_coef"),
-    (dict(importance="mask", importance_floor=1.5), 1, "importance_floor=1.5: the weight of equal log-probs"),
-    (dict(overlong_cache=256), 1, "overlong_cache=256: not within max_new_tokens=256"),
-    (dict(eval_samples=0), 1, "eval_samples=0"),
-    (dict(dual_clip=0.5), 1, "dual_clip=0.5"),
-    (dict(kl_coef=0.1), 1, "kl_coef=0.1: needs a reference, as a scratch model is random"),
-    (dict(reference="x"), 1, "reference='x': is for --kl_coef or --advantage=distill; use ''"),
-    (dict(keep_checkpoints=0), 1, "keep_checkpoints=0"),
-    (dict(grad_clip=-1.0), 1, "grad_clip=-1.0: use 0 or more"),  # it would turn every gradient round
-    (dict(sft_batch=0), 1, "sft_batch=0: must be more than 0"),
-    (dict(warmup_steps=10, lr_decay_steps=5), 1, "lr_decay_steps=5: the cosine begins after warmup_steps=10"),
-    (dict(beta2=1.0), 1, "beta2=1.0: the part of a mean that each step keeps; use less than 1"),
-    (dict(engine_memory=5.0), 1, "engine_memory=5.0: use 1 or less"),
-    (dict(advantage="gae", gamma=1.5), 1, "gamma=1.5: use 1 or less"),
-]
+BAD = {  # on so many ranks: {flags: the beginning of the line}
+    1: {
+        "--group_size=1": "group_size=1",
+        "--lanes=6": "lanes=6: not a power of two",
+        "--tp_split=6": "tp_split=6: not a power of two",
+        "--sources=a=3": "sources='a=3': a: use names with a dictionary each, of weight, dataset",
+        "--sources=a={'learning_rate':1}": "sources=\"a={'learning_rate':1}\": a: use names with a dictionary",
+        "--sources=a={'eval_size':'3'}": "sources=\"a={'eval_size':'3'}\": a: eval_size='3': wants a whole number",
+        "--sources=a={'eval_size':-5}": "sources=\"a={'eval_size':-5}\": a: eval_size=-5: use 0 or more",
+        "--sources=a={'weight':0}": "sources=\"a={'weight':0}\": all weights are 0",
+        "--sources=a={'weight':-1}": "sources=\"a={'weight':-1}\": a weight is 0, for held-out prompts only",
+        "--sources=a={'weight':2},b={}": "prompts_per_step=8: the weights of sources add up to 3; use a",
+        "--curriculum=2 --segment_tokens=1 --groups_in_flight=8": "curriculum=2: is not for --segment_tokens; use 0",
+        "--tp_split=2 --batch_invariant=False": "tp_split=2: is for --batch_invariant=True",
+        "--rollout_tp=0": "rollout_tp=0: must be more than 0",
+        "--rollout_tp=2 --tp_split=2": "rollout_tp=2: 1 ranks, of which 1 train",
+        "--leaf_tokens=0": "leaf_tokens=0: must be more than 0",
+        "--temperature=0.0": "temperature=0.0",
+        "--device=tpu": "device='tpu'",
+        "--max_new_tokens=0": "max_new_tokens=0",
+        "--engine_args=max_total_tokens=512": "engine_args='max_total_tokens=512': one sample may take",
+        "--weight_sync=pigeon": "weight_sync='pigeon'",
+        "--mode=replay --queue_dir=no/queue": "queue_dir='no/queue': mode='replay' needs",
+        "--queue_dir=out/x": "queue_dir='out/x': is for --mode=replay",
+        "--mode=server": "mode='server': use grpo, replay, sft",
+        "--chosen_column=best": "chosen_column='best': is for --mode=rm",
+        "--mode=dpo --init_from=x": "kl_coef=0.0: is DPO's beta; use more than 0",
+        "--mode=rm --agent=examples/guess.py:solve": "agent='examples/guess.py:solve': is not for --mode=rm or dpo",
+        "--watch=rewind": "watch='rewind': use stop",
+        "--scratch_args=hidden=64": "scratch_args='hidden=64': use whole numbers, of a scratch model that has else",
+        "--scratch_args=hidden_size=6.4": "scratch_args='hidden_size=6.4': use whole numbers",
+        "--scratch_args=hidden_size=0": "scratch_args='hidden_size=0': sizes must be more than 0",
+        "--scratch_args=num_experts=1": "scratch_args='num_experts=1': sizes must be more than 0, and a token's",
+        "--lora_alpha=16.0": "lora_alpha=16.0: is for --lora_rank; use 32.0",
+        "--lora=out/x": "lora='out/x': adapters to train on; use --lora_rank, with their rank, too",
+        "--lora=out/x --mode=eval": "lora='out/x': mode='eval': adapters are trained here; to use them first make",
+        "--lora_rank=8 --lora_alpha=0.0": "lora_alpha=0.0: must be more than 0",
+        "--lora_rank=8 --mode=eval": "lora_rank=8: mode='eval': adapters are trained here; to use them first make",
+        "--lora_rank=8 --mode=rm": "lora_rank=8: is not for --mode=rm; use 0",
+        "--watch=stop --mode=sft": "watch='stop': is not for --mode=sft, rm, dpo or eval; use ''",
+        "--loss=gspo": "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation",
+        "--loss=pg --updates_per_batch=2": "updates_per_batch=2: is not for --loss=pg; use 1",
+        "--updates_per_batch=0": "updates_per_batch=0: must be more than 0",
+        "--advantage=ppo": "advantage='ppo': use grpo, dr_grpo",
+        "--advantage=distill": "advantage='distill': needs a teacher",
+        "--advantage=distill --kl_coef=0.1 --reference=x": "kl_coef=0.1: is not for --advantage=distill; use 0.0",
+        "--advantage=gae --dynamic_sampling=2": "dynamic_sampling=2: is not for --advantage=reinforce++",
+        "--value_clip=0.0": "value_clip=0.0: is for --advantage=gae",
+        "--credit=turn": "credit='turn': is for --agent; use 'sample'",
+        "--credit=turn --agent=examples/guess.py:solve --advantage=reinforce++": "credit='turn': is for --adv",
+        "--kl_in_reward=True": "kl_in_reward=True: is for --kl_coef",
+        "--importance=mask --importance_floor=1.5": "importance_floor=1.5: the weight of equal log-probs",
+        "--overlong_cache=256": "overlong_cache=256: not within max_new_tokens=256",
+        "--eval_samples=0": "eval_samples=0",
+        "--dual_clip=0.5": "dual_clip=0.5",
+        "--kl_coef=0.1": "kl_coef=0.1: needs a reference, as a scratch model is random",
+        "--reference=x": "reference='x': is for --kl_coef or --advantage=distill; use ''",
+        "--keep_checkpoints=0": "keep_checkpoints=0",
+        "--sft_batch=0": "sft_batch=0: must be more than 0",
+        "--warmup_steps=10 --lr_decay_steps=5": "lr_decay_steps=5: the cosine begins after warmup_steps=10",
+        "--beta2=1.0": "beta2=1.0: the part of a mean that each step keeps; use less than 1",
+        "--engine_memory=5.0": "engine_memory=5.0: use 1 or less",
+        "--advantage=gae --gamma=1.5": "gamma=1.5: use 1 or less",
+    },
+    2: {
+        "--rollout_ranks=2": "rollout_ranks=2: of 2 ranks",
+        "--rollout_tp=2 --tp_split=2 --colocate=True --rollout_ranks=2": "rollout_tp=2: 2 ranks, of which 2 train",
+        "--rollout_ranks=0": "rollout_ranks=0: must be more than 0",
+        "--weight_sync=ipc": "weight_sync='ipc': engine and trainer must be one process",
+        "--segment_tokens=257 --groups_in_flight=16": "segment_tokens=257: not within max_new_tokens=256",
+        "--segment_tokens=32": "groups_in_flight=0: a step trains on prompts_per_step=8 groups out of these; use 16",
+        "--groups_in_flight=16": "groups_in_flight=16: is for --segment_tokens",
+        "--segment_tokens=32 --groups_in_flight=16 --dynamic_sampling=1": "dynamic_sampling=1: is not for",
+    },
+    3: {
+        "--rollout_tp=2 --rollout_ranks=2": "rollout_tp=2: does not divide tp_split=1",
+        "--rollout_tp=2 --tp_split=2": "rollout_tp=2: 3 ranks, of which 2 train, do not make engines of 2",
+        "--rollout_tp=2 --tp_split=2 --mode=eval": "rollout_tp=2: 3 ranks, of which 0 train",
+    },
+    4: {
+        "--rollout_tp=2 --tp_split=2 --rollout_ranks=3": "rollout_tp=2: 4 ranks, of which 1 train",
+        "": "lanes=8: 3 trainer ranks cannot share",
+    },
+}
+CASES = [(ranks, flags) for ranks, cases in BAD.items() for flags in cases]
 
 
-@pytest.mark.parametrize("change,world,message", BAD)
-def test_values_that_make_no_sense_are_refused_in_one_line(change, world, message, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit) as e:
-        check_config(DEFAULTS | change, world, DEFAULTS)
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}")
+@pytest.mark.parametrize("ranks,flags", CASES)
+def test_values_that_make_no_sense_are_refused_in_one_line(ranks, flags, refusal):
+    config = configure(dict(DEFAULTS), flags.split())
+    assert refusal(check_config, config, ranks, DEFAULTS).startswith(f"error: {BAD[ranks][flags]}")
 
 
 @pytest.mark.parametrize("change", [dict(advantage="mine.py:f"), dict(advantage="reinforce++"), dict(mode="sft")])
@@ -680,52 +623,40 @@ def test_a_group_of_one_is_enough_where_no_baseline_is_its_mean(change):
     check_config(DEFAULTS | dict(group_size=1) | change, 1, DEFAULTS)
 
 
-def test_a_negative_number_is_refused_wherever_it_has_no_meaning(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    numbers = [key for key, default in DEFAULTS.items() if type(default) in (int, float)]
-    accepted = []
-    for key in numbers:
-        try:
-            check_config(DEFAULTS | {key: type(DEFAULTS[key])(-1)}, 1, DEFAULTS)
-            accepted.append(key)
-        except SystemExit:
-            assert capsys.readouterr().err.startswith(f"error: {key}=-1")
-    assert accepted == ["seed", "entropy_coef", "pass_reward"]
+def test_a_negative_number_is_refused_wherever_it_has_no_meaning(refusal):
+    for key, default in DEFAULTS.items():
+        if type(default) in (int, float):
+            config = DEFAULTS | {key: type(default)(-1)}
+            if key in ("seed", "entropy_coef", "pass_reward"):
+                check_config(config, 1, DEFAULTS)
+            else:
+                assert refusal(check_config, config, 1, DEFAULTS).startswith(f"error: {key}=-1")
 
 
-def test_another_kind_of_cpu_is_refused_only_where_an_engine_runs(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+def test_another_kind_of_cpu_is_refused_only_where_an_engine_runs(refusal, monkeypatch):
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine="aarch64"))
     config = DEFAULTS | dict(device="cpu")
     check_config(config | dict(mode="sft"), 1, DEFAULTS)
     check_config(config | dict(device="cuda"), 1, DEFAULTS)
-    with pytest.raises(SystemExit):
-        check_config(config, 1, DEFAULTS)
-    assert error_line(capsys.readouterr().err).startswith("error: device='cpu': SGLang's engine has run on x86_64 only")
+    line = refusal(check_config, config, 1, DEFAULTS)
+    assert line.startswith("error: device='cpu': SGLang's engine has run on x86_64 only")
 
 
 @pytest.mark.parametrize("name", ["torch", "sglang", "transformers", "triton", "numba"])
-def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+def test_another_version_than_the_pinned_one_is_named_with_the_cure(name, refusal, monkeypatch):
     versions.check_versions()  # those that are here are the pinned ones
     right = versions.library_versions()
     monkeypatch.setattr(versions, "library_versions", lambda: right | {name: "9.9.9"})
-    with pytest.raises(SystemExit) as e:
-        versions.check_versions()
-    line = capsys.readouterr().err
-    assert e.value.code == 2 and line.count("\n") == 1
+    line = refusal(versions.check_versions)
     assert line.startswith(f"error: {name} 9.9.9: the hooks into it are written for {name} {right[name]}; ")
     assert "uv sync" in line and "pyproject.toml" in line
 
 
-def test_outside_of_the_environment_the_line_says_how_to_start(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+def test_outside_of_the_environment_the_line_says_how_to_start(refusal, monkeypatch):
     monkeypatch.setattr(versions, "version", lambda name: importlib.metadata.version(f"no_{name}"))
-    with pytest.raises(SystemExit) as e:
-        versions.check_versions()
-    line = capsys.readouterr().err
-    assert e.value.code == 2 and line.count("\n") == 1 and line.startswith("error: no_torch: not installed for ")
-    assert line.endswith("; start with uv run, as in: uv run train_grpo.py\n")
+    line = refusal(versions.check_versions)
+    assert line.startswith("error: no_torch: not installed for ")
+    assert line.endswith("; start with uv run, as in: uv run train_grpo.py")
 
 
 WITHOUT_LIBRARIES = [
@@ -740,23 +671,23 @@ WITHOUT_LIBRARIES = [
 @pytest.mark.parametrize("argument,status", WITHOUT_LIBRARIES)
 def test_help_and_mistyped_keys_do_not_wait_for_the_libraries(argument, status):
     """None of them is imported; a time limit would show that on an idle machine only."""
-    script = Path(configurator.__file__).parent / "train_grpo.py"
     code = f"""if True:
         import runpy, sys
-        sys.argv = [{str(script)!r}, {argument!r}]
+        sys.argv = [{str(SCRIPT)!r}, {argument!r}]
         try:
-            runpy.run_path({str(script)!r}, run_name="__main__")
+            runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
         except SystemExit as ended:
             print(ended.code, sorted({{"torch", "transformers", "sglang", "numpy", "tqdm"}} & set(sys.modules)))"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=script.parent)
+    done = started("-c", code, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == f"{status} []", done.stdout + done.stderr
 
 
 def test_a_start_that_imports_for_long_says_what_it_waits_for(monkeypatch, capsys):
-    at_once = lambda seconds, call, args, kwargs: types.SimpleNamespace(  # noqa: E731
-        start=lambda: call(*args, **kwargs), cancel=lambda: None
-    )
-    monkeypatch.setattr(start.threading, "Timer", at_once)
+    class AtOnce(threading.Timer):
+        def start(self):
+            self.function(*self.args, **self.kwargs)
+
+    monkeypatch.setattr(start.threading, "Timer", AtOnce)
     for aloud in (False, True):
         with start.lean_imports(aloud):
             pass

@@ -32,21 +32,33 @@ import math
 import os
 import platform
 import re
-import runpy
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
-from conftest import DAPO, ENGINE_FLAGS, MIXTURE, digest, error_line, finish, launch_warm, read_groups
+from conftest import (
+    DAPO,
+    ENGINE_FLAGS,
+    LAG,
+    MIXTURE,
+    ROOT,
+    SEGMENTS,
+    digest,
+    error_line,
+    finish,
+    launch,
+    launch_warm,
+    lines,
+    read_groups,
+    replay_of,
+)
 from runs import saved_config
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from trials import (
-    LAG,
-    ROOT,
-    SEGMENTS,
     a_flipped_bit,
     experts_by_number,
     flip_token,
@@ -54,11 +66,8 @@ from trials import (
     forget_seen,
     interrupt,
     kept_by_other_weights,
-    launch,
-    lines,
     plain_all_reduce,
     processes_of,
-    replay_of,
     rule_on_one_side,
     seeds_by_arrival,
     seeds_by_engine,
@@ -79,14 +88,33 @@ def ledger(folder):
     return (folder / "ledger.jsonl").read_bytes()
 
 
+def rl_ledger(folder):
+    return lines(folder, "ledger.jsonl", "rl")
+
+
+def rl_metrics(folder):
+    return lines(folder, "metrics.jsonl", "rl")
+
+
+def same_bits(a, b):
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def sampled_logprobs(folder, steps="rl_*"):
+    """All that the engines gave, in the order of a run's files."""
+    return torch.cat([tensors["logprobs"] for tensors, _ in read_groups(folder, steps)])
+
+
 # ---- L1: two runs
 
 
 @pytest.mark.law("two runs, in two processes and in one")
 def test_L1_two_runs_one_ledger_whether_in_one_process_or_two(two_ranks, one_process, assert_it_learned):
-    (a, output_a), (b, output_b) = two_ranks, one_process
+    a, output_a = two_ranks
+    b, output_b = one_process
     assert_it_learned(a, steps=24)
-    assert ledger(a) == ledger(b) and digest(output_a) == digest(output_b)
+    assert ledger(a) == ledger(b)
+    assert digest(output_a) == digest(output_b)
     assert (a / "evaluations.jsonl").read_bytes() == (b / "evaluations.jsonl").read_bytes() != b""
     for x, y in zip(lines(a, "metrics.jsonl"), lines(b, "metrics.jsonl"), strict=True):
         timeless = [key for key in x if not key.endswith(("_seconds", "_per_second"))]
@@ -95,11 +123,13 @@ def test_L1_two_runs_one_ledger_whether_in_one_process_or_two(two_ranks, one_pro
 
 @pytest.mark.control("another seed")
 def test_L1_control_another_seed_is_another_ledger(two_ranks, tmp_path):
-    status, output = launch_warm(tmp_path / "run", "--seed=2", "--max_steps=1", "--eval_size=0")
-    assert status == 0, output[-4000:]
-    ours, other = lines(two_ranks[0], "ledger.jsonl"), lines(tmp_path / "run", "ledger.jsonl")
+    finish(tmp_path / "run", "--seed=2", "--max_steps=1", "--eval_size=0")
+    ours = lines(two_ranks[0], "ledger.jsonl")
+    other = lines(tmp_path / "run", "ledger.jsonl")
     assert len(other) == 61  # of the warm-up, and the first of RL
-    assert all(x[k] != y[k] for x, y in zip(ours, other) for k in ("tokens", "gradients", "weights", "chain"))
+    for x, y in zip(ours, other):
+        for stage in ("tokens", "gradients", "weights", "chain"):
+            assert x[stage] != y[stage]
 
 
 # ---- L2: every log-prob
@@ -120,8 +150,8 @@ def without_our_operators(once):
 @pytest.mark.law("the log-prob of every token")
 def test_L2_no_logprob_differs_between_rollout_and_trainer(two_ranks, assert_it_learned):
     assert_it_learned(two_ranks[0], steps=24)
-    steps = lines(two_ranks[0], "metrics.jsonl", "rl")
-    assert all(m["logprob_mismatch_tokens"] == 0 and m["logprob_mismatch_max"] == 0 for m in steps)
+    for m in rl_metrics(two_ranks[0]):
+        assert m["logprob_mismatch_tokens"] == m["logprob_mismatch_max"] == 0
 
 
 @pytest.mark.law("outside of the run too")
@@ -134,7 +164,8 @@ def test_L2_a_checkpoint_gives_recorded_logprobs_also_outside_the_run(two_ranks,
 
     samples = train.samples_of(read_groups(two_ranks[0], "rl_000016"), 16)
     sampled = torch.cat([s.logprobs for s in samples])
-    assert len(samples) == 64 and len(sampled) > 150
+    assert len(samples) == 64
+    assert len(sampled) > 150
     assert all(len(s.loss_at) == len(s.tokens) - s.prompt_tokens for s in samples)
 
     def ours(checkpoint):
@@ -149,17 +180,19 @@ def test_L2_a_checkpoint_gives_recorded_logprobs_also_outside_the_run(two_ranks,
             kernels.disable_batch_invariant()
 
     def plain(checkpoint):
-        model, logprobs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64), []
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+        logprobs = []
         with torch.no_grad():
             for s in samples:
-                every = torch.log_softmax(model(s.tokens[None]).logits[0, :-1], -1)
-                logprobs.append(every.gather(1, s.tokens[1:, None])[s.prompt_tokens - 1 :, 0])
+                every = torch.log_softmax(model(s.tokens[None]).logits[0], -1)
+                logprobs.append(every[s.loss_at - 1, s.tokens[s.loss_at]])
         return torch.cat(logprobs)
 
-    right, wrong = (two_ranks[0] / "ckpt" / name for name in ("step_000016", "step_000024"))
-    assert torch.equal(ours(right).view(torch.int32), sampled.view(torch.int32))
+    right = two_ranks[0] / "ckpt" / "step_000016"
+    wrong = two_ranks[0] / "ckpt" / "step_000024"
+    assert same_bits(ours(right), sampled)
     assert (plain(right) - sampled).abs().max() < 1e-5
-    assert (ours(wrong).view(torch.int32) != sampled.view(torch.int32)).double().mean() > 0.9
+    assert (ours(wrong) != sampled).double().mean() > 0.9
     assert (plain(wrong) - sampled).abs().max() > 1e-3
 
 
@@ -168,48 +201,51 @@ def test_L2_control_without_our_operators_the_check_stops_the_run(without_our_op
     folder, output = without_our_operators
     where = r"step 0, prompt \d+, sample \d, token \d+"
     assert re.search(where + r": engine .*0x.* trainer .*0x.* of \d+ log-probs differ", error_line(output))
-    assert not lines(folder, "ledger.jsonl", "rl")
+    assert not rl_ledger(folder)
 
 
 @pytest.mark.law("under a sampling rule, later updates and older weights among it")
 def test_L2_no_logprob_differs_under_a_sampling_rule(one_engine, segments, assert_it_learned):
     for folder, steps in ((one_engine[0], 6), (segments[0], 24)):
         assert_it_learned(folder, steps)
-        assert all(m["logprob_mismatch_tokens"] == 0 for m in lines(folder, "metrics.jsonl", "rl"))
-        logprobs = torch.cat([tensors["logprobs"] for tensors, _ in read_groups(folder)])
-        assert math.log(0.02 / 20) < logprobs.min() < -3 and (logprobs == 0).any()  # the last of 20; the only one
+        logprobs = sampled_logprobs(folder)
+        assert math.log(0.02 / 20) < logprobs.min() < -3  # the last of 20
+        assert (logprobs == 0).any()  # the only one
 
 
 @pytest.mark.control("a rule on one side only")
 def test_L2_control_a_sampling_rule_on_one_side_only_stops_the_run(warmed, tmp_path):
     status, output = launch_warm(tmp_path / "run", *DAPO, *warmed, broken=rule_on_one_side)
-    assert status == 2 and "log-probs differ" in error_line(output)
-    assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
+    assert status == 2
+    assert "log-probs differ" in error_line(output)
+    assert not rl_ledger(tmp_path / "run")
 
 
 @pytest.mark.law("with a dial: the same difference in every run")
 def test_L2_a_dialled_run_has_its_mismatch_again_on_other_ranks(tmp_path):
     """Rounded weights, and rounded results of operators too; the first once more, with two trainers and an engine."""
     short = ("--max_steps=3", "--eval_size=0", "--checkpoint_every=0")
-    for name, bits in dict(weights="bf16", results="bf16:act").items():
-        finish(tmp_path / name, f"--engine_bits={bits}", *short, launch=launch_warm)
-    steps = [lines(tmp_path / name, "metrics.jsonl", "rl") for name in ("weights", "results")]
-    assert all(a["logprob_mismatch_tokens"] > 100 for a in steps[0])
-    assert all(0 < a["logprob_distance"] < b["logprob_distance"] < 0.1 for a, b in zip(*steps))
-    assert all(0.99 < m["effective_sample_size"] < 1 and m["kl_behaviour"] > 0 for m in steps[0])
-    finish(tmp_path / "run", "--engine_bits=bf16", *short, ranks=3, launch=launch_warm)
-    assert ledger(tmp_path / "run") == ledger(tmp_path / "weights") != ledger(tmp_path / "results")
-    for step in range(3):
-        ours, again = (
-            load_file(tmp_path / name / "queue" / f"rl_{step:06d}" / "trainer.safetensors")
-            for name in ("weights", "run")
-        )
-        assert ours.keys() == again.keys() and all(torch.equal(x, again[name]) for name, x in ours.items())
-        groups = read_groups(tmp_path / "weights", f"rl_{step:06d}")
-        assert torch.equal(ours["rollout_logprobs"], torch.cat([tensors["logprobs"] for tensors, _ in groups]))
+    run = tmp_path / "run"
+    weights = tmp_path / "weights"
+    results = tmp_path / "results"
+    finish(weights, "--engine_bits=bf16", *short)
+    finish(results, "--engine_bits=bf16:act", *short)
+    finish(run, "--engine_bits=bf16", *short, ranks=3)
+    assert ledger(run) == ledger(weights) != ledger(results)
+    metrics = zip(rl_metrics(weights), rl_metrics(results), strict=True)
+    for step, (m, of_results) in enumerate(metrics):
+        assert m["logprob_mismatch_tokens"] > 100
+        assert 0 < m["logprob_distance"] < of_results["logprob_distance"] < 0.1
+        assert 0.99 < m["effective_sample_size"] < 1
+        assert m["kl_behaviour"] > 0
+        folder = f"rl_{step:06d}"
+        ours = load_file(weights / "queue" / folder / "trainer.safetensors")
+        again = load_file(run / "queue" / folder / "trainer.safetensors")
+        torch.testing.assert_close(ours, again, rtol=0, atol=0)
+        assert torch.equal(ours["rollout_logprobs"], sampled_logprobs(weights, folder))
         distance = (ours["logprobs"] - ours["rollout_logprobs"]).abs()
-        assert float(distance.mean()) == pytest.approx(steps[0][step]["logprob_distance"], rel=1e-5)
-        assert int((distance > 0).sum()) == steps[0][step]["logprob_mismatch_tokens"]
+        assert float(distance.mean()) == pytest.approx(m["logprob_distance"], rel=1e-5)
+        assert int((distance > 0).sum()) == m["logprob_mismatch_tokens"]
 
 
 # ---- L3: trainer ranks
@@ -221,9 +257,11 @@ def test_L3_one_two_and_four_trainers_one_ledger(two_ranks, resumed, replayed, a
     assert_it_learned(two_ranks[0], steps=24)
     assert ledger(two_ranks[0]) == ledger(replayed[0]) == ledger(resumed[0])
     assert "resuming at step 16" in resumed[1]
-    small, leaves = runpy.run_path(str(ROOT / "config" / "small.py")), set()
+    small = saved_config(two_ranks[0])
+    leaves = set()
     for step in range(24):
-        lengths = [len(s.tokens) for s in train.samples_of(read_groups(two_ranks[0], f"rl_{step:06d}"), step)]
+        groups = read_groups(two_ranks[0], f"rl_{step:06d}")
+        lengths = [len(s.tokens) for s in train.samples_of(groups, step)]
         leaves.add(len(train.plan_leaves(lengths, small["leaf_tokens"], small["lanes"])))
     assert leaves == {4, 8}  # one row of leaves in some steps, two in others
 
@@ -235,13 +273,19 @@ def test_L3_control_sums_as_they_come_are_other_bits(two_ranks, tmp_path):
     number of trainers would be seen.
     """
     flags = (*replay_of(two_ranks[0]), "--strict=False", "--max_steps=1", "--checkpoint_every=0")
-    status, output = launch_warm(tmp_path / "run", *flags, broken=sums_as_they_come)
-    assert status == 0, output[-4000:]
-    ours, other = (lines(folder, "ledger.jsonl", "sft")[0] for folder in (two_ranks[0], tmp_path / "run"))
+    finish(tmp_path / "run", *flags, broken=sums_as_they_come)
+
+    def first(folder, file):
+        return lines(folder, file, "sft")[0]
+
+    ours = first(two_ranks[0], "ledger.jsonl")
+    other = first(tmp_path / "run", "ledger.jsonl")
     assert ours["tokens"] == other["tokens"]
-    assert all(ours[stage] != other[stage] for stage in ("gradients", "weights", "optimizer"))
-    norms = [lines(folder, "metrics.jsonl", "sft")[0]["grad_norm"] for folder in (two_ranks[0], tmp_path / "run")]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)  # it is only a rounding
+    for stage in ("gradients", "weights", "optimizer"):
+        assert ours[stage] != other[stage]
+    norm = first(two_ranks[0], "metrics.jsonl")["grad_norm"]
+    # it is only a rounding
+    assert first(tmp_path / "run", "metrics.jsonl")["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 # ---- L4: engines
@@ -259,11 +303,11 @@ def test_L4_one_engine_and_two_one_ledger_in_whatever_order_groups_come(one_engi
 @pytest.mark.control("seeds by engine rank")
 def test_L4_control_seeds_by_engine_are_other_samples(one_engine, tmp_path):
     """One engine is enough: its rank is part of its seeds."""
-    status, output = launch_warm(tmp_path / "run", *DAPO, "--max_steps=1", broken=seeds_by_engine)
-    assert status == 0, output[-4000:]
-    assert lines(tmp_path / "run", "ledger.jsonl", "sft") == lines(one_engine[0], "ledger.jsonl", "sft")
-    (other,), ours = (lines(folder, "ledger.jsonl", "rl") for folder in (tmp_path / "run", one_engine[0]))
-    assert other["tokens"] != ours[0]["tokens"]
+    finish(tmp_path / "run", *DAPO, "--max_steps=1", broken=seeds_by_engine)
+    *same, other = lines(tmp_path / "run", "ledger.jsonl")
+    ours = lines(one_engine[0], "ledger.jsonl")
+    assert same == ours[: len(same)]
+    assert other["tokens"] != ours[len(same)]["tokens"]
 
 
 # ---- L5: what goes on inside an engine
@@ -275,10 +319,11 @@ def test_L5_batches_caches_chunks_and_retractions_cannot_be_seen(
 ):
     """24 steps without a radix cache, 17 requests at a time, in chunks of 32 tokens; 6 with requests put back."""
     assert_it_learned(two_ranks[0], steps=24)
-    assert [f"--engine_args={saved_config(one_process[0])['engine_args']}"] == [*ENGINE_FLAGS]
+    assert f"--engine_args={saved_config(one_process[0])['engine_args']}" in ENGINE_FLAGS
     assert ledger(two_ranks[0]) == ledger(one_process[0])
-    retractions = [m["engine_retractions"] for m in lines(two_engines[0], "metrics.jsonl", "rl")]
-    assert sum(retractions) > 6 and len(retractions) == 6
+    retractions = [m["engine_retractions"] for m in rl_metrics(two_engines[0])]
+    assert len(retractions) == 6
+    assert sum(retractions) > 6
     record_property("varied", f"{sum(retractions)} retractions")
     assert ledger(one_engine[0]) == ledger(two_engines[0])
 
@@ -286,11 +331,12 @@ def test_L5_batches_caches_chunks_and_retractions_cannot_be_seen(
 @pytest.mark.control("the same without our operators")
 def test_L5_control_without_our_operators_the_batch_is_seen(without_our_operators, tmp_path):
     flags = ("--batch_invariant=False", "--max_steps=1", "--eval_size=0", *ENGINE_FLAGS)
-    status, _ = launch_warm(tmp_path / "run", *flags)
-    runs = without_our_operators[0], tmp_path / "run"
-    assert status == 2 and len({str(lines(folder, "ledger.jsonl")) for folder in runs}) == 1  # from the same weights
-    a, b = (torch.cat([tensors["logprobs"] for tensors, _ in read_groups(folder, "rl_000000")]) for folder in runs)
-    assert not torch.equal(a, b)
+    run = tmp_path / "run"
+    base = without_our_operators[0]
+    status, _ = launch_warm(run, *flags)
+    assert status == 2
+    assert ledger(run) == ledger(base)  # from the same weights
+    assert not torch.equal(sampled_logprobs(run, "rl_000000"), sampled_logprobs(base, "rl_000000"))
 
 
 # ---- L6: kills and resumes
@@ -298,17 +344,20 @@ def test_L5_control_without_our_operators_the_batch_is_seen(without_our_operator
 
 @pytest.mark.law("a resume on other ranks")
 def test_L6_a_resume_on_other_ranks_ends_in_the_undisturbed_ledger(two_ranks, resumed, assert_it_learned):
-    (base, output_of_base), (folder, output) = two_ranks, resumed
+    base, output_of_base = two_ranks
+    folder, output = resumed
     assert_it_learned(base, steps=24)
     assert "resuming at step 16; 1 torn rollout files deleted" in output
-    assert digest(output) == digest(output_of_base) and ledger(folder) == ledger(base)
+    assert digest(output) == digest(output_of_base)
+    assert ledger(folder) == ledger(base)
     kept = [sync.group_path(x / "queue" / "rl_000021", 3).stat().st_mtime_ns for x in (base, folder)]
     assert kept[0] == kept[1]  # a whole file is used as it is
-    assert [m["step"] for m in lines(folder, "metrics.jsonl", "rl")] == list(range(24))
+    assert [m["step"] for m in rl_metrics(folder)] == list(range(24))
     for path in (base / "ckpt" / "step_000024").rglob("*.safetensors"):
         ours = load_file(folder / path.relative_to(base))
-        assert ours and all(torch.equal(ours[name], t) for name, t in load_file(path).items())
-    commands = [x for x in (folder / "config.py").read_text().splitlines() if x.startswith("# train_grpo.py")]
+        assert ours
+        torch.testing.assert_close(ours, load_file(path), rtol=0, atol=0)
+    commands = re.findall("^# train_grpo.py.*", (folder / "config.py").read_text(), re.MULTILINE)
     assert ["resume" in command for command in commands] == [False, True]  # both are on record
 
 
@@ -317,7 +366,8 @@ def test_L6_a_random_sigkill_and_torchruns_restart_keep_the_ledger(
     two_ranks, killed, assert_it_learned, record_property
 ):
     assert_it_learned(two_ranks[0], steps=24)
-    assert ledger(killed[0]) == ledger(two_ranks[0]) and not processes_of(killed[0])
+    assert ledger(killed[0]) == ledger(two_ranks[0])
+    assert not processes_of(killed[0])
     record_property("varied", killed[1].partition("\n")[0])
 
 
@@ -325,7 +375,8 @@ def test_L6_a_random_sigkill_and_torchruns_restart_keep_the_ledger(
 def test_L6_control_a_resume_that_lost_the_optimizer_is_caught(two_ranks, tmp_path):
     forget_optimizer(interrupt(two_ranks[0], tmp_path / "run"))
     status, output = launch_warm(tmp_path / "run", "--init_from=resume", *replay_of(two_ranks[0]))  # needs no engine
-    assert status == 1 and "rl step 16 came out otherwise than before the interruption" in error_line(output)
+    assert status == 1
+    assert "rl step 16 came out otherwise than before the interruption" in error_line(output)
 
 
 # ---- L7: replay
@@ -335,7 +386,8 @@ def test_L6_control_a_resume_that_lost_the_optimizer_is_caught(two_ranks, tmp_pa
 def test_L7_a_replay_without_an_engine_makes_the_same_ledger(two_ranks, replayed, assert_it_learned):
     assert_it_learned(replayed[0], steps=24)
     assert ledger(replayed[0]) == ledger(two_ranks[0])
-    assert "SGLang" not in replayed[1] and not list(replayed[0].glob("engine_*.log"))
+    assert "SGLang" not in replayed[1]
+    assert not [*replayed[0].glob("engine_*.log")]
 
 
 @pytest.mark.control("one changed token")
@@ -343,7 +395,8 @@ def test_L7_control_one_changed_token_is_caught(two_ranks, tmp_path):
     shutil.copytree(two_ranks[0] / "queue", tmp_path / "queue")
     flip_token(tmp_path / "queue")
     status, output = launch_warm(tmp_path / "run", *replay_of(tmp_path))
-    assert status == 2 and error_line(output).startswith("error: step 3, prompt 0, sample 0, token")
+    assert status == 2
+    assert error_line(output).startswith("error: step 3, prompt 0, sample 0, token")
 
 
 # ---- L8: the ways of the weights
@@ -353,14 +406,17 @@ def test_L7_control_one_changed_token_is_caught(two_ranks, tmp_path):
 def test_L8_broadcast_by_one_or_two_trainers_and_ipc_one_ledger(two_ranks, one_process, resumed, assert_it_learned):
     assert_it_learned(two_ranks[0], steps=24)
     for (folder, output), how in ((two_ranks, "broadcast"), (one_process, "ipc"), (resumed, "broadcast")):
-        assert f"weights travel by {how}" in output and ledger(folder) == ledger(two_ranks[0])
+        assert f"weights travel by {how}" in output
+        assert ledger(folder) == ledger(two_ranks[0])
 
 
 @pytest.mark.control("a bit flipped on the way")
 def test_L8_control_a_bit_flipped_on_the_way_names_its_parameter(warmed, tmp_path):
     status, output = launch_warm(tmp_path / "run", *warmed, "--max_steps=1", broken=a_flipped_bit)
-    assert status == 1 and re.search("did not arrive as sent: .*up_proj.weight", error_line(output))
-    assert not lines(tmp_path / "run", "ledger.jsonl", "rl") and not os.path.exists(tmp_path / "run" / "queue")
+    assert status == 1
+    assert re.search("did not arrive as sent: .*up_proj.weight", error_line(output))
+    assert not rl_ledger(tmp_path / "run")
+    assert not (tmp_path / "run" / "queue").exists()
 
 
 # ---- L9: a lag
@@ -372,39 +428,44 @@ def test_L9_side_by_side_or_in_turn_one_ledger(lagged, lagged_apart, two_ranks, 
     assert_it_learned(lagged[0], steps=24)
     assert ledger(lagged[0]) == ledger(lagged_apart[0]) != ledger(two_ranks[0])
     record_property("varied", lagged_apart[1].partition("\n")[0])
-    steps = lines(lagged[0], "metrics.jsonl", "rl")
-    assert [m["staleness"] for m in steps] == [0, 1, *[2] * 22]
-    assert all(m["logprob_mismatch_tokens"] == 0 for m in steps)
+    first, second, *later = rl_metrics(lagged[0])
+    assert [m["staleness"] for m in (first, second, *later)] == [0, 1, *[2] * 22]
     # The weights differ from those that sampled; the ratios, which the check does not use, say by how much.
-    assert all((m["ratio_mean"], m["kl_behaviour"], m["effective_sample_size"]) == (1, 0, 1) for m in steps[:1])
-    assert all(m["ratio_variance"] > 1e-5 and m["kl_behaviour"] > 1e-5 for m in steps[2:])
-    assert all(0.9 < m["effective_sample_size"] < 1 for m in steps[2:])
+    assert (first["ratio_mean"], first["kl_behaviour"], first["effective_sample_size"]) == (1, 0, 1)
+    for m in later:
+        assert m["ratio_variance"] > 1e-5
+        assert m["kl_behaviour"] > 1e-5
+        assert 0.9 < m["effective_sample_size"] < 1
 
 
 def test_L9_training_and_sampling_overlap(lagged, lagged_apart):
     """One does not wait for the other: together they were busy for longer than it took, which in turn cannot be."""
 
     def share(folder):
-        steps = lines(folder, "metrics.jsonl", "rl")[2:-2]  # the first two are sampled before, the last without samples
-        return sum(m["rollout_seconds"] + m["train_seconds"] for m in steps) / sum(m["step_seconds"] for m in steps)
+        busy = whole = 0.0
+        for m in rl_metrics(folder)[2:-2]:  # the first two are sampled before, the last without samples
+            busy += m["rollout_seconds"] + m["train_seconds"]
+            whole += m["step_seconds"]
+        return busy / whole
 
     assert share(lagged[0]) < 1 < share(lagged_apart[0])
     for tensors, meta in read_groups(lagged_apart[0]):
-        assert meta["stream"] == "eval" or tensors["weight_version"].unique().tolist() == [max(0, meta["step"] - 2)]
+        assert tensors["weight_version"].unique().tolist() == [max(0, meta["step"] - 2)]
 
 
 @pytest.mark.control("weights as they come")
 def test_L9_control_weights_as_they_come_are_caught(warmed, tmp_path):
     flags = (*LAG, *warmed, "--max_steps=6", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, broken=weights_as_they_come)
-    assert status == 2 and re.search("step 4, prompt 0, sample 0, token 0: engine .* differ", error_line(output))
-    assert len(lines(tmp_path / "run", "ledger.jsonl", "rl")) == 4  # before it moved a weight
+    assert status == 2
+    assert re.search("step 4, prompt 0, sample 0, token 0: engine .* differ", error_line(output))
+    assert len(rl_ledger(tmp_path / "run")) == 4  # before it moved a weight
 
 
 @pytest.mark.law("a replay")
 def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, warmed, tmp_path, assert_it_learned):
     flags = (*LAG, *warmed, *replay_of(lagged[0]), "--checkpoint_every=0")
-    finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
+    finish(tmp_path / "run", *flags, ranks=2)
     assert_it_learned(tmp_path / "run", steps=24)
     assert ledger(tmp_path / "run") == ledger(lagged[0])
 
@@ -417,56 +478,64 @@ def test_L10_agents_one_ledger_whatever_their_tools_and_engines_take(agents, age
     """In one process; with two engines, one of them killed between a call and its result, and two trainers."""
     assert_it_learned(agents[0], steps=24)
     assert ledger(agents[0]) == ledger(agents_apart[0])
-    steps = lines(agents[0], "metrics.jsonl", "rl")
-    assert all(m["logprob_mismatch_tokens"] == 0 and m["turns_mean"] > 1 for m in steps)
-    assert all(m["calls_mean"] > 0.5 and 0 < m["forks_mean"] < 0.5 and m["prefix_hit_rate"] > 0.5 for m in steps)
-    assert all(0.2 < m["masked_fraction"] < 0.8 for m in steps) and len({m["tool_errors"] for m in steps}) > 1
+    steps = rl_metrics(agents[0])
+    for m in steps:
+        assert m["turns_mean"] > 1
+        assert m["calls_mean"] > 0.5
+        assert 0 < m["forks_mean"] < 0.5
+        assert m["prefix_hit_rate"] > 0.5
+        assert 0.2 < m["masked_fraction"] < 0.8
+    assert len({m["tool_errors"] for m in steps}) > 1
 
 
 def test_L10_what_was_done_before_a_kill_is_not_done_again(agents_apart):
     """What chat.do does in this agent is done once, except the few acts that the kill cut off."""
-    notes, until_then = (agents_apart[0].parent.joinpath(x).read_text().splitlines() for x in ("notes", "victim"))
-    groups = read_groups(agents_apart[0], "*")
-    entries = [x for _, meta in groups for journal in meta["journal"] for x in journal if x["name"] == "note"]
-    assert {x["arguments"][0] for x in entries} == set(notes) and len(entries) == len(set(notes)) > 2000
-    assert len(notes) - len(entries) < 8
+    folder, _ = agents_apart
+    notes = (folder.parent / "notes").read_text().splitlines()
+    until_then = (folder.parent / "victim").read_text().splitlines()
+    journals = itertools.chain(*(meta["journal"] for _, meta in read_groups(folder, "*")))
+    noted = [x["arguments"][0] for x in itertools.chain(*journals) if x["name"] == "note"]
+    assert {*noted} == {*notes}
+    assert len(noted) == len({*notes}) > 2000
+    assert len(notes) - len(noted) < 8
     # The step in which it happened had begun: without journals all that its unfinished groups did would be done twice.
     last = re.match(r"\w+ step \d+,", until_then[-1])[0]
     assert 8 < sum(x.startswith(last) for x in until_then) < sum(x.startswith(last) for x in notes)
-    assert not list((agents_apart[0] / "queue").glob("*/journal_*"))  # they are in the group files
+    assert not [*folder.glob("queue/*/journal_*")]  # they are in the group files
 
 
 def test_L10_dialogues_are_what_their_template_makes_of_the_messages(agent, agents):
-    tokenizer, checked = AutoTokenizer.from_pretrained(agent[-1].partition("=")[2]), 0
+    tokenizer = AutoTokenizer.from_pretrained(agent[-1].partition("=")[2])
+    checked = 0
     for tensors, meta in read_groups(agents[0]):
-        rows = zip(tensors["tokens"].split(tensors["lengths"].tolist()), itertools.chain(*meta["episodes"]))
-        for tokens, chat in rows:
+        samples = tensors["tokens"].split(tensors["lengths"].tolist())
+        for tokens, chat in zip(samples, itertools.chain(*meta["episodes"])):
             ids = tensors["prompt_tokens"].tolist() + tokens.tolist()
             text = tokenizer.apply_chat_template(chat["messages"], tokenize=False)
             ours = tokenizer.decode(ids).partition("<eos>")[2]  # without the list of tools
-            cut = chat["turns"][-1]["truncated"]
-            calls = any(turn["tool_calls"] for turn in chat["turns"])
+            turns = chat["turns"]
+            cut = turns[-1]["truncated"]
             # A call as it was sampled may have other blanks than the template's.
-            assert ours == text.removesuffix("<eos>" * cut) or calls or cut, (ours, text)
-            checked += not calls and not cut
-            mask = "".join(tokenizer.decode(ids[turn["start"] : turn["end"]]) for turn in chat["turns"])
-            assert mask.count("<eos>") == len(chat["turns"]) - cut
+            if not cut and not any(turn["tool_calls"] for turn in turns):
+                assert ours == text
+                checked += 1
+            trained = [tokenizer.decode(ids[turn["start"] : turn["end"]]) for turn in turns]
+            assert "".join(trained).count("<eos>") == len(turns) - cut
     assert checked > 200
 
 
 @pytest.mark.law("a replay")
 def test_L10_a_replay_calls_nothing_and_has_the_same_ledger(agent, agents, tmp_path):
     env = {"NOTES": str(tmp_path / "notes")}
-    finish(tmp_path / "run", *agent, *replay_of(agents[0]), "--checkpoint_every=0", launch=launch_warm, env=env)
+    finish(tmp_path / "run", *agent, *replay_of(agents[0]), "--checkpoint_every=0", env=env)
     assert ledger(tmp_path / "run") == ledger(agents[0])
     assert not (tmp_path / "notes").exists()
 
 
 @pytest.mark.control("seeds by arrival")
 def test_L10_control_seeds_by_arrival_are_other_samples(agent, agents, tmp_path):
-    status, output = launch_warm(tmp_path / "run", *agent, "--max_steps=2", "--eval_size=0", broken=seeds_by_arrival)
-    assert status == 0, output[-4000:]
-    pairs = zip(lines(agents[0], "ledger.jsonl", "rl"), lines(tmp_path / "run", "ledger.jsonl", "rl"))
+    finish(tmp_path / "run", *agent, "--max_steps=2", "--eval_size=0", broken=seeds_by_arrival)
+    pairs = zip(rl_ledger(agents[0]), rl_ledger(tmp_path / "run"))
     assert any(x["tokens"] != y["tokens"] for x, y in pairs)
 
 
@@ -475,11 +544,12 @@ def test_L10_control_a_journal_with_another_result_is_another_run(agent, agents,
     queue = interrupt(agents[0], tmp_path / "run") / "queue"
     path = sync.group_path(queue / "rl_000017", 0)
     tensors, meta = sync.read_group(path)
-    entry = next(entry for journal in meta["journal"] for entry in journal if entry["name"] == "add")
+    entry = next(entry for entry in itertools.chain(*meta["journal"]) if entry["name"] == "add")
     entry["result"] += "0"
     sync.write_group(path, tensors, meta)
     status, output = launch_warm(tmp_path / "run", *agent, "--init_from=resume")
-    assert status == 1 and re.search("rl step 17 came out otherwise", error_line(output)), output[-2000:]
+    assert status == 1
+    assert "rl step 17 came out otherwise" in error_line(output)
 
 
 @pytest.mark.control("a tool with a clock")
@@ -487,8 +557,9 @@ def test_L10_control_a_tool_with_a_clock_is_named_after_the_first_step(agent, tm
     flags = (*agent, "--agent=tests/slow_agent.py:ask_the_clock", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags)
     why = r"^error: rl step 0, prompt \d, sample \d, turn 0, call 0: add gave '\d+' and now '\d+'; .* @impure"
-    assert status == 2 and re.search(why, error_line(output)), output[-3000:]
-    assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
+    assert status == 2
+    assert re.search(why, error_line(output))
+    assert not rl_ledger(tmp_path / "run")
 
 
 # ---- L11: segments
@@ -500,34 +571,35 @@ def test_L11_segments_one_ledger_on_any_engines_at_any_pace(
 ):
     assert_it_learned(segments[0], steps=24)
     assert ledger(segments[0]) == ledger(segments_apart[0])
-    assert "weights travel by ipc" in segments[1] and "weights travel by broadcast" in segments_apart[1]
+    assert "weights travel by ipc" in segments[1]
+    assert "weights travel by broadcast" in segments_apart[1]
     record_property("varied", segments_apart[1].partition("\n")[0])
     groups = read_groups(segments[0])
     assert max(len(t["weight_version"].unique()) for t, _ in groups) >= 4
-    spread = [t["weight_version"].split(t["lengths"].tolist()) for t, meta in groups if meta["step"] > 4]
-    assert all(version.tolist() == sorted(version.tolist()) for sample in spread for version in sample)
-    steps = lines(segments[0], "metrics.jsonl", "rl")
-    assert all(m["logprob_mismatch_tokens"] == 0 for m in steps)
-    assert len({m["staleness"] for m in steps}) > 10 and max(m["staleness"] for m in steps) > 1
+    for t, _ in groups:
+        for versions in t["weight_version"].split(t["lengths"].tolist()):
+            assert versions.tolist() == sorted(versions.tolist())
+    staleness = {m["staleness"] for m in rl_metrics(segments[0])}
+    assert len(staleness) > 10
+    assert max(staleness) > 1
 
 
 @pytest.mark.law("cuts alone")
 def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, tmp_path):
     """Until the first update nothing but the cuts is different."""
     flags = ("--segment_tokens=2", "--groups_in_flight=8", "--max_steps=1")
-    status, output = launch_warm(tmp_path / "run", *flags)
-    assert status == 0, output[-4000:]
-    (ours,), base = (lines(folder, "ledger.jsonl", "rl") for folder in (tmp_path / "run", two_ranks[0]))
-    assert len(list((tmp_path / "run" / "queue" / "rl_000000").glob("group_*"))) > 8
-    assert {k: x for k, x in ours.items() if k not in ("weight_version", "chain")} == {
-        k: x for k, x in base[0].items() if k != "chain"
-    }
+    finish(tmp_path / "run", *flags)
+    (ours,) = rl_ledger(tmp_path / "run")
+    base = rl_ledger(two_ranks[0])[0]
+    assert len([*tmp_path.glob("run/queue/rl_000000/group_*")]) > 8
+    del ours["weight_version"]
+    assert ours | dict(chain=base["chain"]) == base
 
 
 @pytest.mark.law("a replay on 2 trainers, under a sampling rule")
 def test_L11_a_replay_on_other_ranks_holds_what_the_rule_kept(segments, warmed, tmp_path, assert_it_learned):
     flags = (*SEGMENTS, *warmed, *replay_of(segments[0]), "--checkpoint_every=0")
-    finish(tmp_path / "run", *flags, ranks=2, launch=launch_warm)
+    finish(tmp_path / "run", *flags, ranks=2)
     assert_it_learned(tmp_path / "run", steps=24)
     assert ledger(tmp_path / "run") == ledger(segments[0])
 
@@ -535,20 +607,19 @@ def test_L11_a_replay_on_other_ranks_holds_what_the_rule_kept(segments, warmed, 
 @pytest.mark.control("what a rule keeps, by other weights than those that sampled")
 def test_L11_control_what_is_kept_by_other_weights_is_another_update(segments, warmed, tmp_path):
     flags = (*SEGMENTS, *warmed, *replay_of(segments[0]), "--strict=False", "--max_steps=6", "--checkpoint_every=0")
-    status, output = launch_warm(tmp_path / "run", *flags, broken=kept_by_other_weights)
-    assert status == 0, output[-4000:]
-    ours, other = (lines(folder, "ledger.jsonl", "rl") for folder in (segments[0], tmp_path / "run"))
-    assert [x["tokens"] for x in ours[:6]] == [x["tokens"] for x in other] and len(other) == 6
-    assert any(x["gradients"] != y["gradients"] for x, y in zip(ours, other))
+    finish(tmp_path / "run", *flags, broken=kept_by_other_weights)
+    ours = rl_ledger(segments[0])[:6]
+    other = rl_ledger(tmp_path / "run")
+    assert [x["tokens"] for x in ours] == [x["tokens"] for x in other]
+    assert [x["gradients"] for x in ours] != [x["gradients"] for x in other]
 
 
 @pytest.mark.control("segments cut by time")
 def test_L11_control_segments_cut_by_time_are_other_samples(segments, warmed, tmp_path):
     flags = (*SEGMENTS, *warmed, "--max_steps=4", "--eval_size=0")
-    status, output = launch_warm(tmp_path / "run", *flags, broken=segments_by_time)
-    assert status == 0, output[-4000:]
-    ours, other = (lines(folder, "ledger.jsonl", "rl") for folder in (segments[0], tmp_path / "run"))
-    assert any(x["tokens"] != y["tokens"] for x, y in zip(ours, other, strict=False))
+    finish(tmp_path / "run", *flags, broken=segments_by_time)
+    pairs = zip(rl_ledger(segments[0]), rl_ledger(tmp_path / "run"))
+    assert any(x["tokens"] != y["tokens"] for x, y in pairs)
 
 
 # ---- L12: other CPUs
@@ -580,9 +651,11 @@ def hashes(once):
     """{setting: {piece: hash}} of what tests/one_digest.py computes, in a process per setting."""
 
     def run(_):
-        found, script = {}, ROOT / "tests" / "one_digest.py"
+        found = {}
+        script = ROOT / "tests" / "one_digest.py"
         for name, (threads, env) in SETTINGS.items():
-            output = subprocess.check_output([sys.executable, script, str(threads)], env=os.environ | env, text=True)
+            command = [sys.executable, script, str(threads)]
+            output = subprocess.check_output(command, env=os.environ | env, text=True)
             found[name] = json.loads(output.splitlines()[-1])
         return json.dumps(found)
 
@@ -592,39 +665,35 @@ def hashes(once):
 @on_a_cpu
 @pytest.mark.law("operators, formulas and algorithms on any CPU's instructions")
 def test_L12_operators_formulas_algorithms_and_data_hash_alike_on_any_cpu(hashes):
-    ours = {name: {k: x for k, x in pieces.items() if "torch's own" not in k} for name, pieces in hashes.items()}
-    assert len(set(ours["this one"].values())) == len(ours["this one"]) >= 30
-    assert ours["AVX2"] == ours["this one"] and ours["SSE2"] == ours["this one"]
-    trained = [x for k, x in ours["this one"].items() if k.startswith("algorithm")]
-    assert len(trained) == 7 and hashlib.sha256("".join(trained).encode()).hexdigest() == ALGORITHMS, ON_PURPOSE
+    ours = {piece: h for piece, h in hashes["this one"].items() if "torch's own" not in piece}
+    assert len({*ours.values()}) == len(ours) >= 30
+    for other in ("AVX2", "SSE2"):
+        assert ours.items() <= hashes[other].items()
+    trained = [h for piece, h in ours.items() if piece.startswith("algorithm")]
+    assert len(trained) == 7
+    assert hashlib.sha256("".join(trained).encode()).hexdigest() == ALGORITHMS, ON_PURPOSE
 
 
 @on_a_cpu
 @pytest.mark.control("the libraries' own operators")
 def test_L12_control_torchs_own_operators_differ_between_cpus(hashes):
-    own = {name: {k: x for k, x in pieces.items() if "torch's own" in k} for name, pieces in hashes.items()}
-    differ = {k.split()[-1] for other in ("AVX2", "SSE2") for k, x in own["this one"].items() if own[other][k] != x}
-    assert differ >= {"pow", "log_softmax"}  # and with AVX-512 also the sums
+    differ = set()
+    for other in ("AVX2", "SSE2"):
+        differ |= {piece for piece, h in hashes["this one"].items() if hashes[other][piece] != h}
+    # and with AVX-512 also the sums
+    assert {piece.split()[-1] for piece in differ} >= {"pow", "log_softmax"}
 
 
 @on_a_cpu
 @pytest.mark.law("the small run, and a real chat model's on AVX2's instructions")
 def test_L12_the_small_run_and_a_real_models_have_one_digest(two_ranks, hashes, tmp_path, assert_it_learned):
     assert digest(two_ranks[1]) == f"digest {SMALL_RUN}", ON_PURPOSE
-    (tmp_path / "varied.py").write_text(
-        "def characters(prompt, response, answer):\n    return float(len({*response}))\n"
-    )
-    flags = (
-        "config/smollm2.py --max_steps=2 --prompts_per_step=2 --group_size=4 --max_new_tokens=6 --eval_size=2".split()
-    )
-    flags += [
-        "--warmup_sft_steps=0",
-        "--checkpoint_every=0",
-        f"--reward={tmp_path}/varied.py:characters",
-        "--threads=2",
-    ]
+    reward = tmp_path / "varied.py"
+    reward.write_text("def characters(prompt, response, answer):\n    return float(len({*response}))\n")
+    flags = """config/smollm2.py --max_steps=2 --prompts_per_step=2 --group_size=4 --max_new_tokens=6 --eval_size=2
+        --warmup_sft_steps=0 --checkpoint_every=0 --threads=2""".split()
     env = AVX2 | dict(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="2")  # `hashes` has compiled the loops for it
-    output = finish(tmp_path / "run", *flags, env=env, launch=launch)
+    output = finish(tmp_path / "run", *flags, f"--reward={reward}:characters", env=env, launch=launch)
     assert_it_learned(tmp_path / "run", steps=2)
     assert digest(output) == f"digest {REAL_MODEL}", ON_PURPOSE
 
@@ -639,8 +708,7 @@ def test_L13_an_engine_over_two_ranks_one_ledger(split, split_apart, two_ranks, 
     assert ledger(split[0]) == ledger(split_apart[0]) != ledger(two_ranks[0])
     assert digest(split[1]) == digest(split_apart[1])
     assert {m["engine"] for _, m in read_groups(split_apart[0])} == {0, 1}
-    steps = lines(split_apart[0], "metrics.jsonl", "rl")
-    assert all(m["logprob_mismatch_tokens"] == 0 for m in steps) and any(m["staleness"] for m in steps)
+    assert any(m["staleness"] for m in rl_metrics(split_apart[0]))
 
 
 def test_L13_one_rank_of_an_engine_that_is_lost_ends_the_run_in_one_line(split_apart):
@@ -653,7 +721,8 @@ def test_L13_one_rank_of_an_engine_that_is_lost_ends_the_run_in_one_line(split_a
 def test_L13_control_a_plain_all_reduce_is_caught(warmed, tmp_path):
     flags = (*warmed, "--tp_split=4", "--rollout_tp=2", "--rollout_ranks=2", "--max_steps=1", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags, ranks=3, broken=plain_all_reduce)
-    assert status and "log-probs differ" in error_line(output), output[-4000:]
+    assert status
+    assert "log-probs differ" in error_line(output)
 
 
 # ---- L15: a mixture of experts
@@ -664,16 +733,16 @@ def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
     mixture, mixture_resumed, tmp_path, assert_it_learned
 ):
     assert_it_learned(mixture[0], steps=24)
-    assert all(m["logprob_mismatch_tokens"] == 0 for m in lines(mixture[0], "metrics.jsonl", "rl"))
-    assert "resuming at step 16" in mixture_resumed[1] and ledger(mixture_resumed[0]) == ledger(mixture[0])
-    finish(tmp_path / "replayed", *MIXTURE, *replay_of(mixture[0]), ranks=4, launch=launch_warm)
+    assert "resuming at step 16" in mixture_resumed[1]
+    assert ledger(mixture_resumed[0]) == ledger(mixture[0])
+    finish(tmp_path / "replayed", *MIXTURE, *replay_of(mixture[0]), ranks=4)
     assert ledger(tmp_path / "replayed") == ledger(mixture[0])
-    flags = *MIXTURE, "--tp_split=2", "--warmup_sft_steps=0", "--checkpoint_every=0", "--max_steps=3"
-    flags += (f"--init_from={mixture[0] / 'ckpt' / 'step_000016'}",)
+    flags = "--tp_split=2 --warmup_sft_steps=0 --checkpoint_every=0 --max_steps=3".split()
+    flags += [*MIXTURE, f"--init_from={mixture[0] / 'ckpt' / 'step_000016'}"]
     other = "--threads=2 --gradient_checkpointing --weight_sync=ipc".split()
-    finish(tmp_path / "run", *flags, *ENGINE_FLAGS, *other, launch=launch_warm)
-    finish(tmp_path / "shared", *flags, "--rollout_ranks=2", "--rollout_tp=2", ranks=3, launch=launch_warm)
-    assert len(lines(tmp_path / "run", "ledger.jsonl", "rl")) == 3
+    finish(tmp_path / "run", *flags, *ENGINE_FLAGS, *other)
+    finish(tmp_path / "shared", *flags, "--rollout_ranks=2", "--rollout_tp=2", ranks=3)
+    assert len(rl_ledger(tmp_path / "run")) == 3
     assert ledger(tmp_path / "run") == ledger(tmp_path / "shared")
 
 
@@ -681,8 +750,9 @@ def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
 def test_L15_control_experts_added_in_another_order_are_caught(tmp_path):
     flags = ("--warmup_sft_steps=0", "--max_steps=1", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *MIXTURE, *flags, broken=experts_by_number)
-    assert status == 2 and "log-probs differ" in error_line(output), output[-4000:]
-    assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
+    assert status == 2
+    assert "log-probs differ" in error_line(output)
+    assert not rl_ledger(tmp_path / "run")
 
 
 # ---- L16: a curriculum
@@ -692,20 +762,22 @@ def test_L15_control_experts_added_in_another_order_are_caught(tmp_path):
 def test_L16_a_curriculum_draws_the_same_on_any_ranks_after_any_kill(lagged, lagged_apart, assert_it_learned):
     assert_it_learned(lagged[0], steps=24)
     assert ledger(lagged[0]) == ledger(lagged_apart[0])
-    rewards = {}  # {prompt: the rewards of its groups, in the order of the steps}
+    drawn = Counter()
     for step in range(24):
-        groups = read_groups(lagged[0], f"rl_{step:06d}")
-        assert [meta["source"] for _, meta in groups] == ["low"] * 2 + ["high"] * 6
-        assert len({meta["prompt_text"] for _, meta in groups}) == 8
-        for tensors, meta in groups:
-            rewards.setdefault(meta["prompt_text"], []).append(tensors["rewards"].unique().numel() > 1)
-    assert max(map(len, rewards.values())) > 24 * 6 // 20 + 4  # in order it would be 24 * 6 / 20 for each of `high`
-    evaluations = lines(lagged[0], "metrics.jsonl", "eval")
-    assert all(0 <= x[f"{name}/pass@1"] <= 1 for x in evaluations for name in ("low", "high"))
+        metas = [meta for _, meta in read_groups(lagged[0], f"rl_{step:06d}")]
+        assert [meta["source"] for meta in metas] == ["low"] * 2 + ["high"] * 6
+        prompts = {meta["prompt_text"] for meta in metas}
+        assert len(prompts) == 8
+        drawn.update(prompts)
+    assert max(drawn.values()) > 24 * 6 // 20 + 4  # in order it would be 24 * 6 / 20 for each of `high`
+    for evaluation in lines(lagged[0], "metrics.jsonl", "eval"):
+        for name in ("low", "high"):
+            assert 0 <= evaluation[f"{name}/pass@1"] <= 1
 
 
 @pytest.mark.control("a resume that forgot what was seen")
 def test_L16_control_a_resume_that_forgot_the_seen_draws_other_prompts(lagged, warmed, tmp_path):
     forget_seen(interrupt(lagged[0], tmp_path / "run"))
     status, output = launch_warm(tmp_path / "run", *warmed, "--init_from=resume", "--weight_sync=ipc")
-    assert status == 1 and "rl step 16 came out otherwise than before the interruption" in error_line(output)
+    assert status == 1
+    assert "rl step 16 came out otherwise than before the interruption" in error_line(output)

@@ -26,7 +26,6 @@ from onecurve.models.folders import make_scratch_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import referee  # noqa: E402
-import referee_hypotheses as tried  # noqa: E402
 import referee_server  # noqa: E402
 from referee_formats import read  # noqa: E402
 from referee_hypotheses import Reference  # noqa: E402
@@ -55,19 +54,24 @@ def model(tmp_path_factory):
     return folder
 
 
-def draw(folder, temperature=1.0, top_p=1.0, count=48, new=24):
+def draw(folder, **rule):
     """Rows that transformers samples in float32, with log-probs before temperature and rule; stops at the EOS."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    prompts = torch.randint(3, 90, (count, 6))
-    options = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, max_new_tokens=new, pad_token_id=0)
-    out = model.generate(prompts, return_dict_in_generate=True, output_logits=True, **options)
+    prompts = torch.randint(3, 90, (24, 6))
+    kept = dict(return_dict_in_generate=True, output_logits=True)
+    out = model.generate(prompts, do_sample=True, top_k=0, max_new_tokens=24, pad_token_id=0, **kept, **rule)
     steps = torch.stack(out.logits, 1).log_softmax(-1)
     rows = []
     for prompt, ids, logprobs in zip(prompts.tolist(), out.sequences[:, 6:].tolist(), steps):
-        n = ids.index(EOS) + 1 if EOS in ids else new
-        rows.append(dict(prompt_ids=prompt, response_ids=ids[:n], logprobs=logprobs[range(n), ids[:n]].tolist()))
+        response = ids[: ids.index(EOS) + 1] if EOS in ids else ids
+        known = logprobs[range(len(response)), response]
+        rows.append(dict(prompt_ids=prompt, response_ids=response, logprobs=known.tolist()))
     return rows
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +85,12 @@ def judge(model, tmp_path):
 
     def call(rows, **flags):
         path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
         args = SimpleNamespace(**referee.FLAGS | flags, paths=[model, path])
         words, found, tables, pictures = referee.rollouts(args)
-        assert len([*pictures]) == 3 and all(len(row) == len(rows[0]) for rows in tables for row in rows)
+        assert len([*pictures]) == 3
+        for table in tables:
+            assert len({*map(len, table)}) == 1
         return words, found
 
     return call
@@ -100,58 +106,72 @@ def test_nothing_is_fetched_that_a_models_folder_names(model, tmp_path):
     assert torch.equal(found.rounded.lm_head.weight, found.model.lm_head.weight.bfloat16())
 
 
-def with_logprobs(rows, change, **more):
-    return [row | dict(logprobs=change(row["logprobs"])) | more for row in rows]
+def with_logprobs(rows, change):
+    return [row | dict(logprobs=change(row["logprobs"])) for row in rows]
+
+
+def response_logprobs(model, prompt, response):
+    """As the model computes them, in its own numbers."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return logits.float().log_softmax(-1)[range(len(response)), response]
 
 
 def test_a_healthy_engine_is_not_accused_and_bfloat16_is_named_as_such(judge, healthy, model):
     words, found = judge(healthy)
-    assert not found and "float32's rounding" in words[0]
-    reference = Reference(model, "MODEL")
+    assert not found
+    assert "float32's rounding" in words[0]
+    exact = AutoModelForCausalLM.from_pretrained(model)
+    rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    rows = []
     with torch.no_grad():
-        rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        rows = []
         for row in healthy:
-            prompt, response = row["prompt_ids"], row["response_ids"]
-            z = rounded(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
-            coarse = z.log_softmax(-1)[range(len(response)), response]
-            own = tried.logprobs(reference.model, SimpleNamespace(prompt=prompt, response=response), 1.0)
+            text = row["prompt_ids"], row["response_ids"]
+            coarse = response_logprobs(rounded, *text)
+            own = response_logprobs(exact, *text)
             rows.append(row | dict(logprobs=coarse.tolist(), trainer_logprobs=own.tolist()))
     words, found = judge(rows)
-    assert not found and "bfloat16 throughout" in words[0] and "the engine is" in words[2]
+    assert not found
+    assert "bfloat16 throughout" in words[0]
+    assert "the engine is" in words[2]
 
 
-def test_mistakes_of_log_probs_are_named(judge, healthy, model):
-    late = with_logprobs(healthy, lambda x: [0.0, *x[:-1]])
-    assert "log-probs shifted by +1: explains 100" in judge(late)[1][0]
-    assert "log-probs shifted by -1: explains 100" in judge(with_logprobs(healthy, lambda x: [*x[1:], 0.0]))[1][0]
-    assert "bits: explains 100" in judge(with_logprobs(healthy, lambda x: [y / math.log(2) for y in x]))[1][0]
+def test_mistakes_of_log_probs_are_named(judge, healthy):
+    mistakes = {
+        "log-probs shifted by +1: explains 100": lambda x: [0.0, *x[:-1]],
+        "bits: explains 100": lambda x: [y / math.log(2) for y in x],
+        "weights changed in flight?": lambda x: [y + (i > 8) * (i % 5) for i, y in enumerate(x)],
+    }
+    for named, change in mistakes.items():
+        _, found = judge(with_logprobs(healthy, change))
+        assert named in found[0]
+    assert "unexplained" in found[0]
     assert "temperature 1: explains" in judge(healthy, temperature=0.6)[1][0]
-    words, found = judge(with_logprobs(healthy, lambda x: [y + (i > 8) * (i % 5) for i, y in enumerate(x)]))
-    assert "unexplained" in found[0] and "weights changed in flight?" in found[0]
 
 
-def test_the_head_rope_and_prompts_are_named(judge, healthy, model):
-    reference = Reference(model, "MODEL")
+def test_the_head_and_prompts_are_named(judge, healthy, model):
+    engine = AutoModelForCausalLM.from_pretrained(model)
 
-    def reported(*before):
-        """The rows with log-probs of prompts that have these tokens before them."""
+    @torch.no_grad()
+    def said(*before):
+        """Of rows with the engine's log-probs of prompts that have these tokens before them."""
+        rows = []
         for row in healthy:
-            sample = SimpleNamespace(prompt=[*before, *row["prompt_ids"]], response=row["response_ids"])
-            yield row | dict(logprobs=tried.logprobs(reference.model, sample, 1.0).tolist())
+            logprobs = response_logprobs(engine, [*before, *row["prompt_ids"]], row["response_ids"])
+            rows.append(row | dict(logprobs=logprobs.tolist()))
+        _, found = judge(rows)
+        return found[0]
 
-    assert "<eos> before the prompts: explains 100" in judge([*reported(EOS)])[1][0]
-    head = reference.model.lm_head
-    weight = head.weight.bfloat16()
-    head.forward = lambda x: torch.nn.functional.linear(x.bfloat16(), weight)
-    assert "the head in bfloat16: explains" in judge([*reported()])[1][0]
+    assert "<eos> before the prompts: explains 100" in said(EOS)
+    weight = engine.lm_head.weight.bfloat16()
+    engine.lm_head.forward = lambda x: torch.nn.functional.linear(x.bfloat16(), weight)
+    assert "the head in bfloat16: explains" in said()
 
 
-def test_how_samples_were_drawn_is_named_where_log_probs_are_right(judge, healthy, model):
+def test_how_samples_were_drawn_is_named_where_log_probs_are_right(judge, model):
     (line,) = judge(draw(model, top_p=0.8))[1]
     assert "as if drawn by top-p 0.8" in line
-    found = judge(draw(model, temperature=0.7))[1]
-    assert "as if drawn by temperature 0.7" in found[0] or "temperature 0.65" in found[0]
+    line, *_ = judge(draw(model, temperature=0.7))[1]
+    assert "as if drawn by temperature 0.7" in line or "temperature 0.65" in line
 
 
 def test_an_eos_that_was_dropped_or_masked_is_named(healthy, model):
@@ -159,43 +179,85 @@ def test_an_eos_that_was_dropped_or_masked_is_named(healthy, model):
     reference.stop = [*range(60, 98)]  # a model this small seldom ends by itself: so many tokens end a response
     rows = []
     for row in healthy:
-        n = next((i for i, token in enumerate(row["response_ids"], 1) if token in reference.stop and i > 1), 0)
-        if n:
-            rows.append(dict(prompt=row["prompt_ids"], response=row["response_ids"][:n], mask=[1] * n))
-    assert len(rows) > 20
+        response = row["response_ids"]
+        ends = [i for i, token in enumerate(response, 1) if token in reference.stop and i > 1]
+        if ends:
+            rows.append((row["prompt_ids"], response[: ends[0]]))
+    assert len(rows) > 10
 
-    def said(**changes):
-        changed = [row | {key: change(row) for key, change in changes.items()} for row in rows]
-        return [*referee.endings(reference, [SimpleNamespace(**row) for row in changed])]
+    def said(kept=None, trained=1):
+        """Of rows without the tokens behind `kept`, and with this mask of the last one."""
+        samples = []
+        for prompt, response in rows:
+            mask = [1] * (len(response) - 1) + [trained]
+            samples.append(SimpleNamespace(prompt=prompt, response=response[:kept], mask=mask))
+        return [*referee.endings(reference, samples)]
 
     assert not said()
-    assert "EOS dropped" in said(response=lambda row: row["response"][:-1])[0]
-    assert "leaves out the EOS" in said(mask=lambda row: [1] * (len(row["response"]) - 1) + [0])[0]
+    assert "EOS dropped" in said(kept=-1)[0]
+    assert "leaves out the EOS" in said(trained=0)[0]
 
 
 # ---- formats
 
-IDS = dict(prompt=[5, 6, 7], response=[8, 9])
-SLIME = dict(tokens=[5, 6, 7, 8, 9], response_length=2, rollout_log_probs=[-1.0, -2.0], prompt="a", response="b")
-TRAINED = dict(tokens=[5, 6, 7, 8, 9], response_lengths=2, rollout_log_probs=[-1.0, -2.0], loss_masks=[1, 1])
-PRIME = dict(token_ids=[5, 6, 7, 8, 9], loss_mask=[False, False, False, True, True])
-PRIME |= dict(inference_logprobs=[0, 0, 0, -1.0, -2.0], trainer_logprobs=[None, 0, 0, -1.5, -2.5])
-PRIME |= dict(advantages=[None, None, None, 0.5, 0.5], rewards=[0.0] * 5)
-VERL = dict(prompts=[[0, 5, 6, 7]], responses=[[8, 9, 0]], attention_mask=[[0, 1, 1, 1, 1, 1, 0]])
-VERL |= dict(rollout_log_probs=[[-1.0, -2.0, 0.0]], response_mask=[[1, 1, 0]], advantages=[[0.5, 0.5, 0.0]])
-VLLM = dict(token_ids=[8, 9], logprobs=[{"8": dict(logprob=-1.0), "3": dict(logprob=-0.5)}, {"9": dict(logprob=-2.0)}])
-CHAT = dict(token_ids=[8, 9], logprobs=dict(content=[dict(logprob=-1.0), dict(logprob=-2.0)]))
-TEXT = dict(token_ids=[8, 9], logprobs=dict(token_logprobs=[-1.0, -2.0]))
+TOKENS = dict(tokens=[5, 6, 7, 8, 9], rollout_log_probs=[-1.0, -2.0])
+SLIME = dict(TOKENS, response_length=2, prompt="a", response="b")
+TRAINED = dict(TOKENS, response_lengths=2, loss_masks=[1, 1])
+VLLM = dict(
+    token_ids=[8, 9],
+    logprobs=[
+        {"8": dict(logprob=-1.0), "3": dict(logprob=-0.5)},
+        {"9": dict(logprob=-2.0)},
+    ],
+)
+CHAT = dict(
+    token_ids=[8, 9],
+    logprobs=dict(content=[dict(logprob=-1.0), dict(logprob=-2.0)]),
+)
+TEXT = dict(
+    token_ids=[8, 9],
+    logprobs=dict(token_logprobs=[-1.0, -2.0]),
+    prompt_token_ids=[5, 6, 7],
+)
 FORMATS = {
-    "own": dict(prompt_ids=[5, 6, 7], response_ids=[8, 9], logprobs=[-1.0, -2.0]),
-    "TRL's rollout_func": dict(prompt_ids=[[5, 6, 7]], completion_ids=[[8, 9]], logprobs=[[[-1.0], [-2.0]]]),
+    "own": dict(
+        prompt_ids=[5, 6, 7],
+        response_ids=[8, 9],
+        logprobs=[-1.0, -2.0],
+    ),
+    "TRL's rollout_func": dict(
+        prompt_ids=[[5, 6, 7]],
+        completion_ids=[[8, 9]],
+        logprobs=[[[-1.0], [-2.0]]],
+    ),
     "slime's rollouts": dict(rollout_id=0, samples=[SLIME]),
     "slime's training data": dict(format_version=2, samples=[TRAINED], dp_shards=[]),
-    "prime-rl": PRIME,
-    "verl": VERL,
-    "vLLM": dict(prompt="a", prompt_token_ids=[5, 6, 7], outputs=[VLLM]),
-    "chat completions": dict(prompt_token_ids=[5, 6, 7], choices=[CHAT]),
-    "completions": dict(choices=[TEXT | dict(prompt_token_ids=[5, 6, 7])]),
+    "prime-rl": dict(
+        token_ids=[5, 6, 7, 8, 9],
+        loss_mask=[False, False, False, True, True],
+        inference_logprobs=[0, 0, 0, -1.0, -2.0],
+        trainer_logprobs=[None, 0, 0, -1.5, -2.5],
+        advantages=[None, None, None, 0.5, 0.5],
+        rewards=[0.0] * 5,
+    ),
+    "verl": dict(
+        prompts=[[0, 5, 6, 7]],
+        responses=[[8, 9, 0]],
+        attention_mask=[[0, 1, 1, 1, 1, 1, 0]],
+        rollout_log_probs=[[-1.0, -2.0, 0.0]],
+        response_mask=[[1, 1, 0]],
+        advantages=[[0.5, 0.5, 0.0]],
+    ),
+    "vLLM": dict(
+        prompt="a",
+        prompt_token_ids=[5, 6, 7],
+        outputs=[VLLM],
+    ),
+    "chat completions": dict(
+        prompt_token_ids=[5, 6, 7],
+        choices=[CHAT],
+    ),
+    "completions": dict(choices=[TEXT]),
 }
 
 
@@ -203,19 +265,27 @@ FORMATS = {
 def test_every_format_gives_the_same_sample(name, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(FORMATS[name]))
     (sample,) = read(tmp_path)
-    assert dict(prompt=sample.prompt, response=sample.response) == IDS and sample.logprobs == [-1.0, -2.0]
+    assert sample.prompt == [5, 6, 7]
+    assert sample.response == [8, 9]
+    assert sample.logprobs == [-1.0, -2.0]
     assert sample.advantage in (None, [0.5, 0.5])
 
 
 def test_trl_s_batch_is_read_without_its_padding(tmp_path):
-    ids = torch.tensor
-    batch = dict(prompt_ids=ids([[0, 5, 6]]), prompt_mask=ids([[0, 1, 1]]), completion_ids=ids([[8, 9, 0]]))
-    batch |= dict(
-        completion_mask=ids([[1, 1, 0]]), advantages=ids([0.5]), old_per_token_logps=ids([[-1.0, -2.0, -9.0]])
+    batch = dict(
+        prompt_ids=[[0, 5, 6]],
+        prompt_mask=[[0, 1, 1]],
+        completion_ids=[[8, 9, 0]],
+        completion_mask=[[1, 1, 0]],
+        advantages=[0.5],
+        old_per_token_logps=[[-1.0, -2.0, -9.0]],
     )
-    save_file(batch, tmp_path / "batch.safetensors")
-    (sample,) = read(tmp_path / "batch.safetensors")
-    assert (sample.prompt, sample.response, sample.advantage) == ([5, 6], [8, 9], 0.5)
+    path = tmp_path / "batch.safetensors"
+    save_file({name: torch.tensor(x) for name, x in batch.items()}, path)
+    (sample,) = read(path)
+    assert sample.prompt == [5, 6]
+    assert sample.response == [8, 9]
+    assert sample.advantage == 0.5
     assert sample.trainer_logprobs == [-1.0, -2.0]
 
 
@@ -236,83 +306,83 @@ def test_trl_s_batch_is_read_without_its_padding(tmp_path):
         ("a.pt", "\x80"),
     ],
 )
-def test_a_bad_file_is_one_line(name, text, tmp_path, capsys):
+def test_a_bad_file_is_one_line(name, text, tmp_path, refusal):
     (tmp_path / name).write_text(text)
-    with pytest.raises(SystemExit) as end:
-        read(tmp_path / name)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and name in said
+    line = refusal(read, tmp_path / name)
+    assert line.startswith("error: ")
+    assert name in line
 
 
 # ---- steps
 
 
-def a_step(folder, rows, out, half=1.0, frozen=False, decay=(), by="token", rate=1e-3):
-    """A trainer's update, in plain transformers and torch: AdamW, decay 0.1 on what `decay` says."""
+def a_step(folder, rows, out, half=1.0, frozen=False, norms_decay=0.0, by="token", rate=1e-3):
+    """A trainer's update, in plain transformers and torch: AdamW, decay 0.1 of matrices."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     total = sum(len(row["response_ids"]) for row in rows)
     for row in rows:
-        prompt, response = row["prompt_ids"], row["response_ids"]
-        z = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        logprobs = z.log_softmax(-1)[range(len(response)), response]
-        weight = 1 / total if by == "token" else 1 / (len(response) * len(rows))
-        (-half * row["advantage"] * logprobs.sum() * weight).backward()
+        response = row["response_ids"]
+        logprobs = response_logprobs(model, row["prompt_ids"], response)
+        count = total if by == "token" else len(response) * len(rows)
+        loss = -half * row["advantage"] * logprobs.sum() / count
+        loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    model.get_input_embeddings().weight.requires_grad_(not frozen)
     if frozen:
         model.get_input_embeddings().weight.grad = None
-    decayed = [p for p in model.parameters() if p.dim() > 1 or "norms" in decay]
-    others = [p for p in model.parameters() if not any(p is x for x in decayed)]
-    groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
-    torch.optim.AdamW([g for g in groups if g["params"]], lr=rate).step()
+    groups = []
+    for p in model.parameters():
+        groups.append(dict(params=[p], weight_decay=0.1 if p.dim() > 1 else norms_decay))
+    torch.optim.AdamW(groups, lr=rate).step()
     model.save_pretrained(out)
 
 
-STEPS = {
-    "half": ("all gradients half", dict(half=0.5)),
-    "frozen": ("did not move: model.embed_tokens.weight (tied weights?)", dict(frozen=True)),
-    "decay": ("weight decay on norms and biases, too", dict(decay="norms")),
-    "sequence": ("loss aggregated by sequence", dict(by="sequence")),
-    "rate": ("the update times 2", dict(rate=2e-3)),
-}
+STEPS = [
+    ("all gradients half", dict(half=0.5)),
+    ("did not move: model.embed_tokens.weight (tied weights?)", dict(frozen=True)),
+    ("weight decay on norms and biases, too", dict(norms_decay=0.1)),
+    ("loss aggregated by sequence", dict(by="sequence")),
+    ("the update times 2", dict(rate=2e-3)),
+]
 
 
 def test_an_update_is_as_the_formula_says_or_its_mistake_is_named(model, healthy, tmp_path, capsys, monkeypatch):
     rows = [row | dict(reward=float(i % 3 == 0)) for i, row in enumerate(healthy[:16])]
     rewards = torch.tensor([row["reward"] for row in rows]).view(4, 4)
     advantages = train_grpo.advantages_of(rewards, "grpo").flatten().tolist()
-    for row, advantage in zip(rows, advantages):
-        row["response_ids"] = row["response_ids"][: 4 + int(20 * row["reward"])]
-        row["logprobs"] = row["logprobs"][: len(row["response_ids"])]
+    for row in rows:
+        n = 4 + int(20 * row["reward"])
+        row["response_ids"] = row["response_ids"][:n]
+        row["logprobs"] = row["logprobs"][:n]
     batch = tmp_path / "batch.jsonl"
-    batch.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    theirs = [row | dict(advantage=a * 0.01) for row, a in zip(rows, advantages)]
-    given = tmp_path / "given.jsonl"
-    given.write_text("".join(json.dumps(row) + "\n" for row in theirs))
-    flags = ["--learning_rate=1e-3", "--weight_decay=0.1", f"--out={tmp_path}/page.html"]
-    a_step(model, [row | dict(advantage=a) for row, a in zip(rows, advantages)], tmp_path / "after")
-    monkeypatch.setattr(
-        sys, "argv", ["", "--step", *map(str, (model, batch, tmp_path / "after")), "--group_size=4", *flags]
-    )
-    assert not referee.main()
-    assert "float32's rounding\n" in capsys.readouterr().out
+    after = tmp_path / "after"
+
+    def said(*more):
+        flags = "--learning_rate=1e-3", "--weight_decay=0.1", f"--out={tmp_path}/page.html"
+        monkeypatch.setattr(sys, "argv", ["", "--step", *map(str, (model, batch, after)), *flags, *more])
+        status = referee.main()
+        return status, capsys.readouterr().out
+
+    write_rows(batch, rows)
+    a_step(model, [row | dict(advantage=a) for row, a in zip(rows, advantages)], after)
+    status, output = said("--group_size=4")
+    assert not status
+    assert "float32's rounding\n" in output
     assert "<pre>explains" in (tmp_path / "page.html").read_text()
-    for name, (wanted, mistake) in STEPS.items():
-        a_step(model, theirs, tmp_path / name, **mistake)
-        monkeypatch.setattr(sys, "argv", ["", "--step", *map(str, (model, given, tmp_path / name)), *flags])
-        assert referee.main()
-        assert wanted in capsys.readouterr().out.splitlines()[0]
+    theirs = [row | dict(advantage=a * 0.01) for row, a in zip(rows, advantages)]
+    write_rows(batch, theirs)
+    for wanted, mistake in STEPS:
+        a_step(model, theirs, after, **mistake)
+        status, output = said()
+        assert status
+        assert wanted in output.splitlines()[0]
 
 
-def test_a_step_without_advantages_and_a_wrong_checkpoint_are_one_line(model, healthy, tmp_path, capsys, monkeypatch):
+def test_a_step_without_advantages_and_a_wrong_checkpoint_are_one_line(model, healthy, tmp_path, refusal, monkeypatch):
     batch = tmp_path / "batch.jsonl"
-    batch.write_text(json.dumps(healthy[0]))
-    for after in (model, tmp_path):
+    for row, after in ((healthy[0], model), (healthy[0] | dict(advantage=1.0), tmp_path)):
+        write_rows(batch, [row])
         monkeypatch.setattr(sys, "argv", ["", "--step", str(model), str(batch), str(after)])
-        with pytest.raises(SystemExit) as end:
-            referee.main()
-        assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
-        batch.write_text(json.dumps(healthy[0] | dict(advantage=1.0)))
+        assert refusal(referee.main).startswith("error: ")
 
 
 # ---- servers
@@ -370,12 +440,13 @@ def url(monkeypatch):
 def test_what_changes_a_server_s_answers_is_named(mistake, where, url, monkeypatch):
     monkeypatch.setattr(Server, "mistake", mistake)
     monkeypatch.setattr(referee_server, "REQUESTS", 20)
-    words, found, _, _ = referee_server.server(SimpleNamespace(server=url, chat=False))
-    assert bool(found) == bool(mistake) and where in words[0]
-    assert not any("alone, flushed" in x for x in found) and (mistake != "batch" or "alone" not in words[0])
+    words, found, *_ = referee_server.server(SimpleNamespace(server=url, chat=False))
+    assert bool(found) == bool(mistake)
+    assert where in words[0]
+    assert not any("alone, flushed" in x for x in found)
+    assert mistake != "batch" or "alone" not in words[0]
 
 
-def test_no_server_is_one_line(capsys):
-    with pytest.raises(SystemExit) as end:
-        referee_server.server(SimpleNamespace(server="http://127.0.0.1:9", chat=False))
-    assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+def test_no_server_is_one_line(refusal):
+    nobody = SimpleNamespace(server="http://127.0.0.1:9", chat=False)
+    assert refusal(referee_server.server, nobody).startswith("error: ")

@@ -10,7 +10,6 @@ import random
 import types
 
 import pytest
-import test_train
 import torch
 from pytest import approx
 from test_train import side_by_side
@@ -28,8 +27,6 @@ from sync import LeafSum, Ranks, tree_sum
 DEFAULTS = train.DEFAULTS | dict(
     scratch_args="num_hidden_layers=1, hidden_size=64, intermediate_size=128", lanes=4, leaf_tokens=40
 )
-
-refusal = test_train.refusal
 
 
 @pytest.fixture
@@ -396,7 +393,7 @@ def test_the_first_logprob_that_differs_is_named_and_stops_a_strict_run(ranks, s
     line = refusal(trainer.update, samples, **step)
     assert line.startswith(f"error: step 5, prompt 81, sample 2, token {first_index(samples[9])}: engine ")
     assert line.count("0x") == 2
-    assert line.endswith(f"; 12 of {tokens_of(samples)} log-probs differ; --strict=False goes on\n")
+    assert line.endswith(f"; 12 of {tokens_of(samples)} log-probs differ; --strict=False goes on")
     assert all(equal(weights_of(trainer), before))
     trainer.c.strict = False
     # the largest distance, of either sign, is no sum over a leaf nor over leaves
@@ -449,14 +446,14 @@ def test_tokens_of_older_weights_are_checked_against_these_and_named(ranks, scra
     trainer.past.keep(3)
     lost = [s._replace(staleness=s.staleness + 1) for s in mixed]
     why = "sampled with weights 0; the oldest that are kept are 1"
-    assert refusal(trainer.past.check, lost, step=3) == f"error: step 3, {first}: {why}\n"
+    assert refusal(trainer.past.check, lost, step=3) == f"error: step 3, {first}: {why}"
 
 
 def test_a_loss_or_a_norm_that_is_not_finite_changes_no_weight(ranks, scratch, refusal):
     trainer = make_trainer(ranks, scratch)
     before = weights_of(trainer)
     where = "error: rl step 3: the loss is"
-    kept = "the weights are as they were\n"
+    kept = "the weights are as they were"
     samples = [s._replace(advantages=s.advantages * math.inf) for s in make_samples(4)]
     line = refusal(trainer.update, samples, step=3, lr=0.1)
     assert line == f"{where} inf, the gradient norm nan; {kept}"
@@ -559,7 +556,6 @@ def test_an_optimizer_whose_state_no_checkpoint_has_ends_in_one_line(ranks, scra
         w.grad = torch.ones_like(w)
     trainer.optimizer.step()
     said = refusal(save_trainer, trainer, tmp_path, None, [], None, 1, Flight())
-    assert said.count("\n") == 1
     assert "the optimizer has exp_avg, exp_avg_sq, momentum_buffer; name in MOMENTS" in said
     assert not [*tmp_path.iterdir()]
 

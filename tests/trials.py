@@ -66,7 +66,8 @@ def a_flipped_bit():
 
 def weights_as_they_come():
     """Every third time the engines go on with the weights they have, since the next ones are late."""
-    publish, sent = sync.WeightSync.publish, {}
+    publish = sync.WeightSync.publish
+    sent = {}
 
     def late(self, version, hashes=None, shards=None):
         sent[version] = shards
@@ -150,7 +151,8 @@ def seeds_by_arrival():
     """A turn's noise is that of the number of turns before it, in whatever order they come."""
     import onecurve.agents.sampler
 
-    count, seed = itertools.count(), onecurve.agents.sampler.sampling_seed
+    count = itertools.count()
+    seed = onecurve.agents.sampler.sampling_seed
     onecurve.agents.sampler.sampling_seed = lambda *key: seed(next(count))
 
 
@@ -171,7 +173,10 @@ def failing_sandbox():
     """The 50th program's sandbox is killed when it has begun, which breaks nothing; the 100th's does not start."""
     from onecurve.graders import sandbox
 
-    begun, ended, wait, command = itertools.count(1), itertools.count(1), sandbox._wait, sandbox.sandbox_command
+    begun = itertools.count(1)
+    ended = itertools.count(1)
+    wait = sandbox._wait
+    command = sandbox.sandbox_command
 
     def killed(pid, seconds):
         if next(ended) == 50:
@@ -181,7 +186,8 @@ def failing_sandbox():
     def lost(*args):
         return ["false"] if next(begun) == 100 else command(*args)
 
-    sandbox._wait, sandbox.sandbox_command = killed, lost
+    sandbox._wait = killed
+    sandbox.sandbox_command = lost
 
 
 def slow_engines():
@@ -282,6 +288,11 @@ def processes_of(folder):
     return living
 
 
+def schedulers_of(folder):
+    """The ids of the processes in which a run's engines compute."""
+    return [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
+
+
 # ---- what happens to a run
 
 
@@ -298,9 +309,6 @@ def kill_one(folder, rng, goes_on, start=20.0):
     seconds that count as its start.
     """
 
-    def schedulers():
-        return [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
-
     def sleep_until(condition, seconds):
         end = time.monotonic() + seconds
         while goes_on() and not condition() and time.monotonic() < end:
@@ -310,13 +318,14 @@ def kill_one(folder, rng, goes_on, start=20.0):
     if rng.random() < 0.5:
         sleep_until(lambda: False, rng.uniform(0, start))
     else:
-        sleep_until(lambda: schedulers() and time.time() - metrics.stat().st_mtime < 0.3, 120)
+        sleep_until(lambda: schedulers_of(folder) and time.time() - metrics.stat().st_mtime < 0.3, 120)
         sleep_until(lambda: False, rng.uniform(0, 3))
     ranks = [pid for pid, command in processes_of(folder).items() if is_rank(command)]
-    kinds = {k: pids for k, pids in (("rank", ranks), ("scheduler", schedulers())) if pids}
-    if not kinds or not goes_on():
+    kinds = dict(rank=ranks, scheduler=schedulers_of(folder))
+    found = [kind for kind in kinds if kinds[kind]]
+    if not found or not goes_on():
         return ""
-    kind = rng.choice(sorted(kinds))
+    kind = rng.choice(found)
     os.kill(rng.choice(kinds[kind]), signal.SIGKILL)
     return kind
 
