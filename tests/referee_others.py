@@ -3,7 +3,7 @@ tools/referee.py on real other systems, each healthy and with one mistake that i
 takes half an hour on two cores, and a registry for the other systems' environments.
 
     python tests/referee_others.py                         # all: a Markdown table, for docs/referee.md
-    python tests/referee_others.py transformers sglang     # some of: transformers, trl, sglang, llama, vllm, servers
+    python tests/referee_others.py transformers sglang     # some of: transformers, trl, sglang, llama, vllm
     python tests/referee_others.py --out=out/referee       # where the model and the samples are kept
 
 The model is a Qwen3 of 0.8 M parameters that has learned lines of this repository's own text, so that responses are
@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import types
@@ -430,29 +429,6 @@ def of_sglang(checkpoints, prompts, out):
             yield "log-probs one token too late", "log-probs shifted by +1", late, {}
 
 
-# ---- servers: ours, and SGLang's own operators
-
-
-def of_servers(checkpoints, prompts, out):
-    for invariant in (True, False):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        flags = ["--mode=serve", f"--init_from={checkpoints[1]}", f"--port={port}", "--api_key=key"]
-        flags += [
-            f"--batch_invariant={invariant}",
-            f"--out_dir={out / f'serve_{invariant}'}",
-            "--max_prompt_tokens=1024",
-        ]
-        process = subprocess.Popen([sys.executable, ROOT / "train_grpo.py", *flags], stdout=subprocess.PIPE, text=True)
-        try:
-            next(line for line in process.stdout if f":{port}" in line)
-            mistake = "" if invariant else "the libraries' own operators"
-            yield mistake, "log-probs" if mistake else "", [f"--server=http://127.0.0.1:{port}"]
-        finally:
-            process.terminate()
-            process.wait()
-
-
 # ---- docs/signatures.md: our own operators, broken on purpose
 
 
@@ -543,7 +519,7 @@ def signatures(checkpoints, prompts, out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("systems", nargs="*", default=["transformers", "trl", "sglang", "llama", "servers"])
+    parser.add_argument("systems", nargs="*", default=["transformers", "trl", "sglang", "llama"])
     parser.add_argument("--out", type=Path, default=Path("out/referee"))
     parser.add_argument("--signatures", action="store_true", help="draw docs/signatures/*.png instead")
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
@@ -553,7 +529,6 @@ def main():
         return globals()[task["side"]](task)
     sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]  # not of the other systems, which have a `kernels` of their own
     out = args.out.resolve()
-    os.environ["OPENAI_API_KEY"] = "key"
     checkpoints, prompts = learned(out)
     if args.signatures:
         return signatures(checkpoints, prompts, out)
@@ -566,7 +541,7 @@ def main():
                 path.write_text("".join(json.dumps(row) + "\n" for row in rows))
                 given = [[checkpoints[1], path, *(f"--{k}={x}" for k, x in options.items())]]
             found, lines = referee(*given[0], f"--out={out / f'{system}_{i}.html'}")
-            words = [*itertools.takewhile(lambda line: not re.match("(log-probs|explains|beside) ", line), lines)]
+            words = [*itertools.takewhile(lambda line: not re.match("(log-probs|explains) ", line), lines)]
             wrong = bool(wanted) and mistake.partition(",")[0] not in HEALTHY
             named = found == wrong and (not wrong or any(wanted in x for x in words))
             row = [system, mistake or "healthy", "; ".join(words), "yes" if named else "**no**"]

@@ -10,8 +10,6 @@ import json
 import math
 import shutil
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +24,6 @@ from onecurve.models.folders import make_scratch_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import referee  # noqa: E402
-import referee_server  # noqa: E402
 from referee_formats import read  # noqa: E402
 from referee_hypotheses import Reference  # noqa: E402
 
@@ -383,70 +380,3 @@ def test_a_step_without_advantages_and_a_wrong_checkpoint_are_one_line(model, he
         write_rows(batch, [row])
         monkeypatch.setattr(sys, "argv", ["", "--step", str(model), str(batch), str(after)])
         assert refusal(referee.main).startswith("error: ")
-
-
-# ---- servers
-
-
-class Server(BaseHTTPRequestHandler):
-    """Completions that are a function of the request, unless `mistake` says otherwise."""
-
-    mistake = ""
-    running = 0
-    seen = set()
-
-    def do_GET(self):
-        self.answer(dict(data=[dict(id="m")]))
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/flush_cache":
-            Server.seen.clear()
-        if "prompt" not in body:
-            return self.answer({})
-        Server.running += 1
-        if Server.mistake == "batch":
-            threading.Event().wait(0.05)
-        key = body["prompt"]
-        far = 1e-6 * (Server.mistake == "batch" and Server.running > 1)
-        far += 1e-6 * (Server.mistake == "cache" and key in Server.seen)
-        Server.seen.add(key)
-        Server.running -= 1
-        self.answer(dict(choices=[dict(text=key[-5:], logprobs=dict(token_logprobs=[-0.5 + far]))]))
-
-    def answer(self, value):
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def url(monkeypatch):
-    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 128)  # a hundred at once
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("mistake, where", [("", ""), ("batch", "together, warm"), ("cache", "alone, warm")])
-def test_what_changes_a_server_s_answers_is_named(mistake, where, url, monkeypatch):
-    monkeypatch.setattr(Server, "mistake", mistake)
-    monkeypatch.setattr(referee_server, "REQUESTS", 20)
-    words, found, *_ = referee_server.server(SimpleNamespace(server=url, chat=False))
-    assert bool(found) == bool(mistake)
-    assert where in words[0]
-    assert not any("alone, flushed" in x for x in found)
-    assert mistake != "batch" or "alone" not in words[0]
-
-
-def test_no_server_is_one_line(refusal):
-    nobody = SimpleNamespace(server="http://127.0.0.1:9", chat=False)
-    assert refusal(referee_server.server, nobody).startswith("error: ")

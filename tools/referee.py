@@ -1,9 +1,8 @@
 """
-A referee for other people's stacks: their log-probs, updates and servers beside our operators in float32.
+A referee for other people's stacks: their log-probs and updates beside our operators in float32.
 
     python tools/referee.py MODEL ROLLOUTS                   # an engine's log-probs, and a trainer's
     python tools/referee.py --step BEFORE BATCH AFTER --learning_rate=1e-6    # one update, done again
-    python tools/referee.py --server=http://127.0.0.1:8000   # what changes a server's answers
 
 ROLLOUTS, BATCH: JSON lines of prompt_ids, response_ids, logprobs[, trainer_logprobs, mask, turn, advantage or reward],
 or what TRL, vLLM, prime-rl, verl and slime write (docs/referee.md). MODEL, BEFORE, AFTER: model folders (Qwen3, Qwen2,
@@ -23,7 +22,6 @@ import plot
 import torch
 from referee_formats import read
 from referee_hypotheses import Reference, drawn, judge, logits, mistaken, over
-from referee_server import server
 from referee_step import step
 
 import kernels
@@ -41,7 +39,7 @@ EDGES = {
     "turn": range(1, 16),
 }
 FLAGS = dict(
-    server="", out="referee.html", temperature=1.0, tokens=4000, loss="ppo", aggregation="token", advantage="grpo",
+    out="referee.html", temperature=1.0, tokens=4000, loss="ppo", aggregation="token", advantage="grpo",
     clip_low=0.2, clip_high=0.2, max_new_tokens=1, group_size=0, learning_rate=0.0, eps=1e-8, weight_decay=0.0,
     grad_clip=1.0,
 )  # fmt: skip
@@ -137,9 +135,9 @@ def main():
         parser.add_argument(f"--{name}", type=type(default), default=default, help="default: %(default)s")
     args = parser.parse_args()
     sys.excepthook = report_error
-    judged = server if args.server else step if args.step else rollouts
+    judged = step if args.step else rollouts
     fits = len(args.paths) == 2 * (judged is rollouts)
-    require(fits, "wants MODEL ROLLOUTS, or --step BEFORE BATCH AFTER, or --server=URL")
+    require(fits, "wants MODEL ROLLOUTS, or --step BEFORE BATCH AFTER")
     kernels.enable_batch_invariant(os.cpu_count())
     words, found, tables, pictures = judged(args)
     texts = ["\n".join("".join(f"{x!s:<18}" for x in row) for row in rows) for rows in tables]

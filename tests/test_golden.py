@@ -1,0 +1,148 @@
+"""
+Golden log-probs: the file's rows come out again to the byte, and golden.py names what is wrong with a server.
+
+    pytest tests/test_golden.py
+"""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from trials import ROOT
+
+FOLDER = ROOT / "tools" / "golden"
+sys.path[:0] = [str(ROOT / "tools"), str(FOLDER)]
+import golden  # noqa: E402
+import make  # noqa: E402
+
+import kernels  # noqa: E402
+
+ROWS = golden.read(FOLDER / "dense.jsonl")
+ENGINES = {  # what an engine says of a row; what golden.py says of the engine
+    "ours": (lambda row: row["logprobs"], "float32's rounding"),
+    "bfloat16": (lambda row: row["bfloat16"], "bfloat16's rounding"),
+    "four times bfloat16": (
+        lambda row: [5 * x - 4 * y for x, y in zip(row["bfloat16"], row["logprobs"])],
+        "unexplained",
+    ),
+    "rope": (lambda row: row["RoPE in bfloat16"], "RoPE in bfloat16: explains 100"),
+    "shifted": (lambda row: [-1.0, *row["logprobs"][:-1]], "log-probs one token too late: explains 100"),
+    "no rule": (
+        lambda row: row.get("no temperature, no top-p", row["logprobs"]),
+        "no temperature, no top-p: explains 100",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", make.MODELS)
+def test_ten_rows_of_each_file_come_out_again_to_the_byte(name, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["make.py", name, "--every=20"])
+    assert not make.main(), capsys.readouterr().out
+    if name == "dense":  # the control: one of them is another in its last digit
+        lines = (FOLDER / "dense.jsonl").read_text().splitlines()
+        row = json.loads(lines[20])
+        row["logprobs"][0] = float(f"{row['logprobs'][0] * (1 + 1e-7):.9g}")
+        (tmp_path / "dense.jsonl").write_text("\n".join([*lines[:20], json.dumps(row), *lines[21:]]))
+        monkeypatch.setattr(make, "__file__", str(tmp_path / "make.py"))
+        assert make.main() and "changed: [20]" in capsys.readouterr().out
+    kernels.disable_batch_invariant()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engines_mistake_is_named_and_a_healthy_one_is_not_accused(engine, tmp_path, capsys):
+    says, verdict = ENGINES[engine]
+    theirs = tmp_path / "theirs.jsonl"
+    theirs.write_text("".join(json.dumps(dict(logprobs=says(row))) + "\n" for row in ROWS))
+    found = golden.main(str(theirs), str(FOLDER / "dense.jsonl"))
+    assert capsys.readouterr().out.splitlines()[-1].startswith(verdict)
+    assert found == ("rounding" not in verdict)
+
+
+@pytest.mark.parametrize("line", ["", '{"logprobs": [-1]}', '{"logprobs": [NaN]}', "[]", "{", '{"logprobs": null}'])
+def test_a_file_of_anything_ends_in_one_line(line, tmp_path, refusal):
+    theirs = tmp_path / "theirs.jsonl"
+    theirs.write_text(f"{line}\n" * (len(ROWS) - 1))
+    assert str(theirs) in refusal(golden.main, str(theirs), str(FOLDER / "dense.jsonl"))
+
+
+# ---- servers
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers that are a function of the request, unless `mistake` says otherwise."""
+
+    mistake = ""
+    running = []
+    seen = set()
+
+    def do_GET(self):
+        self.answer(dict(data=[dict(id="m")]))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "prompt" not in body:  # to flush the cache
+            Server.seen.clear()
+            return self.answer({})
+        Server.running.append(self)
+        if Server.mistake == "batch":
+            threading.Event().wait(0.05)
+        ids = body["prompt"]
+        if body.get("echo"):
+            row = next(row for row in ROWS if row["prompt_ids"] + row["response_ids"] == ids)
+            numbers = [None] * len(row["prompt_ids"]) + ENGINES[Server.mistake or "ours"][0](row) + [-1.0]
+        else:
+            far = 1e-6 * (Server.mistake == "batch" and len(Server.running) > 1)
+            far += 1e-6 * (Server.mistake == "cache" and str(ids) in Server.seen)
+            numbers = [-0.5 + far]
+            Server.seen.add(str(ids))
+        Server.running.remove(self)
+        self.answer(dict(choices=[dict(text=str(ids[-5:]), logprobs=dict(token_logprobs=numbers))] * body.get("n", 1)))
+
+    def answer(self, value):
+        data = json.dumps(value).encode() if Server.mistake != "nonsense" else b"<html>"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 128)  # a crowd at once
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "mistake, where", [("", None), ("batch", "in a crowd of 64"), ("cache", "alone, with a warm cache")]
+)
+def test_what_changes_a_servers_answers_is_named(mistake, where, url, monkeypatch, capsys):
+    monkeypatch.setattr(Server, "mistake", mistake)
+    found = golden.main(url)
+    changed = [line for line in capsys.readouterr().out.splitlines() if "1e-06" in line]
+    assert found == bool(mistake) == any(line.startswith(where or " ") for line in changed)
+    assert not any(line.startswith("alone, flushed") for line in changed)
+    assert mistake != "batch" or not any(line.startswith("alone") for line in changed)
+
+
+@pytest.mark.parametrize("mistake", ["", "shifted"])
+def test_a_server_is_asked_for_the_log_probs_of_prompts(mistake, url, monkeypatch, capsys):
+    monkeypatch.setattr(Server, "mistake", mistake)
+    assert golden.main(url, str(FOLDER / "dense.jsonl")) == bool(mistake)
+    said = capsys.readouterr().out
+    assert ENGINES[mistake or "ours"][1] in said and "6980" in said
+
+
+def test_a_server_that_is_none_is_one_line(url, monkeypatch, refusal):
+    monkeypatch.setattr(Server, "mistake", "nonsense")
+    for place in (url, "http://127.0.0.1:9"):
+        assert place in refusal(golden.main, place)

