@@ -15,8 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import error_line, launch_warm, read_groups, wait_for
-from trials import ROOT, command_of, launch, lines, processes_of, replay_of
+from conftest import SMALLEST, error_line, finish, launch_warm, read_groups, wait_for
+from trials import ROOT, command_of, launch, lines, processes_of, replay_of, schedulers_of
+
+from onecurve.models import folders
+from train_grpo import DEFAULTS
 
 
 def test_every_token_names_its_weights_and_every_sample_has_its_own_seed(two_ranks):
@@ -30,16 +33,20 @@ def test_a_sample_ends_with_one_trained_eos_or_is_marked_as_truncated(two_ranks)
     ended = 0
     for t, _ in read_groups(two_ranks[0], "*"):
         sizes = t["lengths"].tolist()
-        for tokens, mask, truncated in zip(t["tokens"].split(sizes), t["loss_mask"].split(sizes), t["truncated"]):
-            assert mask.all() and (tokens[:-1] != 1).all()
-            assert (tokens[-1] == 1) != bool(truncated) and (len(tokens) == 6 or not truncated)
+        columns = t["tokens"].split(sizes), t["loss_mask"].split(sizes), t["truncated"]
+        for tokens, mask, truncated in zip(*columns):
+            assert mask.all()
+            assert (tokens[:-1] != 1).all()
+            assert (tokens[-1] == 1) != bool(truncated)
+            assert len(tokens) == 6 or not truncated
             ended += tokens[-1] == 1
     assert ended > 1000
 
 
 def test_the_samples_of_a_group_differ(two_ranks):
     texts = [meta["responses"] for _, meta in read_groups(two_ranks[0], "rl_000000")]
-    assert len(texts) == 8 and sum(len(set(group)) > 1 for group in texts) >= 6
+    assert len(texts) == 8
+    assert sum(len({*group}) > 1 for group in texts) >= 6
 
 
 def test_the_run_folder_has_what_a_reader_needs(two_ranks):
@@ -53,13 +60,34 @@ def test_the_run_folder_has_what_a_reader_needs(two_ranks):
     assert [e["step"] for e in lines(folder, "metrics.jsonl", "eval")] == [0, 24]
     assert "max_steps = 24" in (folder / "config.py").read_text()
     assert "## step 20" in (folder / "samples.md").read_text()
-    assert output.count("held out after") == 2 and output.count("starting SGLang") == 1
+    assert output.count("held out after") == 2
+    assert output.count("starting SGLang") == 1
 
 
 def test_a_run_leaves_no_process(two_ranks, one_process):
     """Nor anything in shared memory, as the fixtures assert."""
     for folder, _ in (two_ranks, one_process):  # other tests' runs begin with its checkpoints, or replay its rollouts
         assert [x for x in processes_of(folder).values() if f"{folder}/" not in x] == []
+
+
+def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path, assert_it_learned):
+    """As many tokens as Qwen3 has; the scratch model has 98. Each of the others is spelled <number>."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = tmp_path / "model"
+    reward = tmp_path / "reward.py"
+    folders.make_scratch_model(model, DEFAULTS | SMALLEST)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"<{i}>": i for i in range(98, 151_936)}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    large = AutoConfig.from_pretrained(model, vocab_size=151_936)
+    AutoModelForCausalLM.from_config(large).save_pretrained(model)
+    reward.write_text("def odd(prompt, response, answer):\n    return len(response) % 2\n")
+    plain = "--max_steps=2 --warmup_sft_steps=0 --eval_size=0 --checkpoint_every=0".split()
+    finish(tmp_path / "run", f"--init_from={model}", f"--reward={reward}:odd", *plain)
+    assert_it_learned(tmp_path / "run", steps=2)
+    tokens = [group.tensors["tokens"] for group in read_groups(tmp_path / "run", "rl_000001")]
+    assert torch.cat(tokens).max() > 140_000
 
 
 # ---- what is refused before anything starts; test_configurator.py has more
@@ -79,16 +107,20 @@ if not torch.cuda.is_available():
 def test_bad_input_gets_one_line_and_status_2(tmp_path, flags, message):
     status, output = launch_warm(tmp_path / "run", *flags, timeout=90)
     errors = [line for line in output.splitlines() if "error" in line.lower()]
-    assert status == 2 and "Traceback" not in output, output
-    assert len(errors) == 1 and errors[0].startswith(message), output
+    assert status == 2, output
+    assert "Traceback" not in output
+    assert len(errors) == 1
+    assert errors[0].startswith(message)
     assert not processes_of(tmp_path / "run")
 
 
 def test_under_torchrun_one_rank_prints_the_line_and_it_comes_last(tmp_path):
     status, output = launch(tmp_path / "run", "--lanes=3", ranks=2, timeout=90)
     line = "error: lanes=3: not a power of two; use 1, 2, 4, .."
-    assert status != 0 and error_line(output.partition("Traceback")[0]) == line
-    assert 'File "' not in output.split(line)[0] and "exitcode  : 2" in output
+    assert status
+    assert error_line(output.partition("Traceback")[0]) == line
+    assert 'File "' not in output.split(line)[0]
+    assert "exitcode  : 2" in output
     *_, last, _ = output.splitlines()
     assert last.split() == f"traceback : {line}".split()
     assert not processes_of(tmp_path / "run")
@@ -99,26 +131,31 @@ def test_under_torchrun_one_rank_prints_the_line_and_it_comes_last(tmp_path):
 
 def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(two_ranks):
     folder, _ = two_ranks
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+
+    def times():
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+    before = times()
     status, output = launch_warm(folder, timeout=60)
-    assert status == 2 and "holds a run already" in error_line(output)
-    assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+    assert status == 2
+    assert "holds a run already" in error_line(output)
+    assert times() == before
 
 
 def test_a_mistake_found_late_leaves_the_folder_to_the_corrected_command(tmp_path):
     """And what torchrun refused once it refuses again: it does not go on with a run that is not its own."""
-    folder, sft = tmp_path / "run", ("--mode=sft", "--max_steps=1", "--checkpoint_every=0")
+    folder = tmp_path / "run"
+    sft = ("--mode=sft", "--max_steps=1", "--checkpoint_every=0")
     for wrong in ("--dataset=nowhere.jsonl", "--max_prompt_tokens=2", "--init_from=nowhere"):
         assert launch_warm(folder, wrong, timeout=60)[0] == 2
     assert (folder / "config.py").exists()  # the folder was opened
-    status, output = launch_warm(folder, *sft)
-    assert status == 0, output
-    status, output = launch_warm(folder, *sft)
-    assert status == 2 and "holds a run already" in error_line(output)
+    finish(folder, *sft)
     ledger = (folder / "ledger.jsonl").read_bytes()
     status, output = launch(folder, *sft, ranks=1, restarts=1)
-    assert status != 0 and len(re.findall("^error: .* holds a run already", output, re.M)) == 2
-    assert ledger and (folder / "ledger.jsonl").read_bytes() == ledger
+    assert status
+    assert len(re.findall("^error: .* holds a run already", output, re.M)) == 2
+    assert ledger
+    assert (folder / "ledger.jsonl").read_bytes() == ledger
 
 
 def test_code_that_a_models_folder_names_is_not_run(two_ranks, tmp_path):
@@ -130,7 +167,8 @@ def test_code_that_a_models_folder_names_is_not_run(two_ranks, tmp_path):
     (model / "theirs.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Theirs: pass\n")
     flags = (f"--init_from={model}", "--warmup_sft_steps=0", "--eval_size=0")
     status, output = launch_warm(tmp_path / "run", *flags)
-    assert status == 1 and "'TheirsForCausalLM' is not a registered model" in error_line(output)
+    assert status == 1
+    assert "'TheirsForCausalLM' is not a registered model" in error_line(output)
     assert not (tmp_path / "mark").exists()
 
 
@@ -153,7 +191,7 @@ def test_an_engine_that_dies_or_goes_silent_ends_the_run_in_time(tmp_path, how, 
             metrics = folder / "metrics.jsonl"
             wait_for(lambda: metrics.exists() and lines(folder, "metrics.jsonl") or run.done(), 120)
             time.sleep(1)
-            (scheduler,) = [pid for pid, command in processes_of(folder).items() if "sglang::scheduler" in command]
+            (scheduler,) = schedulers_of(folder)
             os.kill(scheduler, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
             status, text = run.result(timeout=5 + 30)
         finally:
@@ -169,7 +207,8 @@ def test_an_engine_that_dies_or_goes_silent_ends_the_run_in_time(tmp_path, how, 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sigterm_ends_a_run_with_one_line_and_leaves_nothing_in_tmp(tmp_path, ranks):
-    folder, temporary = tmp_path / "run", tmp_path / "a_folder_whose_name_leaves_no_room_for_that_of_a_socket"
+    folder = tmp_path / "run"
+    temporary = tmp_path / "a_folder_whose_name_leaves_no_room_for_that_of_a_socket"
     temporary.mkdir()
     flags = "--max_steps=100000", "--warmup_sft_steps=0", "--eval_size=0", "--checkpoint_every=0"
     command = command_of(folder, *flags, ranks=ranks)
@@ -190,5 +229,6 @@ def test_a_foreign_queue_file_ends_the_run(two_ranks, tmp_path):
     """test_sync.py has torn ones."""
     status, output = launch_warm(tmp_path / "run", *replay_of(two_ranks[0]), "--seed=3", "--warmup_sft_steps=1")
     expected = "group_0000.*: has run '.*', expected '.*': not a file of this run and step"
-    assert status == 1 and re.search(expected, error_line(output))
+    assert status == 1
+    assert re.search(expected, error_line(output))
     assert not lines(tmp_path / "run", "ledger.jsonl", "rl")

@@ -144,7 +144,8 @@ def test_leaves_follow_from_the_lengths_and_not_from_their_order():
     lengths = [rng.randrange(1, 50) for _ in range(60)]
     leaves = train.plan_leaves(lengths, 100, 4)
     assert train.plan_leaves(lengths, 100, 4) == leaves
-    assert all(leaf == sorted(leaf) for leaf in leaves)
+    for leaf in leaves:
+        assert leaf == sorted(leaf)
     shuffled = rng.sample(lengths, len(lengths))
     assert cut(lengths) == cut(shuffled) != cut(lengths, lanes=32)
     assert [0] in train.plan_leaves([500, 3, 4], 100, 4)  # longer than a leaf: alone
@@ -531,8 +532,9 @@ def test_an_update_is_adamws_with_the_clipped_gradient_and_is_hashed(ranks, scra
             v[i] = 0.95 * v[i] + 0.05 * x * x
             mean = m[i] / (1 - 0.8**t)
             square = v[i] / (1 - 0.95**t)
-            decayed = w[i] * (1 - lr * 0.1) if x.dim() > 1 else w[i]
-            w[i] = decayed - lr * mean / (square.sqrt() + 1e-8)
+            if x.dim() > 1:
+                w[i] = w[i] * (1 - lr * 0.1)
+            w[i] = w[i] - lr * mean / (square.sqrt() + 1e-8)
             assert torch.allclose(grads[i].double(), x, rtol=1e-6, atol=1e-12)
             assert torch.allclose(shard.data.double(), w[i], rtol=1e-6, atol=1e-7), shard.name
         states = [trainer.optimizer.state[p] for p in trainer.weights]
