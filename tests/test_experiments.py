@@ -17,9 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import error_line
 from test_readme import size_of
-from trials import ROOT
-
-from onecurve.run.versions import commit
+from trials import ROOT, of_this_commit
 
 pytest.importorskip("matplotlib", reason="no matplotlib: uv sync --group plot")
 
@@ -29,13 +27,7 @@ sys.path.insert(0, str(EXPERIMENTS))
 import study as frame  # noqa: E402
 
 
-def this_time():
-    """One of the studies, by the commit."""
-    number = re.match("[0-9a-f]+|", commit())[0]
-    return STUDIES[int(number or "0", 16) % len(STUDIES)]
-
-
-@pytest.mark.parametrize("home", [this_time()], ids=lambda home: home.name)
+@pytest.mark.parametrize("home", [of_this_commit(STUDIES)], ids=lambda home: home.name)
 def test_a_part_of_a_study_has_the_digests_of_its_page(home, tmp_path):
     command = [sys.executable, home / "run.py", "--quick", "--jobs=1", f"--out={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
