@@ -100,7 +100,7 @@ class Study:
         stopped = (folder / "config.py").exists()
         flags = ["--init_from=resume"] if stopped else [*flags, *self.flags]
         threads = max(1, os.cpu_count() // self.args.jobs)  # changes no bit
-        command = [str(ROOT / "train_grpo.py"), *flags, f"--threads={threads}", f"--out_dir={folder}"]
+        command = [str(ROOT / "train_grpo.py"), f"--threads={threads}", *flags, f"--out_dir={folder}"]
         worker = workers.get()
         try:
             status, output = runs.run_warm(command, Path(f"{folder}.output"), timeout=3600, worker=worker)

@@ -79,7 +79,7 @@ def study(tmp_path, monkeypatch):
     said = types.SimpleNamespace(commands=[], outputs=set(), ends=f"digest {'a' * 64}", status=0)
 
     def run(command, output, timeout, worker):
-        said.commands.append(command[1:-2])
+        said.commands.append(command[2:-1])
         said.outputs.add(output)
         folder = Path(command[-1].removeprefix("--out_dir="))
         folder.mkdir(exist_ok=True)

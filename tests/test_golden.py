@@ -10,6 +10,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 from trials import ROOT
 
 FOLDER = ROOT / "tools" / "golden"
@@ -36,8 +37,14 @@ ENGINES = {  # what an engine says of a row; what golden.py says of the engine
 }
 
 
+@pytest.fixture
+def operators():
+    yield
+    kernels.disable_batch_invariant()  # make.py installs them
+
+
 @pytest.mark.parametrize("name", make.MODELS)
-def test_ten_rows_of_each_file_come_out_again_to_the_byte(name, monkeypatch, tmp_path, capsys):
+def test_ten_rows_of_each_file_come_out_again_to_the_byte(name, operators, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["make.py", name, "--every=20"])
     assert not make.main(), capsys.readouterr().out
     if name == "dense":  # the control: one of them is another in its last digit
@@ -47,7 +54,7 @@ def test_ten_rows_of_each_file_come_out_again_to_the_byte(name, monkeypatch, tmp
         (tmp_path / "dense.jsonl").write_text("\n".join([*lines[:20], json.dumps(row), *lines[21:]]))
         monkeypatch.setattr(make, "__file__", str(tmp_path / "make.py"))
         assert make.main() and "changed: [20]" in capsys.readouterr().out
-    kernels.disable_batch_invariant()
+    assert torch.is_grad_enabled()  # other tests of this process want gradients
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -5,7 +5,7 @@ import re
 import socket
 
 import pytest
-from conftest import finish, launch_warm
+from conftest import finish
 from trials import ROOT, lines
 
 pytest.importorskip("reasoning_gym", reason="no Reasoning Gym: uv sync --group gym")
@@ -145,6 +145,6 @@ def test_a_run_on_a_task_is_a_run_like_any_other(tmp_path):
     flags = """--dataset=reasoning_gym:coin_flip --reward=reasoning_gym --max_prompt_tokens=256 --leaf_tokens=2048
         --warmup_sft_steps=0 --max_steps=2 --eval_size=4 --checkpoint_every=0""".split()
     for name in ("a", "b"):
-        finish(tmp_path / name, *flags, "--dataset_config=size=40, seed=3", launch=launch_warm)
+        finish(tmp_path / name, *flags, "--dataset_config=size=40, seed=3")
     a, b = (lines(tmp_path / name, "ledger.jsonl") for name in ("a", "b"))
     assert a == b and len(a) == 2

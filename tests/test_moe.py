@@ -115,18 +115,6 @@ def test_ranks_read_and_write_their_own_experts_be_they_none_or_many(folder):
             assert torch.equal(data[e].chunk(2)[half], right) and right.any()
 
 
-@pytest.fixture
-def refusal(capsys):
-    def refused(f, *args):
-        """The one line with which f(*args) ends the run."""
-        with pytest.raises(SystemExit):
-            f(*args)
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
-
-    return refused
-
-
 def test_adapters_are_of_attention_alone(folder, mesh, refusal):
     lora = CONFIG | dict(lora_rank=4)
     model, shards = built(folder, mesh, lora)

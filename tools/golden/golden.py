@@ -33,6 +33,7 @@ CROWD = 64
 TOKENS = 24  # of an answer
 EXPLAINS = 0.5  # share of a distance
 KEYS = ("trap", "prompt_ids", "response_ids", "temperature", "top_p")  # of a row; its other keys are mistakes
+UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError  # whatever a stranger's server may lead to
 FLUSH = ("flush_cache", "reset_prefix_cache")  # SGLang's and vLLM's
 
 
@@ -238,13 +239,7 @@ def main(source, golden=os.devnull):
         server = Server(source)
         found = rows and judge(*from_server(rows, server))
         return bool(neighbours(server) or found)
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as e:  # whatever a stranger's server may answer
+    except UNREADABLE as e:
         fail(f"{source}: {type(e).__name__}: {e}")
 
 

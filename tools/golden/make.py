@@ -131,6 +131,7 @@ def draw(model, tokenizer):
             yield row | dict(temperature=temperature, top_p=top_p)
 
 
+@torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
@@ -139,7 +140,6 @@ def main():
     args = parser.parse_args()
     sys.excepthook = report_error
     kernels.enable_batch_invariant(os.cpu_count())
-    torch.set_grad_enabled(False)
     folder = folder_of(args.model)
     tokenizer, models = variants(folder)
     file = Path(__file__).with_name(f"{args.model}.jsonl")
