@@ -62,18 +62,27 @@ def folder_of(name):
     return folder
 
 
-def variants(folder):
-    """(its tokenizer, {column: a model that differs in one thing})."""
-    right, rounded, turned = (Reference(folder, "model") for _ in range(3))
-    for p in rounded.model.parameters():
-        p.data.copy_(bfloat16(p.data))
-    for module in rounded.model.modules():
-        module.register_forward_hook(lambda module, args, out: bfloat16(out) if torch.is_tensor(out) else out)
-    rotary = turned.model.model.rotary_emb
-    exact = rotary.forward
-    rotary.forward = lambda x, position_ids: [bfloat16(y) for y in exact(x, position_ids)]
-    models = {"logprobs": right.model, "bfloat16": rounded.model, "RoPE in bfloat16": turned.model}
-    return right.tokenizer, models
+def variants(model):
+    """The names of columns; between two of them the model differs in what the first says."""
+    yield "logprobs"
+    exact = [p.clone() for p in model.parameters()]
+    hooks = [module.register_forward_hook(round_output) for module in model.modules()]
+    for p in model.parameters():
+        p.copy_(bfloat16(p))
+    yield "bfloat16"
+    for hook in hooks:
+        hook.remove()
+    for p, x in zip(model.parameters(), exact):
+        p.copy_(x)
+    rotary = model.model.rotary_emb
+    turn = rotary.forward
+    rotary.forward = lambda x, position_ids: [bfloat16(y) for y in turn(x, position_ids)]
+    yield "RoPE in bfloat16"
+    rotary.forward = turn
+
+
+def round_output(module, args, out):
+    return bfloat16(out) if torch.is_tensor(out) else out
 
 
 def under(z, temperature, top_p):
@@ -90,13 +99,14 @@ def logprobs(model, row, temperature, top_p):
     return [float(f"{x:.9g}") for x in found[range(len(found)), sample.response].tolist()]
 
 
-def columns(models, row):
-    """A row with its columns of log-probs."""
-    rule = row["temperature"], row["top_p"]
-    found = {name: logprobs(model, row, *rule) for name, model in models.items()}
-    if rule != (1.0, 1.0):
-        found["no temperature, no top-p"] = logprobs(models["logprobs"], row, 1.0, 1.0)
-    return row | found
+def fill(rows, model):
+    """Adds the columns of log-probs to the rows."""
+    for name in variants(model):
+        for row in tqdm(rows, name):
+            row[name] = logprobs(model, row, row["temperature"], row["top_p"])
+    for row in rows:
+        if (row["temperature"], row["top_p"]) != (1.0, 1.0):
+            row["no temperature, no top-p"] = logprobs(model, row, 1.0, 1.0)
 
 
 def draw(model, tokenizer):
@@ -141,11 +151,12 @@ def main():
     sys.excepthook = report_error
     kernels.enable_batch_invariant(os.cpu_count())
     folder = folder_of(args.model)
-    tokenizer, models = variants(folder)
+    reference = Reference(folder, "model")
     file = Path(__file__).with_name(f"{args.model}.jsonl")
     old = [] if args.draw else file.read_text().splitlines()[:: args.every]
-    rows = [*draw(models["logprobs"], tokenizer)] if args.draw else [*map(json.loads, old)]
-    new = [json.dumps(columns(models, row)) for row in tqdm(rows, args.model)]
+    rows = [*draw(reference.model, reference.tokenizer)] if args.draw else [*map(json.loads, old)]
+    fill(rows, reference.model)
+    new = [json.dumps(row) for row in rows]
     if args.every == 1:
         file.write_text("".join(f"{line}\n" for line in new))
     changed = [i * args.every for i, (x, y) in enumerate(zip(old, new)) if x != y]
