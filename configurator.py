@@ -240,7 +240,7 @@ def _described(keys, file):
 
 # keys that say where and how fast, not what is computed: they may differ between two runs with one digest
 FREE_KEYS = """
-    out_dir mode queue_dir max_steps device threads rollout_ranks colocate eval_every gradient_checkpointing
+    out_dir mode queue_dir max_steps device dtype threads rollout_ranks colocate eval_every gradient_checkpointing
     rollout_tp engine_memory engine_args engine_timeout strict
     weight_sync checkpoint_every keep_checkpoints keep_rollouts sample_every eval_samples pass_reward
     judge judge_tries watch""".split()
@@ -268,6 +268,7 @@ MODES = {
 }
 CHOICES = {  # beside the default, which may be ''
     "device": "cpu cuda",
+    "dtype": "bfloat16 float32",
     "mode": " ".join(MODES),
     "advantage": "grpo dr_grpo rloo reinforce++ reinforce++_baseline gae distill",
     "loss": "ppo gspo cispo pg",

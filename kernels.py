@@ -201,10 +201,19 @@ def _part(c, m, n, M, N, c_m, c_n, ROWS: constexpr, COLUMNS: constexpr):
 
 
 @triton.jit
+def _negative_zero():
+    """-0.0, of which a literal and Triton's unary minus make 0.0."""
+    return tl.full([], -2147483648, tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _multiply_tile(
-    a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD: constexpr, BLOCK_K: constexpr,
+    a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD: constexpr, BLOCK_K: constexpr, SIGNED: constexpr,
 ):  # fmt: skip
-    """The rows m below M and the columns n below N of c = a b. ADD: the chain continues from the values in c."""
+    """
+    The rows m below M and the columns n below N of c = a b. ADD: the chain continues from the values in c. SIGNED: what
+    fills the last step leaves a sum of -0 as it is.
+    """
     k = tl.arange(0, BLOCK_K)
     inside_m = (m < M)[:, None]
     inside_n = (n < N)[None, :]
@@ -222,6 +231,8 @@ def _multiply_tile(
         inside_k = k < left
         x = tl.load(a, mask=inside_m & inside_k[None, :], other=0.0)
         y = tl.load(b, mask=inside_n & inside_k[:, None], other=0.0)
+        if SIGNED:
+            x = tl.where(inside_k[None, :], x, _negative_zero())
         acc = tl.dot(x, y, acc, input_precision="ieee")
         a += a_k * BLOCK_K
         b += b_k * BLOCK_K
@@ -231,7 +242,7 @@ def _multiply_tile(
 @triton.jit
 def triton_matmul(
     a, b, c, starts, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n,
-    ADD: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    ADD: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SIGNED: constexpr,
 ):  # fmt: skip
     """Any strides, any alignment. starts: of the parts of K, one for each of the matrices c; else there is one c."""
     if starts is not None:
@@ -246,7 +257,7 @@ def triton_matmul(
     row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
     m = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col * BLOCK_N + tl.arange(0, BLOCK_N)
-    _multiply_tile(a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD, BLOCK_K)
+    _multiply_tile(a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD, BLOCK_K, SIGNED)
 
 
 @triton.jit(do_not_specialize=["K", "PROGRAMS"])  # as a constant, K = 1 would be laid out in too much shared memory
@@ -383,7 +394,7 @@ def matmul(a, b, out_dtype=None, out=None):
         num_warps=warps,
         num_stages=stages,
     )
-    if wide and on.tma:
+    if wide and on.tma and not FLOAT32:  # the copy engine fills with 0.0
         programs = min(tiles, on.sms * 8 // warps)  # all that are under way at once, which take tile after tile
         descriptors = []
         for (operand, contiguous_k), block in ((x, block_m), (y, block_n)):
@@ -394,7 +405,7 @@ def matmul(a, b, out_dtype=None, out=None):
     else:
         strides = *a.stride(), *b.stride(), *c.stride()
         args = a, b, c, None, M, N, K, *strides, add
-        _launch(triton_matmul, (tiles,), *args, **config)
+        _launch(triton_matmul, (tiles,), *args, SIGNED=FLOAT32, **config)
     return result
 
 
@@ -489,7 +500,7 @@ LORA_TILE = 64  # rows and columns of a program of `triton_lora`; speed only
 
 
 @triton.jit(do_not_specialize=["N"])
-def triton_lora(weight, A, B, out, scale, N, K, R, BLOCK: constexpr, BLOCK_R: constexpr):
+def triton_lora(weight, A, B, out, scale, N, K, R, BLOCK: constexpr, BLOCK_R: constexpr, SIGNED: constexpr):
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     r = tl.arange(0, BLOCK_R)
@@ -503,6 +514,8 @@ def triton_lora(weight, A, B, out, scale, N, K, R, BLOCK: constexpr, BLOCK_R: co
         inside = inside_k & inside_r[:, None]
         row = A + (first + r)[:, None].to(tl.int64) * K
         y = tl.load(row + k, mask=inside, other=0.0)
+        if SIGNED:
+            x = tl.where(inside_r, x, _negative_zero())
         acc = tl.dot(x, y, acc, input_precision="ieee")
     inside = inside_n & inside_k
     weight += n * K
@@ -568,7 +581,7 @@ def merge(weight, A, B, scale):
     out = torch.empty_like(weight)
     grid = -(-N // LORA_TILE), -(-K // LORA_TILE)
     args = weight, A, B, out, scale, N, K, len(A)
-    _launch(triton_lora, grid, *args, BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
+    _launch(triton_lora, grid, *args, BLOCK=LORA_TILE, BLOCK_R=16, SIGNED=FLOAT32, **EXACT)
     return out
 
 
@@ -604,6 +617,8 @@ def row_sums(x):
     """
     check(x.dtype == torch.float64, "dtype={}: row_sums adds float64", x.dtype)
     x = _aligned(x)
+    if in_float32(x):
+        return _float32().row_sums(x)
     R, C = x.shape
     out = x.new_empty(R)
     on_rows(triton_row_sums, R, R * C, (x, out, C), (R,), _lanes(C))
@@ -624,6 +639,8 @@ def row_sums(x):
 def rope_table(inv_freq, positions):
     """cos and sin (N, D/2) float32 of position * inv_freq (Su et al. 2021, eq. 15); both sides take them from here."""
     angle = positions.float()[:, None] * inv_freq.float()
+    if in_float32(angle):
+        return _float32().rope_table(angle)
     if use_triton(angle):
         return angle.cos(), angle.sin()
     cos = torch.empty_like(angle)
@@ -746,13 +763,17 @@ class NormRope(torch.autograd.Function):
         R = N * H
         config = _norm_config(D)
         steps = max(1, SUM_ROWS // config["ROWS"])
-        rows = steps * config["ROWS"] if use_triton(x) else _loops().SUM_TOKENS * H
+        like_loops = FLOAT32 or not use_triton(x)
+        rows = _loops().SUM_TOKENS * H if like_loops else steps * config["ROWS"]
         blocks = -(-R // rows)
         dx = _contiguous_like(x)
         dw = None if weight is None else x.new_zeros(blocks, D, dtype=torch.float32)
         args = _aligned(grad), *saved, dx, dw, *ctx.tail
         config = dict(config, STEPS=steps)
-        on_rows(triton_norm_rope_backward, blocks, 200 * R * D, args, (blocks,), config)
+        if in_float32(x):
+            _float32().norm_rope_backward(*args)
+        else:
+            on_rows(triton_norm_rope_backward, blocks, 200 * R * D, args, (blocks,), config)
         if dw is not None:
             dw = row_sums(dw.t().double()).to(weight.dtype)
         return dx, dw, None, None, None
@@ -946,7 +967,7 @@ def triton_to_pairs(x, y, places, w, out, dots, k, C: constexpr, BLOCK: constexp
 @triton.jit
 def triton_expert_matmul(
     b, a, c, starts, N, K, b_n, b_k,
-    EXPERTS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    EXPERTS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SIGNED: constexpr,
 ):  # fmt: skip
     """
     A tile of c^T = b^T a^T, so that the weights are the 64 rows that wgmma needs: BLOCK_N rows of one expert, which
@@ -966,7 +987,7 @@ def triton_expert_matmul(
     n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     end = tl.load(starts + e + 1)
     b += e * N * K
-    _multiply_tile(b, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K)
+    _multiply_tile(b, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K, SIGNED)
 
 
 @triton.jit
@@ -987,7 +1008,7 @@ def _expert_config(weight, M, N):
     """Tiles of products (M, N), one for each expert."""
     sizes = _matmul_config(M, N, weight.dtype, True, False, card(weight))
     names = "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"
-    return dict(zip(names, sizes))
+    return dict(zip(names, sizes), SIGNED=FLOAT32)
 
 
 def _expert_matmul(a, b, starts):
@@ -1723,6 +1744,9 @@ def attention(q, k, v, plan, scale):
         check(plan.queries == len(q) == keys, message, plan.queries, len(q), len(k))
         k, v = map(plan.spread, (k, v))
         return _apply(_loops().CpuAttention, q, k, v, plan, scale)
+    if FLOAT32:
+        check(D >= 16 and D & (D - 1) == 0, "head dims {}: in float32 a power of two from 16 on is needed", D)
+        return _apply(_float32().Attention, q, k, v, plan, float(scale))
     check(D in (64, 128), "head dims {}: 64 or 128 are needed", D)
     check(H <= 8 * HK, "{} query heads over {} key heads: the group must be 1 to 8 heads", H, HK)
     check(scale > 0, "scale={}: the largest score is taken before the scale, which must be above 0", scale)
@@ -2214,8 +2238,10 @@ def bit_sum(x, odd_rows, odd_columns):
 
 def adamw(groups, **options):
     """AdamW of these groups of weights: torch's, but on a CPU ours, since there torch's follows the vectors' width."""
-    by_triton = use_triton(groups[0]["params"][0])
-    optimizer = torch.optim.AdamW if by_triton else _loops().AdamW
+    first = groups[0]["params"][0]
+    optimizer = torch.optim.AdamW if use_triton(first) else _loops().AdamW
+    if in_float32(first):
+        optimizer = _float32().AdamW
     return optimizer(groups, **options)
 
 
@@ -2293,7 +2319,10 @@ def enable_batch_invariant(cpu_threads=1, cores=""):
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want
-        tables = dict(CPU=both if INTERPRET else both | on_cpu, CUDA=both)
+        on_card = _float32().FORMULAS | {"std.correction": on_cpu["std.correction"]} if FLOAT32 else {}
+        if INTERPRET:
+            on_cpu = on_cpu | on_card if FLOAT32 else {}
+        tables = dict(CPU=both | on_cpu, CUDA=both | on_card)
         for device, operators in tables.items():
             for name, operator in operators.items():
                 _library.impl(name, operator, device, allow_override=True)
@@ -2313,6 +2342,7 @@ def disable_batch_invariant():
 ELEMENTS = 1024  # numbers of a row that one program of an elementwise kernel takes ..
 ELEMENT_WARPS = 4  # .. and its warps
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # tests: CPU tensors take the Triton path too
+FLOAT32 = False  # set at a run's start: cards compute in float32, and then with the loops' bits (onecurve/float32.py)
 
 
 class Card(NamedTuple):
@@ -2345,13 +2375,23 @@ def card(x):
 
 
 def device_kind(device):
-    """'cpu', or a GPU with its compute capability, 'cuda 9.0': what has bits of its own."""
-    return device if device == "cpu" else "cuda {}.{}".format(*torch.cuda.get_device_capability())
+    """'cpu', or a GPU with its compute capability, 'cuda 9.0': what has bits of its own. 'cpu' is float32 anywhere."""
+    return "cpu" if device == "cpu" or FLOAT32 else "cuda {}.{}".format(*torch.cuda.get_device_capability())
+
+
+def compute_dtype(device):
+    """Of the models on this device."""
+    return torch.bfloat16 if device == "cuda" and not FLOAT32 else torch.float32
 
 
 def use_triton(x):
     """Whether x takes the Triton path: the loops are for CPUs, and for no other device."""
     return not x.is_cpu or INTERPRET
+
+
+def in_float32(x):
+    """Whether x takes the Triton path in the loops' order."""
+    return FLOAT32 and use_triton(x)
 
 
 def check(fits, message, *args):
@@ -2369,8 +2409,8 @@ def check_operands(x, *others):
     for y in others:
         if y.dtype != x.dtype or y.device != x.device:
             raise ValueError(f"{y.dtype} on {y.device} beside {x.dtype} on {x.device}: operands must agree")
-    if not by_triton and x.dtype != torch.float32:  # the loops would read other bits as float32
-        raise ValueError(f"dtype={x.dtype}: the CPU operators know float32")
+    if x.dtype != torch.float32 and (FLOAT32 or not by_triton):  # the loops would read other bits as float32
+        raise ValueError(f"dtype={x.dtype}: the {'float32' if by_triton else 'CPU'} operators know float32")
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype={x.dtype}: the Triton operators know bfloat16 and float32")
 
@@ -2381,6 +2421,14 @@ def _loops():
     from onecurve.cpu import loops
 
     return loops
+
+
+@functools.cache
+def _float32():
+    """Triton kernels with the loops' bits."""
+    from onecurve import float32
+
+    return float32
 
 
 def on_rows(kernel, units, work, args, grid, config, loop=None):
@@ -2406,6 +2454,8 @@ def on_elements(kernel, shape, work, *args):
 def _launch(kernel, grid, *args, **config):
     if 0 in grid:
         return
+    if FLOAT32:
+        kernel = getattr(_float32(), kernel.__name__, kernel)
     tensor = next(x for x in args if isinstance(x, torch.Tensor))
     with torch.cuda.device_of(tensor):
         kernel[grid](*args, **config)

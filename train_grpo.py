@@ -46,6 +46,8 @@ mode = "grpo"
 max_steps = 100  # RL steps; with mode='sft', 'rm' or 'dpo' supervised steps
 seed = 1  # of the data order, the samples and a scratch model
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
+# 'bfloat16', on cards alone, or 'float32', in which a card has the CPU's digest; '': the first on a card
+dtype = ""
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores, shared by those that work. Changes no bit
 # the data
 # a hub name, a .jsonl or .parquet file, 'my_file.py:my_function' that returns rows, 'reasoning_gym:countdown'; made

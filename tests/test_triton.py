@@ -517,11 +517,11 @@ def test_the_draws_logarithm_is_compiled_as_torch_compile_does():
 # ---- mutants: what the rules are for
 
 
-def mutant(folder, *changes):
-    """kernels.py with its text changed, as a module of its own."""
-    text = Path(kernels.__file__).read_text()
+def mutant(folder, *changes, of=kernels):
+    """kernels.py, or another file, with its text changed, as a module of its own."""
+    text = Path(of.__file__).read_text()
     for old, new in changes:
-        assert old in text, f"not in kernels.py: {old}"
+        assert old in text, f"not in {of.__name__}: {old}"
         text = text.replace(old, new)
     count = len(list(folder.iterdir()))
     path = folder / f"mutant{count}.py"

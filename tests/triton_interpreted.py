@@ -12,6 +12,7 @@ import itertools
 from unittest import mock
 
 import numpy as np
+import one_digest
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,8 @@ from test_kernels import (
 from test_triton import REVERSED_K, SPLIT_K, bf16, mutant
 
 import kernels
-from onecurve.cpu import host
+from onecurve import float32
+from onecurve.cpu import host, loops
 
 assert kernels.INTERPRET, "TRITON_INTERPRET=1 is needed"
 
@@ -674,6 +676,185 @@ def test_the_embeddings_gradient_adds_in_token_order(N):
     if N > 1:
         reversed_order = kernels.embedding_backward(grad.flip(0), ids.flip(0), 7, 3, False)
         assert not same(reversed_order, ours)
+
+
+# ---- law L17: float32 by the kernels of onecurve/float32.py has the bits of the CPU's loops
+
+
+def in_float32(work, module=float32):
+    """What `work` gives by these kernels."""
+    with patched(FLOAT32=True, _float32=lambda: module):
+        return work()
+
+
+def by_loops(work):
+    with patched(INTERPRET=False):
+        return work()
+
+
+def hashes(pieces):
+    """{name: hash} of one of one_digest.py's generators, whose inputs begin anew."""
+    one_digest.NUMBERS = np.random.default_rng(0)
+    return {name: one_digest.digest(*tensors) for name, *tensors in pieces()}
+
+
+def test_L17_every_operator_has_the_bits_of_its_loop():
+    right = by_loops(lambda: hashes(one_digest.operators))
+    assert len(right) > 12
+    assert in_float32(lambda: hashes(one_digest.operators)) == right
+
+
+def test_L17_formulas_in_plain_torch_have_the_bits_of_the_loops():
+    x = 2 * torch.randn(9, 101)
+    x[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    double = torch.randn(70, 333, dtype=torch.float64)
+    positions = torch.arange(0, 90_000, 1500)
+    formulas = float32.FORMULAS
+    found = in_float32(lambda: [formulas["exp"](x), formulas["log"](x.abs())])
+    assert all_same(found, [loops.aten_exp(x), loops.aten_log(x.abs())])
+
+    def work():
+        return kernels.row_sums(double), *rope(kernels, 32, positions)
+
+    assert all_same(in_float32(work), by_loops(work))
+    divide = formulas["div.Tensor"]
+    assert same(divide(x, torch.tensor(3.3)), x / 3.3)
+    assert not same(x * (1 / torch.tensor(3.3)), x / 3.3)  # what CUDA's kernel computes
+    assert same(divide(torch.arange(7), torch.tensor(3)), torch.arange(7) / 3)
+
+
+def packed(lengths, heads, kv_heads, D):
+    """Attention of such a pack and its gradients."""
+    N = sum(lengths)
+    inputs = qkv(N, heads, kv_heads, D)
+    grad = torch.randn(N, heads, D)
+    return lambda: attend(kernels, inputs, lengths, grad)
+
+
+def normed(N, heads, C):
+    x, weight, grad = normal((N, heads, C), (C,), (N, heads, C))
+    return lambda: both_ways(norm, (x, weight), grad)
+
+
+def head(V):
+    hidden, weight, grad, entropy_grad = normal((7, 24), (V, 24), (7,), (7,))
+    targets = torch.arange(7) % V
+    return lambda: both_ways(lambda *x: kernels.token_logprobs(*x, targets, 0.7), (hidden, weight), grad, entropy_grad)
+
+
+def masked():
+    z = 20 * torch.randn(5, 98)
+    z[:, ::3] = -torch.inf
+    z[4, 1:] = -torch.inf
+    return lambda: [kernels.log_softmax(z, -1, False)]
+
+
+def gated():
+    gate, up, grad = 5 * torch.randn(3, 9, 130)
+    gate[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
+    return lambda: both_ways(kernels.swiglu, (gate, up), grad)
+
+
+def merged():
+    weight, A, B = normal((70, 40), (17, 40), (70, 17))
+    return lambda: [kernels.merge(weight, A, B, 1.5)]
+
+
+def multiplied():
+    """K of no whole step, and of products that are too small for a number, whose sum is -0."""
+    x, w, out = normal((40, 99), (33, 99), (40, 33))
+    small = torch.full((3, 17), -1e-30), torch.full((17, 3), 1e-30)
+    return lambda: [kernels.matmul(x, w.t()), kernels.matmul(x, w.t(), out=out.clone()), kernels.matmul(*small)]
+
+
+EDGED = {
+    "matmul": multiplied,
+    "merge": merged,
+    "norm": lambda: normed(70, 1, 98),
+    "heads": lambda: normed(70, 3, 20),
+    "swiglu": gated,
+    "head": lambda: head(98),
+    "masked": masked,
+    "attention": lambda: packed([40, 0, 13], 2, 1, 32),
+    "groups": lambda: packed([1, 33], 5, 1, 16),
+}
+
+
+@pytest.mark.parametrize("edged", EDGED)
+def test_L17_edges_have_the_bits_of_the_loops(edged):
+    work = EDGED[edged]()
+    assert all_same(in_float32(work), by_loops(work))
+
+
+def test_L17_training_equals_prefill_equals_decode_among_strange_rows():
+    """Packed training is by the loops."""
+    sequences = by_loops(lambda: Sequences([40, 3, 65], 3, 1, 32))
+    steps = sequences.steps((19, 64))
+    for step in (*steps["prefill"], *steps["chunks"][:2], *steps["decode"][:3]):
+        assert same(*in_float32(lambda: sequences.step(step))), step
+
+
+UNDIVIDED = "p = _probabilities(s, seen & inside, top, scale)"
+AGAINST_THE_LOOPS = {
+    "neighbours are added first": (
+        "norm",
+        ("x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1)", "x.reshape(x.shape[0], x.shape[1] // 2, 2)"),
+    ),
+    "a product and a sum, each rounded": ("norm", ("acc = tl.fma(u, v, acc)", "acc += u * v")),
+    "1 / D": ("norm", ("tl.div_rn(_dots(x, x, inside, D), D * 1.0)", "_dots(x, x, inside, D) * (1.0 / D)")),
+    "a norm's weight by other blocks": ("norm", ("block = SUM_TOKENS * H", "block = SUM_TOKENS * H // 2")),
+    "g s for g / e": ("swiglu", ("d * tl.div_rn(g, e)", "d * (g * s)")),
+    "exp of a card": ("swiglu", ("1 + _exp(g * -1.0)", "1 + tl.exp(g * -1.0)")),
+    "keys of a tile first": (
+        "attention",
+        ("o = tl.dot(p, vt, o, input", "o = o + tl.dot(p, vt, tl.zeros([ROWS, D], tl.float32), input"),
+    ),
+    "the maximum is scaled with the score": (
+        "attention",
+        ("_exp(s * scale - top)", "_exp((s - tl.div_rn(top, scale)) * scale)"),
+    ),
+    "p undivided in backward": (
+        "attention",
+        ("p = tl.div_rn(_probabilities(s, seen & inside, top, scale), den)", UNDIVIDED),
+    ),
+    "1 - p at the target": (
+        "head",
+        ("d + g, d)", "(1 - p) * g - p * (tl.maximum(x, LEAST) + tl.load(entropy + row)) * e, d)"),
+    ),
+    "float32's log": ("head", ("_log(_total(sums).to(tl.float64))", "tl.log(_total(sums))")),
+    "a sum by its layout": ("head", ("_log(_total(sums).to", "_log(tl.sum(sums, 1).to")),
+}
+
+
+@pytest.mark.parametrize("name", AGAINST_THE_LOOPS)
+def test_L17_another_order_or_rounding_is_caught(name, tmp_path):
+    edged, *changes = AGAINST_THE_LOOPS[name]
+    work = EDGED[edged]()
+    module = mutant(tmp_path, *changes, of=float32)
+    assert not all_same(in_float32(work, module), by_loops(work))
+
+
+TO_THE_END = """    c += m * c_m + n * c_n
+    a += K // BLOCK_K * BLOCK_K * a_k
+    b += K // BLOCK_K * BLOCK_K * b_k
+"""
+OTHER_CHAINS = {
+    "K from its end": (
+        ("    c += m * c_m + n * c_n\n", TO_THE_END),
+        ("for left in range(K, 0, -BLOCK_K):", "for left in range(K % BLOCK_K, K + 1, BLOCK_K):"),
+        ("        a += a_k * BLOCK_K", "        a -= a_k * BLOCK_K"),
+        ("        b += b_k * BLOCK_K", "        b -= b_k * BLOCK_K"),
+    ),
+    "the last step is filled with 0.0": (("tl.where(inside_k[None, :], x, _negative_zero())", "x"),),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CHAINS)
+def test_L17_another_chain_is_caught(name, tmp_path):
+    work = EDGED["matmul"]()
+    changed = mutant(tmp_path, *OTHER_CHAINS[name])
+    with patched(triton_matmul=changed.triton_matmul):
+        assert not all_same(in_float32(work), by_loops(work))
 
 
 # ---- bfloat16, in which a GPU computes, on a card with TMA and on one without; and the optimizer

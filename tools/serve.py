@@ -140,7 +140,7 @@ def serve(config):
         kernels.enable_batch_invariant(torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
         weights = pool.submit(fingerprint, model)  # takes seconds, as an engine's start does
-        dtype = torch.bfloat16 if config["device"] == "cuda" else torch.float32
+        dtype = kernels.compute_dtype(config["device"])
         log = Path(folder, "engine_0.log")
         engine = RolloutEngine(0, model, hf, config, config["device"], dtype, log, patches=PATCHES)
         engine.run([answer(sock, engine, tokenizer, stop_tokens, config, weights.result())], "while it serves")

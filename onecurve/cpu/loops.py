@@ -853,8 +853,10 @@ class AdamW(torch.optim.AdamW):
                 c1, c2 = (_bias_correction(b, int(state["step"])) for b in (b1, b2))
                 keep = 1 - lr * group["weight_decay"]
                 numbers = 1 - b1, b2, 1 - b2, keep, lr / c1, math.sqrt(c2), group["eps"]
-                args = w, w.grad, state["exp_avg"], state["exp_avg_sq"], *numbers
-                host.share(cpu_adamw, w.numel(), 20 * w.numel(), *args)
+                self.move(w.numel(), w, w.grad, state["exp_avg"], state["exp_avg_sq"], *numbers)
+
+    def move(self, N, *args):
+        host.share(cpu_adamw, N, 20 * N, *args)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -873,22 +875,22 @@ def cpu_log(x, y):
         y[i] = log(np.float64(x[i]))
 
 
-def _element_wise(loop, its_own):
-    """An aten operator on float32; other types are left to torch."""
+def element_wise(compute, its_own):
+    """An aten operator on float32, whose numbers compute(x, y) writes to y; other types are left to torch."""
 
     def operator(x):
         if x.dtype != torch.float32:
             return its_own(x, out=torch.empty_like(x, dtype=x.dtype if x.is_floating_point() else torch.float32))
         x = x.contiguous()
         y = torch.empty_like(x)
-        loop(host.flat(x), host.flat(y))
+        compute(x, y)
         return y
 
     return operator
 
 
-aten_exp = _element_wise(cpu_exp, torch.exp)
-aten_log = _element_wise(cpu_log, torch.log)
+aten_exp = element_wise(lambda x, y: cpu_exp(host.flat(x), host.flat(y)), torch.exp)
+aten_log = element_wise(lambda x, y: cpu_log(host.flat(x), host.flat(y)), torch.log)
 
 
 def aten_pow(base, exponents):

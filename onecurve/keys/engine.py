@@ -31,6 +31,10 @@ def rules(c):
     trainers, engines = roles(vars(c), c.world)
     why = "engine and trainer must be one process; use --colocate or another transport"
     yield "weight_sync", c.weight_sync != "ipc" or trainers == engines == c.world, why
+    if on_cpu(vars(c)):
+        yield "dtype", c.dtype != "bfloat16", "is for cards, and this run is on a CPU; use float32"
+    else:
+        yield "dtype", c.dtype != "float32" or c.batch_invariant, "on a card it needs --batch_invariant=True"
     machine = os.uname().machine
     why = f"SGLang's engine has run on x86_64 only, and this is {machine}; use a mode without an engine, such as sft"
     yield "device", machine == "x86_64" or not (engines and on_cpu(vars(c))), why

@@ -92,7 +92,7 @@ def check_memory(hf, config, place, judges=()):
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
     counts = parameter_counts(hf, config if config["lora_rank"] else None)
-    scores = sum((4 if place == "cpu" else 2) * parameter_counts(judge)[0] for judge in judges)
+    scores = sum(kernels.compute_dtype(place).itemsize * parameter_counts(judge)[0] for judge in judges)
     needs = least_memory(*counts, config, world, scores, place)
     if place == "cpu":
         has, what = machine_memory(), "machine"
@@ -142,8 +142,10 @@ def rope_frequencies(hf, device):
         why = f"{rope[key]!r} in config.json; known: {', '.join(map(str, values))}"
         require(rope[key] in values, f"init_from: {key}={why}")
     inv_freq = LlamaRotaryEmbedding(hf, device="cpu").inv_freq
-    if device == "cuda":
-        dim = 2 * len(inv_freq)
+    dim = 2 * len(inv_freq)
+    if device == "cuda" and kernels.FLOAT32:
+        require(dim >= 16 and dim.bit_count() == 1, f"init_from: head_dim={dim}; on CUDA a power of two from 16 on")
+    elif device == "cuda":
         groups = hf.num_attention_heads / hf.num_key_value_heads
         require(dim in (64, 128), f"init_from: head_dim={dim}; on CUDA it must be 64 or 128")
         require(groups in range(1, 9), f"init_from: {groups:g} query heads to a key head; on CUDA 1 to 8")
@@ -152,16 +154,16 @@ def rope_frequencies(hf, device):
 
 def is_sharded(mesh, device, lora):
     """
-    One trainer has nothing to gather, and with LoRA or on a CPU nothing to cast: it goes without FSDP2, which would
+    One trainer has nothing to gather, and with LoRA or in float32 nothing to cast: it goes without FSDP2, which would
     copy all of it.
     """
-    return mesh.size() > 1 or device == "cuda" and not lora
+    return mesh.size() > 1 or kernels.compute_dtype(device) != torch.float32 and not lora
 
 
 def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
     """
     The Hugging Face model, sharded by FSDP2 where `is_sharded`, its weights still unset. Master weights are float32,
-    the compute dtype is bfloat16 on CUDA and float32 elsewhere. `model.token_logprobs` is its forward pass for
+    the compute dtype is `kernels.compute_dtype`'s. `model.token_logprobs` is its forward pass for
     training. critic: with a value head (hidden size,). lora: the config whose adapters it gets; its own weights are
     then frozen and held in the compute dtype. mesh None: a whole model for forward passes only, in the compute dtype.
     tp_split: parts of row-parallel sums.
@@ -175,7 +177,7 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     # `install_in_trainer` replaces the layers that would call it; under this name no attention mask is made
     ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.attention)
     kind = AutoModelForSequenceClassification if gives_scores(hf) else AutoModelForCausalLM
-    computed_in = torch.bfloat16 if device == "cuda" else torch.float32
+    computed_in = kernels.compute_dtype(device)
     held_in = torch.float32 if mesh and not lora else computed_in
     with torch.device("meta"):
         model = kind.from_config(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+import kernels
 from configurator import require
 from onecurve.keys.scratch import scratch_sizes
 from onecurve.keys.seeds import seed_of
@@ -227,7 +228,7 @@ class FullWeights:
         self.frozen = [s for s, p in every if not p.requires_grad]
         self.policy = [s for s in self.trained if s.name != "value_head"]
         self.sent = self.frozen or self.policy
-        self.dtype = torch.float32 if self.frozen or device == "cpu" else torch.bfloat16
+        self.dtype = torch.float32 if self.frozen else kernels.compute_dtype(device)
 
     def load(self, folder, checkpoint=None):
         """Reads a model's folder; checkpoint: it is the one from which a run resumes, and has all heads."""

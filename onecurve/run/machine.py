@@ -100,7 +100,7 @@ def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
     sent and as its loops read them, and only the second sleep.
     """
     trainers, engines = roles(config, world)
-    compute = 4 if place == "cpu" else 2  # bytes of a number in the compute dtype
+    compute = kernels.compute_dtype(place).itemsize  # bytes of a number
     weights = compute * parameters / config["rollout_tp"]
     reward *= engines > 0
     needs = {}

@@ -136,7 +136,8 @@ class Run:
         world = int(os.environ.get("WORLD_SIZE", 1))
         self.gpu = int(os.environ.get("LOCAL_RANK", 0))
         self.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32  # of the model in an engine
+        kernels.FLOAT32 = self.device == "cuda" and c.dtype == "float32"
+        self.dtype = kernels.compute_dtype(self.device)  # of the model in an engine
         self.chip = take_gpu(config, world, self.gpu) if self.device == "cuda" else ""
         self.ranks = ranks = sync.start_process_groups(*roles(config, world), self.device, c.rollout_tp)
         # Do trainers and engines work side by side, or in turn?
@@ -189,7 +190,7 @@ class Run:
                 line += f", of which {trainer.model.num_parameters(only_trainable=True):,} are trained"
             print(line, flush=True)
         if not self.saved:
-            if self.device == "cuda":  # all CPUs have one digest, cards of one capability have one
+            if self.origin["device"] != "cpu":  # float32 has one digest, bfloat16 one on cards of one capability
                 self.record.ledger.append(phase="device", step=0, device=self.origin["device"])
             if self.c.lora_rank:
                 self.record.ledger.append(phase="base", step=0, weights=trainer.parts.base)

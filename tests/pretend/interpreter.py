@@ -1,6 +1,7 @@
 """
 Triton's interpreter as a card computes, after `install()`: bfloat16 is decoded before a product and rounded to nearest
-even, and `tl.dot` adds as a tensor core does. Threads take turns: a kernel that is interpreted changes Triton's module
+even, and `tl.dot` adds as a tensor core does; of float32 it is a chain of fused multiply-adds, as Triton compiles it,
+and `tl.fma` is one rounding. Threads take turns: a kernel that is interpreted changes Triton's module
 `language` for as long as it runs.
 
 What no kernel sees, and most of its time would go to, is left out: Triton would look for what to change in `language`
@@ -13,8 +14,10 @@ import functools
 import math
 import threading
 
+import numba
 import numpy as np
 import triton.language as tl
+from numba.extending import intrinsic
 from triton.runtime import interpreter
 
 plain_cast, plain_fp_to_fp = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_fp_to_fp
@@ -34,8 +37,45 @@ def nearest_even(x):
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
 
 
+@intrinsic
+def fused(_, x, y, z):
+    """x * y + z in one rounding."""
+    return z(x, y, z), lambda context, builder, signature, args: builder.fma(*args)
+
+
+@numba.njit(cache=True)
+def fuse_all(x, y, z, out):
+    for i in range(len(out)):
+        out[i] = fused(x[i], y[i], z[i])
+
+
+def fma(self, x, y, z):
+    arrays = np.broadcast_arrays(x.data, y.data, z.data)
+    assert len({array.dtype for array in arrays}) == 1  # a float64 beside numbers of float32 would be cut off
+    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    out = np.empty_like(flat[0])
+    fuse_all(*flat, out)
+    return interpreter.TensorHandle(out.reshape(arrays[0].shape), z.dtype.scalar)
+
+
+@numba.njit(cache=True)
+def add_in_order(a, b, acc):
+    """acc (M, N) += a (M, K) @ b (K, N), product by product in the order of K."""
+    for m in range(a.shape[0]):
+        for k in range(a.shape[1]):
+            for n in range(b.shape[1]):
+                acc[m, n] = fused(a[m, k], b[k, n], acc[m, n])
+
+
 def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """Per step of 16, one rounded sum of 16 products and the accumulator; its bits do not depend on the shape."""
+    """
+    float32: a chain. bfloat16: per step of 16, one rounded sum of 16 products and the accumulator; its bits do not
+    depend on the shape.
+    """
+    if a.dtype.scalar == tl.float32:
+        acc = d.data.copy()
+        add_in_order(np.ascontiguousarray(a.data), np.ascontiguousarray(b.data), acc)
+        return interpreter.TensorHandle(acc, d.dtype.scalar)
     acc, x, y = d.data, decoded(a).astype(np.float64), decoded(b).astype(np.float64)
     for first in range(0, x.shape[-1], 16):
         total = acc.astype(np.float64)
@@ -121,6 +161,7 @@ def install():
     make_types_once()
     builder = interpreter.InterpreterBuilder
     builder.create_dot = dot
+    builder.create_fma = fma
     builder.cast_impl = convert(plain_cast)
     builder.create_fp_to_fp = convert(plain_fp_to_fp)
     builder.get_bf16 = lambda self, value: interpreter.TensorHandle(nearest_even(np.array([value])), tl.bfloat16)
