@@ -207,6 +207,15 @@ def test_a_trainer_holds_what_the_account_says(overlapped, adapted):
         assert expected <= max(held.values()) < expected + 16_000, (held, expected)
 
 
+def test_L17_in_float32_a_pretended_card_has_the_digest_of_a_cpu(once, alone, tmp_path, assert_it_learned):
+    flags = "--dtype=float32", "--eval_size=0"
+    folder, output = once("pretend_float32", lambda folder: pretend(folder, *flags))
+    assert_it_learned(folder, steps=2)
+    assert digest(finish(tmp_path / "run", *FLAGS, *flags, "--device=cpu")) == digest(output)
+    assert ledger(tmp_path / "run") == ledger(folder) != ledger(alone[0])
+    assert not noted(folder, "mixed", "race", "freed early")
+
+
 def test_a_resume_on_another_architecture_is_refused(alone, tmp_path):
     shutil.copytree(alone[0], tmp_path / "run")
     status, output = launch(tmp_path / "run", "--init_from=resume", "--max_steps=3", PRETEND_CAPABILITY="8.6")

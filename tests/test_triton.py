@@ -10,6 +10,7 @@ only a GPU can show is not here: that tensor cores add in one order for every ti
 """
 
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gpu_bits import WIDTHS, product
+from gpu_bits import WIDTHS, patched, product
 from test_kernels import all_close, both_ways, close, differing, doubles, imported, normal, rope, same, textbook_swiglu
 from trials import of_this_commit
 from triton.backends.compiler import GPUTarget
@@ -28,6 +29,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernels
+from onecurve import float32
 
 HOPPER = 9, 0
 OTHERS = [capability for capability in kernels.CARDS if capability != HOPPER]
@@ -514,6 +516,116 @@ def test_the_draws_logarithm_is_compiled_as_torch_compile_does():
     assert draw.ptx.count("fma.rn.f64") == 2 * columns * steps
 
 
+# ---- float32 in the order of the loops: each instruction on floats is one whose result IEEE 754 leaves no choice
+
+ALIKE = r"(fma|add|sub|mul|div|sqrt)\.rn\.(f32|f32x2|f64)|(max|min|neg|abs|selp|mov|setp\.\w+)\.f(32|64)|(ld|st)\..*"
+CONVERSION = r"cvt\.(rn\.|rzi\.)?([fsu](8|16|32|64)\.?){2}"
+
+
+def in_float32():
+    """Every operator, at shapes with edges."""
+    for K, layout in ((64, "NT"), (63, "NT"), (64, "TN")):
+        multiply(100, 70, K, layout, f32, out=layout == "TN")
+    back(kernels.rms_norm(leaf(70, 98, dtype=f32), leaf(98, dtype=f32), 1e-6))
+    angle = empty(7, 16, dtype=f32)
+    q = leaf(7, 3, 32, dtype=f32)
+    turned = kernels.norm_rope(q, q, angle, angle, leaf(32, dtype=f32), leaf(32, dtype=f32), 1e-6)
+    torch.autograd.backward(turned, [torch.empty_like(x) for x in turned])
+    kernels.rope_table(torch.zeros(16), torch.zeros(7, dtype=torch.long))
+    gate = leaf(7, 128, dtype=f32)
+    back(kernels.swiglu(gate, gate))
+    attention_of(f32, 32, 3)
+    mixture_of(6, 64, 32, 2, (40,), f32)
+    kernels.merge(*(empty(*shape, dtype=f32) for shape in ((70, 64), (4, 64), (70, 4))), 2.0)
+    hidden = torch.zeros(7, 64, requires_grad=True)
+    weight = torch.zeros(98, 64, requires_grad=True)
+    ids = torch.zeros(7, dtype=torch.long)
+    logprobs, entropy = kernels.token_logprobs(hidden, weight, ids, 0.7, 0.9)
+    (logprobs.sum() + entropy.sum()).backward()
+    logprobs = kernels.log_softmax(empty(7, 98, dtype=f32), -1, False)
+    kernels.draw(logprobs, *empty(2, 7, dtype=torch.long))
+    kernels.embedding_backward(torch.zeros(7, 64), ids, 90, -1, False)
+    numbers = torch.zeros(70, 96)
+    weight = torch.nn.Parameter(numbers)
+    weight.grad = numbers
+    kernels.adamw([dict(params=[weight])]).step()
+    kernels._float32().FORMULAS["exp"](numbers)
+    kernels._float32().FORMULAS["log"](numbers)
+
+
+def unlike_a_cpu(x):
+    """What in a compiled kernel may give other bits than a CPU's operations."""
+    operations = re.findall(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]*)\s", x.ptx, re.M)
+    floats = {name for name in operations if re.search(r"f(16|32|64)", name)}
+    found = {name for name in floats if not re.fullmatch(f"{ALIKE}|{CONVERSION}", name)}
+    for kind in ("reduce", "scan"):  # whose order is the layout's
+        for body in re.findall(rf'"tt\.{kind}"\(.*?tt\.{kind}\.return', x.ir, re.S):
+            if "arith.addf" in body:
+                found.add(f"a float {kind}")
+    if x.name == "triton_matmul":  # a chain is one product and sum after the other, in one rounding each
+        sizes = [x.options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")]
+        steps = math.prod(sizes) // (32 * x.options["num_warps"])
+        fused = x.ptx.count("fma.rn.f32 ") + 2 * x.ptx.count("fma.rn.f32x2 ")
+        if fused % steps or not fused:
+            found.add("no chain")
+    return sorted(found)
+
+
+def unlike(found):
+    return {repr(x): unlike_a_cpu(x) for x in found if unlike_a_cpu(x)}
+
+
+def launched_in_float32(work, capability=HOPPER):
+    with patched(FLOAT32=True):
+        return launched(work, capability)
+
+
+def test_in_float32_a_card_computes_by_operations_that_a_cpu_has_too():
+    found = [x.compile() for x in launched_in_float32(in_float32)]
+    assert unlike(found) == {}
+    written = re.findall(r"^def (triton_\w+)\(", Path(float32.__file__).read_text(), re.M)
+    assert len(written) > 15
+    assert set(written) <= {x.name for x in found}
+
+
+def test_the_kernels_of_bfloat16_would_not_do_for_float32():
+    """The control: in float32 they have approximate functions, and sums in the order of a layout."""
+
+    def work():
+        back(kernels.swiglu(leaf(7, 128, dtype=f32), empty(7, 128, dtype=f32)))
+        kernels.log_softmax(empty(7, 98, dtype=f32), -1, False)
+        kernels.rms_norm(empty(70, 98, dtype=f32), empty(98, dtype=f32), 1e-6)
+
+    found = {x.name: unlike_a_cpu(x) for x in compiled(work)}
+    assert found.pop("triton_log_softmax") == []
+    assert all(found.values())
+    assert {"a float reduce", "div.full.f32", "ex2.approx.ftz.f32"} <= {*itertools.chain(*found.values())}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("1 + _exp(g", "1 + tl.exp(g"),
+        ("tl.div_rn(g, 1 + _exp(g * -1.0))", "g / (1 + _exp(g * -1.0))"),
+        ("tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))", "tl.rsqrt(mean_square + eps)"),
+        ("_log(_total(sums).to(tl.float64))", "_log(tl.sum(sums, 1).to(tl.float64))"),
+        ("ELEMENT_WARPS, **EXACT)", "ELEMENT_WARPS)"),
+    ],
+)
+def test_an_operation_that_a_cpu_does_not_have_is_caught(change, tmp_path):
+    changed = mutant(tmp_path, change, of=float32)
+
+    def work():
+        kernels.swiglu(empty(7, 128, dtype=f32), empty(7, 128, dtype=f32))
+        kernels.log_softmax(empty(7, 98, dtype=f32), -1, False)
+        kernels.rms_norm(empty(70, 98, dtype=f32), empty(98, dtype=f32), 1e-6)
+        changed.FORMULAS["exp"](torch.zeros(70))
+
+    with patched(_float32=lambda: changed):
+        found = [x.compile() for x in launched_in_float32(work)]
+    assert unlike(found)
+
+
 # ---- mutants: what the rules are for
 
 
@@ -697,4 +809,9 @@ if __name__ == "__main__":
         shared = max(x.shared for x in found)
         most = f"{registers} registers, {shared} bytes of shared memory"
         print(f"{capability} {work.__name__}: {len(found)} kernels, at most {most}: {wrong or 'all within the rules'}")
+    for capability in kernels.CARDS:
+        found = [x.compile() for x in launched_in_float32(in_float32, capability)]
+        wrong = all_faults(found) | unlike(found)
+        failed |= bool(wrong)
+        print(f"{capability} in float32: {len(found)} kernels: {wrong or 'as a CPU computes'}")
     sys.exit(failed)
