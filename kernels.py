@@ -2192,8 +2192,9 @@ def draw(logprobs, seeds, positions):
     grid = B, -(-V // ELEMENTS)
     scores = logprobs.new_empty(grid, dtype=torch.float64)
     columns = logprobs.new_empty(grid, dtype=torch.int64)
-    # not EXACT: torch.compile, and so SGLang, fuses a step of libdevice's float64 logarithm
-    _launch(triton_draw, grid, *args, scores, columns, V=V, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS)
+    # in bfloat16 not EXACT: torch.compile, and so SGLang, fuses a step of libdevice's float64 logarithm
+    exact = EXACT if FLOAT32 else {}
+    _launch(triton_draw, grid, *args, scores, columns, V=V, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **exact)
     return columns.gather(1, scores.argmax(1, keepdim=True))
 
 

@@ -22,7 +22,19 @@ import torch
 import triton
 import triton.language as tl
 from gpu_bits import WIDTHS, patched, product
-from test_kernels import all_close, both_ways, close, differing, doubles, imported, normal, rope, same, textbook_swiglu
+from test_kernels import (
+    adamw_state,
+    all_close,
+    both_ways,
+    close,
+    differing,
+    doubles,
+    imported,
+    normal,
+    rope,
+    same,
+    textbook_swiglu,
+)
 from trials import of_this_commit
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -548,13 +560,15 @@ def in_float32():
     numbers = torch.zeros(70, 96)
     weight = torch.nn.Parameter(numbers)
     weight.grad = numbers
-    kernels.adamw([dict(params=[weight])]).step()
+    optimizer = kernels.adamw([dict(params=[weight])])
+    optimizer.state[weight] = adamw_state(numbers, numbers)
+    optimizer.step()
     kernels._float32().FORMULAS["exp"](numbers)
     kernels._float32().FORMULAS["log"](numbers)
 
 
 def unlike_a_cpu(x):
-    """What in a compiled kernel may give other bits than a CPU's operations."""
+    """What in a compiled kernel may give other bits than a CPU's operations; or that it is too large for the card."""
     operations = re.findall(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]*)\s", x.ptx, re.M)
     floats = {name for name in operations if re.search(r"f(16|32|64)", name)}
     found = {name for name in floats if not re.fullmatch(f"{ALIKE}|{CONVERSION}", name)}
@@ -568,6 +582,8 @@ def unlike_a_cpu(x):
         fused = x.ptx.count("fma.rn.f32 ") + 2 * x.ptx.count("fma.rn.f32x2 ")
         if fused % steps or not fused:
             found.add("no chain")
+    if x.stack or x.shared > x.card.shared * 1024:
+        found.add("too large")
     return sorted(found)
 
 
@@ -599,7 +615,7 @@ def test_the_kernels_of_bfloat16_would_not_do_for_float32():
     found = {x.name: unlike_a_cpu(x) for x in compiled(work)}
     assert found.pop("triton_log_softmax") == []
     assert all(found.values())
-    assert {"a float reduce", "div.full.f32", "ex2.approx.ftz.f32"} <= {*itertools.chain(*found.values())}
+    assert {"a float reduce", "div.full.f32", "ex2.approx.f32"} <= {*itertools.chain(*found.values())}
 
 
 @pytest.mark.parametrize(
@@ -811,7 +827,7 @@ if __name__ == "__main__":
         print(f"{capability} {work.__name__}: {len(found)} kernels, at most {most}: {wrong or 'all within the rules'}")
     for capability in kernels.CARDS:
         found = [x.compile() for x in launched_in_float32(in_float32, capability)]
-        wrong = all_faults(found) | unlike(found)
+        wrong = unlike(found)
         failed |= bool(wrong)
         print(f"{capability} in float32: {len(found)} kernels: {wrong or 'as a CPU computes'}")
     sys.exit(failed)
