@@ -771,12 +771,12 @@ def log(x, y):
 
 def divide(x, y):
     """
-    aten::div.Tensor. By a number, which comes as a tensor of the CPU, torch would multiply by its rounded reciprocal on
-    a card; by a tensor that lies there it divides.
+    aten::div.Tensor. By a number torch would multiply by its rounded reciprocal on a card; by a tensor that lies there
+    it divides.
     """
     dtype = torch.result_type(x, y)
-    if y.is_cpu and y.dim() == 0:
-        y = x.new_full((), y.item(), dtype=dtype)
+    if not isinstance(y, torch.Tensor) or y.is_cpu and y.dim() == 0:
+        y = x.new_full((), float(y), dtype=dtype)
     if not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
     return torch.div(x, y, out=x.new_empty(0, dtype=dtype))

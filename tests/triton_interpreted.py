@@ -718,9 +718,10 @@ def test_L17_formulas_in_plain_torch_have_the_bits_of_the_loops():
 
     assert all_same(in_float32(work), by_loops(work))
     divide = formulas["div.Tensor"]
+    assert same(divide(x, 3.3), x / 3.3)
     assert same(divide(x, torch.tensor(3.3)), x / 3.3)
     assert not same(x * (1 / torch.tensor(3.3)), x / 3.3)  # what CUDA's kernel computes
-    assert same(divide(torch.arange(7), torch.tensor(3)), torch.arange(7) / 3)
+    assert same(divide(torch.arange(7), 3), torch.arange(7) / 3)
 
 
 def packed(lengths, heads, kv_heads, D):
