@@ -691,6 +691,8 @@ def test_a_kind_of_device_has_its_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     assert kernels.device_kind("cpu") == "cpu"
     assert kernels.device_kind("cuda") == "cuda 8.6"
+    with patched(FLOAT32=True):
+        assert kernels.device_kind("cuda") == "cpu"
 
 
 def test_split_k_is_caught(tmp_path):
