@@ -211,8 +211,14 @@ def test_L17_in_float32_a_pretended_card_has_the_digest_of_a_cpu(once, alone, tm
     flags = "--dtype=float32", "--eval_size=0"
     folder, output = once("pretend_float32", lambda folder: pretend(folder, *flags))
     assert_it_learned(folder, steps=2)
-    assert digest(finish(tmp_path / "run", *FLAGS, *flags, "--device=cpu")) == digest(output)
+    on_cpu = *FLAGS, *flags, "--device=cpu"
+    assert digest(finish(tmp_path / "run", *on_cpu)) == digest(output)
     assert ledger(tmp_path / "run") == ledger(folder) != ledger(alone[0])
+    shutil.copytree(folder, tmp_path / "resumed")  # by a CPU, from the card's first checkpoint on
+    shutil.rmtree(tmp_path / "resumed" / "ckpt" / "step_000002")
+    shutil.rmtree(tmp_path / "resumed" / "queue" / "rl_000001")
+    finish(tmp_path / "resumed", *on_cpu, "--init_from=resume")
+    assert ledger(tmp_path / "resumed") == ledger(folder)
     assert not noted(folder, "mixed", "race", "freed early")
 
 
