@@ -47,8 +47,8 @@ The operators; E is the engine, T the trainer:
     adamw                  a step of the weights                   no sum                           T
 
 Each is a public function that checks its operands and picks by device: the kernel `triton_*`, for an NVIDIA GPU of one
-of CARDS (bfloat16, or float32 without TF32), or on a CPU the loop of that name in onecurve/cpu/loops.py (float32). A
-section has the equation, why its order is fixed, the kernel, the autograd Function over kernel and loop, the public
+of CARDS (bfloat16; in a float32 run that of onecurve/float32.py), or on a CPU the loop of that name in
+onecurve/cpu/loops.py (float32), whose bits a float32 run has on a card, too. A section has the equation, why its order is fixed, the kernel, the autograd Function over kernel and loop, the public
 function. How one of the two is chosen and started is at the end. `naive_*`, on this page, is a CPU's order of addition
 in plain words.
 
