@@ -47,10 +47,10 @@ The operators; E is the engine, T the trainer:
     adamw                  a step of the weights                   no sum                           T
 
 Each is a public function that checks its operands and picks by device: the kernel `triton_*`, for an NVIDIA GPU of one
-of CARDS (bfloat16; in a float32 run that of onecurve/float32.py), or on a CPU the loop of that name in
-onecurve/cpu/loops.py (float32), whose bits a float32 run has on a card, too. A section has the equation, why its order is fixed, the kernel, the autograd Function over kernel and loop, the public
-function. How one of the two is chosen and started is at the end. `naive_*`, on this page, is a CPU's order of addition
-in plain words.
+of CARDS, in bfloat16, or on a CPU the loop of that name in onecurve/cpu/loops.py, in float32. A section has the
+equation, why its order is fixed, the kernel, the autograd Function over kernel and loop, the public function. How one
+of the two is chosen and started is at the end. A run with `--dtype=float32` takes the kernels of onecurve/float32.py,
+which have the loops' bits on a card. `naive_*`, on this page, is a CPU's order of addition in plain words.
 
 What the Triton kernels do about the order:
 
@@ -201,19 +201,22 @@ def _part(c, m, n, M, N, c_m, c_n, ROWS: constexpr, COLUMNS: constexpr):
 
 
 @triton.jit
-def _negative_zero():
-    """-0.0, of which a literal and Triton's unary minus make 0.0."""
-    return tl.full([], -2147483648, tl.int32).to(tl.float32, bitcast=True)
+def _fill(x, inside):
+    """
+    What is outside of K becomes -0.0, by which a sum of -0.0 stays as it is on a CPU; in bfloat16 no CPU's bits are
+    wanted. Of a literal -0.0, and of its unary minus, Triton makes 0.0.
+    """
+    if x.dtype == tl.float32:
+        negative_zero = tl.full([], -2147483648, tl.int32).to(tl.float32, bitcast=True)
+        x = tl.where(inside, x, negative_zero)
+    return x
 
 
 @triton.jit
 def _multiply_tile(
-    a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD: constexpr, BLOCK_K: constexpr, SIGNED: constexpr,
+    a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
-    """
-    The rows m below M and the columns n below N of c = a b. ADD: the chain continues from the values in c. SIGNED: what
-    fills the last step leaves a sum of -0 as it is.
-    """
+    """The rows m below M and the columns n below N of c = a b. ADD: the chain continues from the values in c."""
     k = tl.arange(0, BLOCK_K)
     inside_m = (m < M)[:, None]
     inside_n = (n < N)[None, :]
@@ -231,8 +234,7 @@ def _multiply_tile(
         inside_k = k < left
         x = tl.load(a, mask=inside_m & inside_k[None, :], other=0.0)
         y = tl.load(b, mask=inside_n & inside_k[:, None], other=0.0)
-        if SIGNED:
-            x = tl.where(inside_k[None, :], x, _negative_zero())
+        x = _fill(x, inside_k[None, :])
         acc = tl.dot(x, y, acc, input_precision="ieee")
         a += a_k * BLOCK_K
         b += b_k * BLOCK_K
@@ -242,7 +244,7 @@ def _multiply_tile(
 @triton.jit
 def triton_matmul(
     a, b, c, starts, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n,
-    ADD: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SIGNED: constexpr,
+    ADD: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
     """Any strides, any alignment. starts: of the parts of K, one for each of the matrices c; else there is one c."""
     if starts is not None:
@@ -257,7 +259,7 @@ def triton_matmul(
     row, col = _tile_at(tile, M, N, BLOCK_M, BLOCK_N, 8)
     m = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col * BLOCK_N + tl.arange(0, BLOCK_N)
-    _multiply_tile(a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD, BLOCK_K, SIGNED)
+    _multiply_tile(a, b, c, m, n, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, ADD, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=["K", "PROGRAMS"])  # as a constant, K = 1 would be laid out in too much shared memory
@@ -380,8 +382,12 @@ def matmul(a, b, out_dtype=None, out=None):
     aligned = c.stride(0) % 16 == 0
     on = card(a)
     block_m, block_n, block_k, warps, stages = _matmul_config(M, N, a.dtype, wide, aligned, on)
-    if block_m < 64:  # which wgmma needs, so the columns become the rows: c^T = b^T a^T
+    # Of a b whose columns lie K apart in shared memory, lanes would wait for each other: tensor cores read such a one
+    apart = a.dtype == torch.float32 and a.stride(1) == b.stride(0) == 1
+    if apart or block_m < 64:  # which wgmma needs, so the columns become the rows: c^T = b^T a^T
         a, b = b.t(), a.t()
+        if apart:
+            b = b.contiguous()
         c = c.t()
         x, y = y, x
         M, N = N, M
@@ -405,7 +411,7 @@ def matmul(a, b, out_dtype=None, out=None):
     else:
         strides = *a.stride(), *b.stride(), *c.stride()
         args = a, b, c, None, M, N, K, *strides, add
-        _launch(triton_matmul, (tiles,), *args, SIGNED=FLOAT32, **config)
+        _launch(triton_matmul, (tiles,), *args, **config)
     return result
 
 
@@ -500,7 +506,7 @@ LORA_TILE = 64  # rows and columns of a program of `triton_lora`; speed only
 
 
 @triton.jit(do_not_specialize=["N"])
-def triton_lora(weight, A, B, out, scale, N, K, R, BLOCK: constexpr, BLOCK_R: constexpr, SIGNED: constexpr):
+def triton_lora(weight, A, B, out, scale, N, K, R, BLOCK: constexpr, BLOCK_R: constexpr):
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     r = tl.arange(0, BLOCK_R)
@@ -514,8 +520,7 @@ def triton_lora(weight, A, B, out, scale, N, K, R, BLOCK: constexpr, BLOCK_R: co
         inside = inside_k & inside_r[:, None]
         row = A + (first + r)[:, None].to(tl.int64) * K
         y = tl.load(row + k, mask=inside, other=0.0)
-        if SIGNED:
-            x = tl.where(inside_r, x, _negative_zero())
+        x = _fill(x, inside_r)
         acc = tl.dot(x, y, acc, input_precision="ieee")
     inside = inside_n & inside_k
     weight += n * K
@@ -581,7 +586,7 @@ def merge(weight, A, B, scale):
     out = torch.empty_like(weight)
     grid = -(-N // LORA_TILE), -(-K // LORA_TILE)
     args = weight, A, B, out, scale, N, K, len(A)
-    _launch(triton_lora, grid, *args, BLOCK=LORA_TILE, BLOCK_R=16, SIGNED=FLOAT32, **EXACT)
+    _launch(triton_lora, grid, *args, BLOCK=LORA_TILE, BLOCK_R=16, **EXACT)
     return out
 
 
@@ -967,7 +972,7 @@ def triton_to_pairs(x, y, places, w, out, dots, k, C: constexpr, BLOCK: constexp
 @triton.jit
 def triton_expert_matmul(
     b, a, c, starts, N, K, b_n, b_k,
-    EXPERTS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SIGNED: constexpr,
+    EXPERTS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
     """
     A tile of c^T = b^T a^T, so that the weights are the 64 rows that wgmma needs: BLOCK_N rows of one expert, which
@@ -987,7 +992,7 @@ def triton_expert_matmul(
     n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     end = tl.load(starts + e + 1)
     b += e * N * K
-    _multiply_tile(b, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K, SIGNED)
+    _multiply_tile(b, a, c, n, m, N, end, K, b_n, b_k, 1, K, 1, N, False, BLOCK_K)
 
 
 @triton.jit
@@ -1008,7 +1013,7 @@ def _expert_config(weight, M, N):
     """Tiles of products (M, N), one for each expert."""
     sizes = _matmul_config(M, N, weight.dtype, True, False, card(weight))
     names = "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"
-    return dict(zip(names, sizes), SIGNED=FLOAT32)
+    return dict(zip(names, sizes))
 
 
 def _expert_matmul(a, b, starts):

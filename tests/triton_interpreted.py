@@ -297,17 +297,6 @@ def test_norm_rope_is_right_forward_and_backward_and_a_head_is_alone(normed, N, 
     assert all_same(last, [y[-1:] for y in turned])
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 1500), (2, 3, 64), (0, 8)])
-def test_swiglu_is_right_forward_and_backward_on_halves_of_one_tensor(shape):
-    both = torch.randn(*shape[:-1], 2 * shape[-1]) * 5
-    grad = torch.randn(shape)
-    halves = both.chunk(2, -1)
-    out, *ours = both_ways(kernels.swiglu, halves, grad)
-    right, *theirs = both_ways(textbook_swiglu, doubles(halves), grad)
-    assert close(out, right)
-    assert all_close(ours, theirs, 1e-4)
-
-
 def test_row_sums_are_right_and_a_row_is_alone():
     for R, C in ((1, 1), (3, 70), (2, 5000), (0, 4)):
         x = torch.randn(R, C, dtype=torch.float64)
@@ -738,7 +727,8 @@ def masked():
 
 
 def gated():
-    gate, up, grad = 5 * torch.randn(3, 9, 130)
+    gate, up = 5 * torch.randn(9, 260).chunk(2, -1)
+    grad = torch.randn(9, 130)
     gate[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
     return lambda: both_ways(kernels.swiglu, (gate, up), grad)
 
@@ -833,7 +823,7 @@ OTHER_CHAINS = {
         ("        a += a_k * BLOCK_K", "        a -= a_k * BLOCK_K"),
         ("        b += b_k * BLOCK_K", "        b -= b_k * BLOCK_K"),
     ),
-    "the last step is filled with 0.0": (("tl.where(inside_k[None, :], x, _negative_zero())", "x"),),
+    "the last step is filled with 0.0": (("_fill(x, inside_k[None, :])", "x"),),
 }
 
 
@@ -936,12 +926,16 @@ def test_a_turn_of_bfloat16_is_rounded_once_with_its_norm(normed):
         assert not rounded_once(twice, right[0])
 
 
-def test_swiglu_of_bfloat16_is_rounded_once():
-    gate, up, grad = (torch.randn(3, 33, 1100) * 3).to(bf16)
+@pytest.mark.parametrize("shape", [(1, 1), (33, 1100), (2, 3, 64), (0, 8)])
+def test_swiglu_of_bfloat16_is_rounded_once_on_halves_of_one_tensor(shape):
+    both = torch.randn(*shape[:-1], 2 * shape[-1]) * 3
+    gate, up = both.to(bf16).chunk(2, -1)
+    grad = torch.randn(shape).to(bf16)
     ours = both_ways(kernels.swiglu, (gate, up), grad)
     right = both_ways(textbook_swiglu, doubles((gate, up)), grad)
     assert all_rounded_once(ours, right)
-    assert not rounded_once(F.silu(gate) * up, right[0])  # torch's, which rounds the silu
+    if shape == (33, 1100):
+        assert not rounded_once(F.silu(gate) * up, right[0])  # torch's, which rounds the silu
 
 
 def error(a, b):
