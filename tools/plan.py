@@ -506,6 +506,7 @@ def read(argv):
     namespace = KEYS | defaults | {"__file__": str(ROOT / "train_grpo.py")}
     c = types.SimpleNamespace(**configure(namespace, argv, load_features()))
     require(c.card in CARDS, f"card={c.card!r}: use {' or '.join(CARDS)}")
+    require(c.dtype != "float32", "dtype='float32': a plan is of bfloat16; leave it out")
     require(c.mode == "grpo", f"mode={c.mode!r}: a plan is of RL steps; use 'grpo'")
     for key in ("gpus", "gpus_per_node"):
         require(vars(c)[key] > 0, f"{key}={vars(c)[key]}: must be more than 0")

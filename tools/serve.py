@@ -41,6 +41,7 @@ port = 8000  # 0: any free port
 context = 0  # tokens of a request and its answer; 0: as many as the model has positions
 seed = 1  # of requests that give none
 device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
+dtype = ""  # as the run's
 threads = 0  # CPU threads; 0: all cores. Changes no bit
 chat_template_args = ""  # such as 'enable_thinking=False'
 tool_call_parser = ""  # SGLang's name for the format of tool calls; '': qwen25, or llama3 for a llama
@@ -125,6 +126,7 @@ def serve(config):
     require(config["init_from"], "init_from='': use a model folder, a run's ckpt/step_.. or a hub name")
     require(0 <= config["port"] < 2**16, f"port={config['port']}: use 1 .. 65535, or 0: any that is free")
     config["device"] = config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    kernels.FLOAT32 = config["device"] == "cuda" and config["dtype"] == "float32"
     model = folders.fetch_model(config["init_from"])
     small = train_grpo.DEFAULTS | dict(max_prompt_tokens=1, max_new_tokens=1)
     hf = check_model(model, small | {key: config[key] for key in ("tp_split", "rollout_tp")})
