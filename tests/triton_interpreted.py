@@ -727,7 +727,7 @@ def masked():
 
 
 def gated():
-    gate, up = 5 * torch.randn(9, 260).chunk(2, -1)
+    gate, up = (5 * torch.randn(9, 260)).chunk(2, -1)
     grad = torch.randn(9, 130)
     gate[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
     return lambda: both_ways(kernels.swiglu, (gate, up), grad)
