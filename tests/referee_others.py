@@ -466,6 +466,14 @@ def broken(reference, early, rows, cold, begun, nucleus):
     rotary.forward = lambda x, ids: kernels.rope_table(frequencies, ids[0])
     found["rope"] = rows, now(rows)
     rotary.forward = own
+    norms = [m for m in reference.model.modules() if hasattr(m, "variance_epsilon")]
+    exact = [m.forward for m in norms]
+    for m in norms:
+        one = torch.ones_like(m.weight)
+        m.forward = lambda x, m=m, one=one: m.weight * bfloat16(kernels.rms_norm(x, one, m.variance_epsilon))
+    found["norm"] = rows, now(rows)
+    for m, forward in zip(norms, exact):
+        m.forward = forward
     found["order"] = rows, torch.tensor([x for s in rows for x in s.logprobs])  # transformers' own kernels
     found["shifted"] = rows, torch.cat([x.roll(1) for x in now(rows).split([len(s.response) for s in rows])])
     found["top_p"] = nucleus, now(nucleus)

