@@ -5,6 +5,7 @@ The mismatch dial on a real chat model: an engine of fewer bits than the trainer
 """
 
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -53,7 +54,7 @@ study.table(head.split(", "), rows)
 figure, (left, right) = panels("Training reward, mean of the seeds", "The same, minus fp32's, summed over the steps")
 for (arm, curve), color in zip(curves.items(), plot.COLORS):
     left.plot(curve, color=color, linewidth=1.5)
-    ahead = [sum(curve[:i]) - sum(next(iter(curves.values()))[:i]) for i in range(1, steps + 1)]
+    ahead = [*accumulate(x - y for x, y in zip(curve, curves[next(iter(arms))]))]
     right.plot(ahead, color=color, linewidth=1.5)
     ends[arm] = ahead[-1], color
 left.set(xlabel="RL step", ylim=(0, 1))

