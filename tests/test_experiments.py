@@ -144,7 +144,6 @@ def test_an_interrupted_study_ends_with_one_line(study, monkeypatch, capsys):
 def test_a_process_that_ends_without_a_status_leaves_no_timer(tmp_path):
     """It kept an interrupted study alive, and in the end would have killed whoever had the process's number then."""
 
-
     def begins_and_is_gone():
         connection, _ = server.accept()
         with connection:

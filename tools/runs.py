@@ -52,7 +52,7 @@ def listening():
 
 
 def start_warm(server):
-    """The address of the process that tests/warm.py describes, which takes orders at a socket and ends with this one."""
+    """The address of the process that tests/warm.py describes: it takes orders there, and ends with this one."""
     command = [sys.executable, ROOT / "tests" / "warm.py", str(server.fileno())]
     quiet = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     process = subprocess.Popen(command, cwd=ROOT, pass_fds=[server.fileno()], **quiet)
