@@ -738,7 +738,7 @@ def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
     finish(tmp_path / "replayed", *MIXTURE, *replay_of(mixture[0]), ranks=4)
     assert ledger(tmp_path / "replayed") == ledger(mixture[0])
     flags = "--tp_split=2 --warmup_sft_steps=0 --checkpoint_every=0 --max_steps=3".split()
-    flags += [*MIXTURE, f"--init_from={mixture[0] / 'ckpt' / 'step_000016'}"]
+    flags = [*MIXTURE, *flags, f"--init_from={mixture[0] / 'ckpt' / 'step_000016'}"]
     other = "--threads=2 --gradient_checkpointing --weight_sync=ipc".split()
     finish(tmp_path / "run", *flags, *ENGINE_FLAGS, *other)
     finish(tmp_path / "shared", *flags, "--rollout_ranks=2", "--rollout_tp=2", ranks=3)
