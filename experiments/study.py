@@ -11,7 +11,6 @@ Exit status 1: a digest is not that of digests.txt, or a line of the table is no
 
 import argparse
 import os
-import queue
 import shutil
 import statistics
 import sys
@@ -60,11 +59,8 @@ class Study:
         folders = {name: self.folder(name, flags) for name, flags in wanted.items()}
         self.folders += folders.values()
         left = [name for name, folder in folders.items() if not (folder / "finished").exists()]
-        workers = queue.SimpleQueue()
-        for i in range(self.args.jobs):
-            workers.put(i)
         with ThreadPoolExecutor(self.args.jobs) as pool:
-            running = [pool.submit(self._run, folders[name], wanted[name], workers) for name in left]
+            running = [pool.submit(self._run, folders[name], wanted[name]) for name in left]
             done = len(wanted) - len(left)
             try:
                 for run in tqdm(as_completed(running), self.home.name, len(wanted), initial=done, unit="run"):
@@ -95,17 +91,13 @@ class Study:
             branch.branch(run, start, folder, config, branch.nudge(start, weight) if weight else None)
         return {name: flags}
 
-    def _run(self, folder, flags, workers):
-        """Makes or resumes a run in one of the processes that have the libraries. Returns its problem, or None."""
+    def _run(self, folder, flags):
+        """Makes or resumes a run in a fork of a process that has the libraries. Returns its problem, or None."""
         stopped = (folder / "config.py").exists()
         flags = ["--init_from=resume"] if stopped else [*flags, *self.flags]
         threads = max(1, os.cpu_count() // self.args.jobs)  # changes no bit
         command = [str(ROOT / "train_grpo.py"), f"--threads={threads}", *flags, f"--out_dir={folder}"]
-        worker = workers.get()
-        try:
-            status, output = runs.run_warm(command, Path(f"{folder}.output"), timeout=3600, worker=worker)
-        finally:
-            workers.put(worker)
+        status, output = runs.run_warm(command, Path(f"{folder}.output"), timeout=3600)
         if status:
             return f"{folder}: {runs.problem(output)}"
         (folder / "finished").write_text(output.split()[-1])  # the digest

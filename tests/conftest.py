@@ -2,17 +2,19 @@
 Whole runs with the real engine: test_laws.py, test_run.py, test_resume.py and test_algorithms.py read them.
 
 An engine takes 10 to 30 s to start, so the runs are few and many tests share each, whichever worker they are in. Those
-that are shared and those under torchrun are launched as a user launches them; `launch_warm` saves the others' imports.
+under torchrun are launched as a user launches them; `launch_warm` saves the others' imports.
 """
 
 import fcntl
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from xdist.scheduler import LoadScopeScheduling
 import sync
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from runs import ROOT, run_warm  # noqa: E402, F401
+from runs import ROOT, listening, run_warm, start_warm  # noqa: E402, F401
 from trials import (  # noqa: E402
     AGENT,
     DIALOGUES,
@@ -77,6 +79,15 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "law(varied): what a test of a law varies, for the table of tools/prove.py")
     config.addinivalue_line("markers", "control(wrong): what is wrong in a negative control, for the same table")
+    if config.getoption("numprocesses"):  # the process of `launch_warm` starts when the first worker wants it, for all
+        server = listening()
+        os.environ["ONECURVE_WARM"] = server.getsockname()
+        threading.Thread(target=start_when_wanted, args=[server], daemon=True).start()
+
+
+def start_when_wanted(server):
+    select.select([server], [], [])
+    start_warm(server)
 
 
 def pytest_collection_modifyitems(items):
@@ -247,8 +258,7 @@ def warmed(two_ranks):
 def one_process(once):
     """The same run in one process that does both, and with all that must not matter changed."""
     flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0".split()
-    env = {"OMP_WAIT_POLICY": "PASSIVE"}  # a thread that spins while it waits takes the core from the other worker
-    return once("one_process", lambda folder: finish(folder, *ENGINE_FLAGS, *flags, env=env, launch=launch))
+    return once("one_process", lambda folder: finish(folder, *ENGINE_FLAGS, *flags))
 
 
 @pytest.fixture(scope="session")
@@ -404,7 +414,7 @@ def mixture(once):
 
 @pytest.fixture(scope="session")
 def mixture_resumed(once, mixture):
-    """The same, interrupted after step 22 and resumed at step 16, on two trainers and an engine."""
+    """The same, interrupted after step 14 and resumed at step 8, on two trainers and an engine."""
 
     def resume(folder):
         interrupt(mixture[0], folder)

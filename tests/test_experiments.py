@@ -5,13 +5,13 @@ The studies: a part of two of them, whose digests are those of their pages, and 
 """
 
 import contextlib
-import io
 import re
 import runpy
 import subprocess
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -78,7 +78,7 @@ def study(tmp_path, monkeypatch):
     (tmp_path / "home" / "README.md").write_text("| a |\n| --- |\n| 1 |\n")
     said = types.SimpleNamespace(commands=[], outputs=set(), ends=f"digest {'a' * 64}", status=0)
 
-    def run(command, output, timeout, worker):
+    def run(command, output, timeout):
         said.commands.append(command[2:-1])
         said.outputs.add(output)
         folder = Path(command[-1].removeprefix("--out_dir="))
@@ -141,12 +141,19 @@ def test_an_interrupted_study_ends_with_one_line(study, monkeypatch, capsys):
     assert ended.value.code == 2 and "interrupted" in error_line(capsys.readouterr().err)
 
 
-def test_a_process_that_ends_without_a_status_leaves_no_timer(tmp_path, monkeypatch):
+def test_a_process_that_ends_without_a_status_leaves_no_timer(tmp_path):
     """It kept an interrupted study alive, and in the end would have killed whoever had the process's number then."""
-    gone = types.SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO(f"{2**22 + 1}\n"))
-    monkeypatch.setattr(frame.runs, "warm", lambda worker: gone)
-    with pytest.raises(ValueError):
-        frame.runs.run_warm([], tmp_path / "output", timeout=5)
+
+    def begins_and_is_gone():
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"%d\n" % (2**22 + 1))
+
+    with frame.runs.listening() as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(begins_and_is_gone)
+        with pytest.raises(ValueError):
+            frame.runs.run_warm([], tmp_path / "output", timeout=5, address=server.getsockname())
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert all(timer.finished.is_set() for timer in timers)
 

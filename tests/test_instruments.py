@@ -4,15 +4,12 @@ tools/verify.py, branch.py and compare.py, on a real run.
     pytest tests/test_instruments.py
 """
 
-import io
 import json
 import math
 import os
 import shutil
 import statistics
 import sys
-import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -443,14 +440,3 @@ def test_a_bar_says_how_much_is_left_and_does_not_wait_for_a_log(tmp_path, capsy
         code = f"import time; time.sleep(0.6); open({str(log)!r}, 'w').write({text!r})"
         assert runs.launch_with_bar([sys.executable, "-c", code], tmp_path, "making", 8) == (0, "")
         assert bar in capsys.readouterr().err
-
-
-def test_a_worker_that_is_gone_leaves_no_timer_to_wait_for(tmp_path, monkeypatch):
-    gone = types.SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO("999999999\n"))  # a process, and no end
-    monkeypatch.setattr(runs, "warm", lambda worker: gone)
-    with pytest.raises(ValueError):
-        run_warm([], tmp_path / "output")
-    timers = [x for x in threading.enumerate() if isinstance(x, threading.Timer)]
-    for timer in timers:
-        timer.join(2)
-    assert not any(timer.is_alive() for timer in timers)

@@ -206,7 +206,7 @@ def test_L2_control_without_our_operators_the_check_stops_the_run(without_our_op
 
 @pytest.mark.law("under a sampling rule, later updates and older weights among it")
 def test_L2_no_logprob_differs_under_a_sampling_rule(one_engine, segments, assert_it_learned):
-    for folder, steps in ((one_engine[0], 6), (segments[0], 24)):
+    for folder, steps in ((one_engine[0], 6), (segments[0], 16)):
         assert_it_learned(folder, steps)
         logprobs = sampled_logprobs(folder)
         assert math.log(0.02 / 20) < logprobs.min() < -3  # the last of 20
@@ -425,11 +425,11 @@ def test_L8_control_a_bit_flipped_on_the_way_names_its_parameter(warmed, tmp_pat
 @pytest.mark.law("lag=2: overlapped on 2 slow engines or alternating")
 def test_L9_side_by_side_or_in_turn_one_ledger(lagged, lagged_apart, two_ranks, assert_it_learned, record_property):
     """On one engine, and on two that are slow at random, one process of them killed and the run resumed."""
-    assert_it_learned(lagged[0], steps=24)
+    assert_it_learned(lagged[0], steps=16)
     assert ledger(lagged[0]) == ledger(lagged_apart[0]) != ledger(two_ranks[0])
     record_property("varied", lagged_apart[1].partition("\n")[0])
     first, second, *later = rl_metrics(lagged[0])
-    assert [m["staleness"] for m in (first, second, *later)] == [0, 1, *[2] * 22]
+    assert [m["staleness"] for m in (first, second, *later)] == [0, 1, *[2] * 14]
     # The weights differ from those that sampled; the ratios, which the check does not use, say by how much.
     assert (first["ratio_mean"], first["kl_behaviour"], first["effective_sample_size"]) == (1, 0, 1)
     for m in later:
@@ -466,7 +466,7 @@ def test_L9_control_weights_as_they_come_are_caught(warmed, tmp_path):
 def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, warmed, tmp_path, assert_it_learned):
     flags = (*LAG, *warmed, *replay_of(lagged[0]), "--checkpoint_every=0")
     finish(tmp_path / "run", *flags, ranks=2)
-    assert_it_learned(tmp_path / "run", steps=24)
+    assert_it_learned(tmp_path / "run", steps=16)
     assert ledger(tmp_path / "run") == ledger(lagged[0])
 
 
@@ -476,7 +476,7 @@ def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, war
 @pytest.mark.law("an agent with a slow tool: 1 and 2 engines, a kill between call and result")
 def test_L10_agents_one_ledger_whatever_their_tools_and_engines_take(agents, agents_apart, assert_it_learned):
     """In one process; with two engines, one of them killed between a call and its result, and two trainers."""
-    assert_it_learned(agents[0], steps=24)
+    assert_it_learned(agents[0], steps=16)
     assert ledger(agents[0]) == ledger(agents_apart[0])
     steps = rl_metrics(agents[0])
     for m in steps:
@@ -496,7 +496,7 @@ def test_L10_what_was_done_before_a_kill_is_not_done_again(agents_apart):
     journals = itertools.chain(*(meta["journal"] for _, meta in read_groups(folder, "*")))
     noted = [x["arguments"][0] for x in itertools.chain(*journals) if x["name"] == "note"]
     assert {*noted} == {*notes}
-    assert len(noted) == len({*notes}) > 2000
+    assert len(noted) == len({*notes}) > 1300
     assert len(notes) - len(noted) < 8
     # The step in which it happened had begun: without journals all that its unfinished groups did would be done twice.
     last = re.match(r"\w+ step \d+,", until_then[-1])[0]
@@ -521,7 +521,7 @@ def test_L10_dialogues_are_what_their_template_makes_of_the_messages(agent, agen
                 checked += 1
             trained = [tokenizer.decode(ids[turn["start"] : turn["end"]]) for turn in turns]
             assert "".join(trained).count("<eos>") == len(turns) - cut
-    assert checked > 200
+    assert checked > 130
 
 
 @pytest.mark.law("a replay")
@@ -542,14 +542,14 @@ def test_L10_control_seeds_by_arrival_are_other_samples(agent, agents, tmp_path)
 @pytest.mark.control("another result in a journal")
 def test_L10_control_a_journal_with_another_result_is_another_run(agent, agents, tmp_path):
     queue = interrupt(agents[0], tmp_path / "run") / "queue"
-    path = sync.group_path(queue / "rl_000017", 0)
+    path = sync.group_path(queue / "rl_000009", 0)
     tensors, meta = sync.read_group(path)
     entry = next(entry for entry in itertools.chain(*meta["journal"]) if entry["name"] == "add")
     entry["result"] += "0"
     sync.write_group(path, tensors, meta)
     status, output = launch_warm(tmp_path / "run", *agent, "--init_from=resume")
     assert status == 1
-    assert "rl step 17 came out otherwise" in error_line(output)
+    assert "rl step 9 came out otherwise" in error_line(output)
 
 
 @pytest.mark.control("a tool with a clock")
@@ -569,7 +569,7 @@ def test_L10_control_a_tool_with_a_clock_is_named_after_the_first_step(agent, tm
 def test_L11_segments_one_ledger_on_any_engines_at_any_pace(
     segments, segments_apart, assert_it_learned, record_property
 ):
-    assert_it_learned(segments[0], steps=24)
+    assert_it_learned(segments[0], steps=16)
     assert ledger(segments[0]) == ledger(segments_apart[0])
     assert "weights travel by ipc" in segments[1]
     assert "weights travel by broadcast" in segments_apart[1]
@@ -580,7 +580,7 @@ def test_L11_segments_one_ledger_on_any_engines_at_any_pace(
         for versions in t["weight_version"].split(t["lengths"].tolist()):
             assert versions.tolist() == sorted(versions.tolist())
     staleness = {m["staleness"] for m in rl_metrics(segments[0])}
-    assert len(staleness) > 10
+    assert len(staleness) > 7
     assert max(staleness) > 1
 
 
@@ -600,7 +600,7 @@ def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, tmp_pa
 def test_L11_a_replay_on_other_ranks_holds_what_the_rule_kept(segments, warmed, tmp_path, assert_it_learned):
     flags = (*SEGMENTS, *warmed, *replay_of(segments[0]), "--checkpoint_every=0")
     finish(tmp_path / "run", *flags, ranks=2)
-    assert_it_learned(tmp_path / "run", steps=24)
+    assert_it_learned(tmp_path / "run", steps=16)
     assert ledger(tmp_path / "run") == ledger(segments[0])
 
 
@@ -704,7 +704,7 @@ def test_L12_the_small_run_and_a_real_models_have_one_digest(two_ranks, hashes, 
 @pytest.mark.law("an engine over 2 ranks, 2 of them")
 def test_L13_an_engine_over_two_ranks_one_ledger(split, split_apart, two_ranks, assert_it_learned):
     """Two such engines, one of whose schedulers is killed, and then one."""
-    assert_it_learned(split[0], steps=24)
+    assert_it_learned(split[0], steps=16)
     assert ledger(split[0]) == ledger(split_apart[0]) != ledger(two_ranks[0])
     assert digest(split[1]) == digest(split_apart[1])
     assert {m["engine"] for _, m in read_groups(split_apart[0])} == {0, 1}
@@ -732,13 +732,13 @@ def test_L13_control_a_plain_all_reduce_is_caught(warmed, tmp_path):
 def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
     mixture, mixture_resumed, tmp_path, assert_it_learned
 ):
-    assert_it_learned(mixture[0], steps=24)
-    assert "resuming at step 16" in mixture_resumed[1]
+    assert_it_learned(mixture[0], steps=16)
+    assert "resuming at step 8" in mixture_resumed[1]
     assert ledger(mixture_resumed[0]) == ledger(mixture[0])
     finish(tmp_path / "replayed", *MIXTURE, *replay_of(mixture[0]), ranks=4)
     assert ledger(tmp_path / "replayed") == ledger(mixture[0])
     flags = "--tp_split=2 --warmup_sft_steps=0 --checkpoint_every=0 --max_steps=3".split()
-    flags += [*MIXTURE, f"--init_from={mixture[0] / 'ckpt' / 'step_000016'}"]
+    flags = [*MIXTURE, *flags, f"--init_from={mixture[0] / 'ckpt' / 'step_000016'}"]
     other = "--threads=2 --gradient_checkpointing --weight_sync=ipc".split()
     finish(tmp_path / "run", *flags, *ENGINE_FLAGS, *other)
     finish(tmp_path / "shared", *flags, "--rollout_ranks=2", "--rollout_tp=2", ranks=3)
@@ -760,16 +760,16 @@ def test_L15_control_experts_added_in_another_order_are_caught(tmp_path):
 
 @pytest.mark.law("a curriculum over two sources, with a lag and kills")
 def test_L16_a_curriculum_draws_the_same_on_any_ranks_after_any_kill(lagged, lagged_apart, assert_it_learned):
-    assert_it_learned(lagged[0], steps=24)
+    assert_it_learned(lagged[0], steps=16)
     assert ledger(lagged[0]) == ledger(lagged_apart[0])
     drawn = Counter()
-    for step in range(24):
+    for step in range(16):
         metas = [meta for _, meta in read_groups(lagged[0], f"rl_{step:06d}")]
         assert [meta["source"] for meta in metas] == ["low"] * 2 + ["high"] * 6
         prompts = {meta["prompt_text"] for meta in metas}
         assert len(prompts) == 8
         drawn.update(prompts)
-    assert max(drawn.values()) > 24 * 6 // 20 + 4  # in order it would be 24 * 6 / 20 for each of `high`
+    assert max(drawn.values()) > 16 * 6 // 20 + 4  # in order it would be 16 * 6 / 20 for each of `high`
     for evaluation in lines(lagged[0], "metrics.jsonl", "eval"):
         for name in ("low", "high"):
             assert 0 <= evaluation[f"{name}/pass@1"] <= 1
@@ -780,4 +780,4 @@ def test_L16_control_a_resume_that_forgot_the_seen_draws_other_prompts(lagged, w
     forget_seen(interrupt(lagged[0], tmp_path / "run"))
     status, output = launch_warm(tmp_path / "run", *warmed, "--init_from=resume", "--weight_sync=ipc")
     assert status == 1
-    assert "rl step 16 came out otherwise than before the interruption" in error_line(output)
+    assert "rl step 8 came out otherwise than before the interruption" in error_line(output)

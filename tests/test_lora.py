@@ -56,11 +56,11 @@ def lagged(once, flags):
 
 
 def test_a_run_and_its_resume_on_other_ranks_have_one_ledger(lockstep, flags, tmp_path, assert_it_learned):
-    """On two ranks by broadcast; in one process by shared memory, from step 16 on."""
-    assert_it_learned(lockstep[0], steps=24)
+    """On two ranks by broadcast; in one process by shared memory, from step 8 on."""
+    assert_it_learned(lockstep[0], steps=16)
     folder = interrupt(lockstep[0], tmp_path / "run")
     output = finish(folder, *LORA, "--init_from=resume")
-    assert "resuming at step 16" in output and ledger(folder) == ledger(lockstep[0])
+    assert "resuming at step 8" in output and ledger(folder) == ledger(lockstep[0])
     (entry,) = lines(lockstep[0], "ledger.jsonl", "base")  # the base stands there once, and nothing else of it
     assert entry["weights"].startswith("float32 ")
     trained = lines(lockstep[0], "ledger.jsonl", "rl")[-1]["weights"]
@@ -79,11 +79,11 @@ def test_side_by_side_with_a_lag_it_is_the_ledger_of_the_same_in_turn(
     """Two trainers, two engines that are slow at random."""
     more = ("--lag=2", "--rollout_ranks=2")
     finish(tmp_path / "run", *flags, *more, ranks=4, broken=slow_engines)
-    assert_it_learned(lagged[0], steps=24)
+    assert_it_learned(lagged[0], steps=16)
     assert ledger(tmp_path / "run") == ledger(lagged[0]) != ledger(lockstep[0])
     staleness = [m["staleness"] for m in lines(lagged[0], "metrics.jsonl", "rl")]
-    assert staleness == [0, 1, *[2] * 22]
-    kept = load_file(next((lagged[0] / "ckpt/step_000024/optimizer").glob("*.safetensors")))
+    assert staleness == [0, 1, *[2] * 14]
+    kept = load_file(next((lagged[0] / "ckpt/step_000016/optimizer").glob("*.safetensors")))
     assert kept and all("lora_" in name for name in kept)  # an earlier version is a version of the adapters
 
 
@@ -247,7 +247,7 @@ def test_peft_loads_a_checkpoint_and_our_trainer_what_peft_writes(lockstep, trai
     from transformers import AutoModelForCausalLM
 
     samples = make_samples(4)
-    folder = lockstep[0] / "ckpt" / "step_000024"
+    folder = lockstep[0] / "ckpt" / "step_000016"
     like = dict(lora_rank=8, lora_alpha=16.0)
     got = logprobs(trainer(**like, lora=str(folder)), samples)
 
@@ -267,8 +267,8 @@ def test_peft_loads_a_checkpoint_and_our_trainer_what_peft_writes(lockstep, trai
 
 def test_a_checkpoint_is_checked_against_the_ledger_as_in_a_verification(lockstep):
     last = lines(lockstep[0], "ledger.jsonl", "rl")[-1]
-    assert differing_weight(lockstep[0] / "ckpt" / "step_000024", last) is None
-    assert differing_weight(lockstep[0] / "ckpt" / "step_000016", last).endswith("lora_A.weight")
+    assert differing_weight(lockstep[0] / "ckpt" / "step_000016", last) is None
+    assert differing_weight(lockstep[0] / "ckpt" / "step_000008", last).endswith("lora_A.weight")
 
 
 # ---- what is refused

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import digest, error_line, finish, run_warm
 from pretend.driver import stub_driver
-from runs import warm
+from runs import listening, start_warm
 from test_laws import ledger
 from trials import command_of, lines
 
@@ -41,15 +41,14 @@ ENVIRONMENT = dict(
 
 @cache
 def worker():
-    """The name of a worker of run_warm that has a card."""
+    """The address of a process for run_warm that has a card."""
     driver = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, driver)
     pretended = dict(PYTHONPATH=str(SITE), LD_LIBRARY_PATH=stub_driver(driver))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, **pretended}.items():
             patch.setenv(name, value)
-        warm("pretended")
-    return "pretended"
+        return start_warm(listening())
 
 
 def launch(folder, *flags, ranks=0, **env):
@@ -58,7 +57,7 @@ def launch(folder, *flags, ranks=0, **env):
     log.mkdir(exist_ok=True)
     command = command_of(folder, *FLAGS, *flags)[1:]
     output = folder.parent / f"{folder.name}.output"
-    return run_warm(command, output, ranks, env=dict(env, PRETEND_LOG=str(log)), worker=worker())
+    return run_warm(command, output, ranks, env=dict(env, PRETEND_LOG=str(log)), address=worker())
 
 
 def pretend(folder, *flags, ranks=0):

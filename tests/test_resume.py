@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from conftest import digest, error_line, finish, launch_warm, wait_for
-from trials import ROOT, command_of, interrupt, is_rank, lines, processes_of, replay_of
+from trials import ROOT, command_of, interrupt, is_rank, lines, of_this_commit, processes_of, replay_of
 
 from onecurve.run.checkpoint import checkpoints, read_checkpoint
 from onecurve.run.machine import report_error
@@ -121,22 +121,25 @@ def test_disk_errors_lost_nodes_and_ctrl_c_are_a_line_others_a_traceback(capsys)
 
 
 def test_ranks_end_with_a_killed_torchrun_and_resumes_keep_the_digest(two_ranks, tmp_path):
-    """It is killed while they meet, sample, train, save and take their leave; in the last three without an engine."""
+    """It is killed while they meet and sample; without an engine, while they train, save or take their leave."""
     folder, output = tmp_path / "run", tmp_path / "output"
 
     def written(pattern):
         return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
 
-    moments = {
-        "start": lambda before: any(is_rank(command) for command in processes_of(folder).values()),
-        "rollout": lambda before: written("queue/rl_*/group_*") > 0,
+    later = {
         "training": lambda before: written("metrics.jsonl") > before,
         "saving": lambda before: any(folder.glob("ckpt/.step_*")),
         "end": lambda before: "digest" in output.read_text(),
     }
+    moments = {
+        "start": lambda before: any(is_rank(command) for command in processes_of(folder).values()),
+        "rollout": lambda before: written("queue/rl_*/group_*") > 0,
+    }
+    moments |= [of_this_commit([*later.items()])]
     for moment, come in moments.items():
         flags = ["--init_from=resume"] if written("*.jsonl") else []
-        flags += replay_of(two_ranks[0]) if moment in ("training", "saving", "end") else []
+        flags += replay_of(two_ranks[0]) if moment in later else []
         with open(output, "w") as said:
             torchrun = subprocess.Popen(command_of(folder, *flags, ranks=2), cwd=ROOT, stdout=said, stderr=said)
         before, began = written("metrics.jsonl"), time.monotonic()

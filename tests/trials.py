@@ -233,22 +233,23 @@ def launch(folder, *flags, timeout=600, env=None, **options):
 # Samples made ahead of the updates: whole ones, and token by token, with the weights of each step
 TWO = "low={'dataset': 'arithmetic:0:5', 'eval_size': 5}, "
 TWO += "high={'dataset': 'arithmetic:5:10', 'eval_size': 5, 'weight': 3}"
-LAG = ("--lag=2", "--curriculum=15", f"--sources={TWO}")
-SPLIT = ("--tp_split=4", "--lag=1", "--share_prefixes")
+LAG = ("--lag=2", "--curriculum=15", f"--sources={TWO}", "--max_steps=16")
+SPLIT = ("--tp_split=4", "--lag=1", "--share_prefixes", "--max_steps=16")
 RULE = ("--top_p=0.9", "--top_k=20", "--min_p=0.02")
-SEGMENTS = "--lag=2 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2".split()
+SEGMENTS = """--lag=2 --segment_tokens=1 --groups_in_flight=16 --prompts_per_step=4 --updates_per_batch=2
+    --max_steps=16""".split()
 SEGMENTS += RULE
 
 # A mixture of experts, of which the last of four trainers has none; samples a step ahead
 SIZES = "num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_experts=6"
-MIXTURE = (f"--scratch_args={SIZES}", "--router_aux_loss_coef=0.01", "--lag=1", "--share_prefixes")
+MIXTURE = (f"--scratch_args={SIZES}", "--router_aux_loss_coef=0.01", "--lag=1", "--share_prefixes", "--max_steps=16")
 
 # Adapters of a model that was trained before, which --init_from names
-LORA = ("--lora_rank=8", "--lora_alpha=16", "--learning_rate=2e-3", "--warmup_sft_steps=0")
+LORA = ("--lora_rank=8", "--lora_alpha=16", "--learning_rate=2e-3", "--warmup_sft_steps=0", "--max_steps=16")
 
 # An agent with a tool that takes its time, and the supervised steps on its dialogues from which its model comes
 AGENT = """--agent=tests/slow_agent.py:solve --tool_call_parser=pythonic --max_prompt_tokens=24 --max_new_tokens=40
-    --leaf_tokens=512 --warmup_sft_steps=0""".split()
+    --leaf_tokens=512 --warmup_sft_steps=0 --max_steps=16""".split()
 DIALOGUES = "--mode=sft --max_steps=100 --learning_rate=2e-3 --warmup_steps=20 --checkpoint_every=100".split()
 
 
@@ -362,14 +363,16 @@ def run_with_kills(folder, kills, rng, *flags, say=lambda _: None, **options):
 
 
 def interrupt(finished, folder):
-    """A copy of a finished run, cut to what a kill after its 22nd step leaves; its last checkpoint is of step 16."""
+    """A copy of a finished run, cut to what a kill two steps before its last checkpoint leaves."""
     shutil.copytree(finished, folder)
-    shutil.rmtree(folder / "ckpt" / "step_000024")
-    for step in (22, 23):
+    last = checkpoints(folder / "ckpt")[-1]
+    shutil.rmtree(last)
+    done = int(last.name[5:]) - 2
+    for step in (done, done + 1):
         shutil.rmtree(folder / "queue" / f"rl_{step:06d}")
     for file in ("ledger.jsonl", "metrics.jsonl"):
         entries = [(x, json.loads(x)) for x in (folder / file).read_text().splitlines(True)]
-        kept = "".join(x for x, entry in entries if entry["phase"] == "sft" or entry["step"] < 22)
+        kept = "".join(x for x, entry in entries if entry["phase"] == "sft" or entry["step"] < done)
         (folder / file).write_text(kept + '{"phase": "rl", "st')  # torn, as by the kill
     return folder
 

@@ -1,8 +1,9 @@
 """
 Runs train_grpo.py again and again, but imports the libraries only once: a process that has them forks itself for each
-run, which saves 5 to 10 s of each. From the fork on it is as if the user had typed the command. `launch_warm` in
-conftest.py talks to it: a line of JSON in, the run's process id and then its exit status out. With several ranks it
-does what torchrun would: each is such a process, and when one fails the others end, too.
+run, which saves 5 to 10 s of each. From the fork on it is as if the user had typed the command. `run_warm` in
+tools/runs.py talks to it, over a connection for each run: a line of JSON in, the run's process id and then its exit
+status out. With several ranks it does what torchrun would: each is such a process, and when one fails the others end,
+too. It ends when its input does.
 
 On a card SGLang's schedulers would be spawned by the run, and import all of it again: here they are forks, too, made
 before the run has a thread, that wait until the run wants them.
@@ -14,12 +15,16 @@ import multiprocessing
 import os
 import resource
 import runpy
+import select
 import signal
+import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 os.environ["JOBLIB_MULTIPROCESSING"] = "0"  # as train_grpo.py, before transformers imports joblib by the way
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins while it waits takes the core from another run
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # transformers has an optional `kernels`: let it be ours
 
@@ -110,27 +115,30 @@ def schedulers_of(command):
     return int([1, *said][-1])
 
 
-for line in sys.stdin:
-    job, children = json.loads(line), []
+def run(said):
+    """What the fork for a run does: it forks the ranks, and waits for them."""
+    job = json.loads(said.readline())
+    children = []
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    load_loops()
     for env in job["ranks"]:
         if not (child := os.fork()):
-            break
+            rank(job, env, output)
         children.append(child)
-    else:
-        os.close(output)
-        print(children[0], flush=True)
-        left, status = set(children), 0
-        while left:
-            child, ended = os.wait()
-            left -= {child}
-            if ended and not status:
-                status = os.waitstatus_to_exitcode(ended)
-                for other in left:
-                    os.kill(other, signal.SIGKILL)
-        print(status, flush=True)
-        continue
+    os.close(output)
+    said.write(f"{children[0]}\n")
+    left, status = set(children), 0
+    while left:
+        child, ended = os.wait()
+        left -= {child}
+        if ended and not status:
+            status = os.waitstatus_to_exitcode(ended)
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+    said.write(f"{status}\n")
+
+
+def rank(job, env, output):
+    """What the fork for a rank does: it becomes the script."""
     if "--device=cuda" in job["command"]:
         fork_for_spawn(schedulers_of(job["command"]))
     os.environ.update(env)
@@ -153,3 +161,18 @@ for line in sys.stdin:
     except SystemExit as e:
         status = e.code
     leave(status)
+
+
+server = socket.socket(fileno=int(sys.argv.pop()))
+while server in select.select([server, sys.stdin], [], [])[0]:
+    connection, _ = server.accept()
+    load_loops()
+    with suppress(ChildProcessError):  # there is none
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    if not os.fork():
+        server.close()
+        with connection, connection.makefile("rw", buffering=1) as said:
+            run(said)
+        os._exit(0)
+    connection.close()

@@ -7,10 +7,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -39,36 +41,57 @@ def launch(command, env=None, cwd=None, timeout=None):
     return done.returncode, done.stdout
 
 
-@cache
-def warm(worker=0):
-    """
-    The process that tests/warm.py describes, one for each worker of this process. Not beside an engine in this process
-    itself, whose end ends all children.
-    """
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1)
-    process = subprocess.Popen([sys.executable, ROOT / "tests" / "warm.py"], cwd=ROOT, **pipes)
+def listening():
+    """A socket of the machine's for those who may read a new folder, which is deleted at the end."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(f"{folder}/warm")
+    server.listen(64)
+    return server
+
+
+def start_warm(server):
+    """The address of the process that tests/warm.py describes: it takes orders there, and ends with this one."""
+    command = [sys.executable, ROOT / "tests" / "warm.py", str(server.fileno())]
+    quiet = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, pass_fds=[server.fileno()], **quiet)
     atexit.register(process.communicate)  # closes its input, at the end of which it ends
-    return process
+    return server.getsockname()
 
 
-def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None, worker=0):
-    """(status, output) of a script and its arguments, whose output goes to a file. A worker has one run at a time."""
+@cache
+def warm():
+    """The address of such a process: one for all of a test session's, else of this process's own."""
+    return os.environ.get("ONECURVE_WARM") or start_warm(listening())
+
+
+ONE_AT_A_TIME = threading.Lock()
+
+
+def run_warm(command, output, ranks=0, file_size=0, timeout=600, env=None, address=None):
+    """(status, output) of a script and its arguments, whose output goes to a file. address: of another than `warm`."""
     envs = [{}]
     if ranks:  # as torchrun says it
         with socket.create_server(("127.0.0.1", 0)) as free:
-            address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-        world = address | dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+            rendezvous = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+        world = rendezvous | dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         envs = [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
     envs = [(env or {}) | rank for rank in envs]
     job = dict(command=command, output=str(output), file_size=file_size, ranks=envs)
-    warm(worker).stdin.write(json.dumps(job) + "\n")
-    process = int(warm(worker).stdout.readline())
-    timer = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
-    timer.start()
-    try:
-        status = int(warm(worker).stdout.readline())
-    finally:
-        timer.cancel()  # this process would wait for it, even where the worker is gone
+    with ONE_AT_A_TIME:
+        address = address or warm()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        said = connection.makefile("rw", buffering=1)
+        said.write(json.dumps(job) + "\n")
+        process = int(said.readline())
+        timer = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
+        timer.start()
+        try:
+            status = int(said.readline())
+        finally:
+            timer.cancel()  # this process would wait for it, even where the other is gone
     return status, output.read_text()
 
 

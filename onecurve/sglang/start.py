@@ -53,10 +53,12 @@ def import_engine():
 
 def start_schedulers(count, method):
     """
-    Starts processes for an engine's schedulers on a CPU, whose imports need not wait for those of the rank. method
-    'fork': they have the rank's so far, which must have no threads yet, as a fork copies the locks of gloo's and
-    OpenMP's in whatever state they are; else 'spawn'.
+    Starts processes for an engine's schedulers on a CPU. method 'fork': after what all of them import, which takes each
+    of them as long as one; the rank must have no threads yet, as a fork copies the locks of gloo's and OpenMP's in
+    whatever state they are; else 'spawn'.
     """
+    if method == "fork":
+        import_engine()
     context = multiprocessing.get_context(method)
     for _ in range(count):
         orders, commands = context.Pipe(duplex=False)
