@@ -89,6 +89,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
         attention_backend=ATTENTION_BACKEND[device],
         weight_version="0",
         custom_sigquit_handler=died,
+        watchdog_timeout=2 * config["engine_timeout"],  # ours comes first
         json_model_override_args='{"auto_map": {}}',  # SGLang would import what a model folder names there
         constrained_json_disable_any_whitespace=True,  # a model could write it for ever
         sleep_on_idle=True,  # else it polls, and takes a core from whoever trains meanwhile
