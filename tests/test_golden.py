@@ -5,6 +5,7 @@ Golden log-probs: the file's rows come out again to the byte, and golden.py name
 """
 
 import json
+import math
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,12 +22,21 @@ import make  # noqa: E402
 import kernels  # noqa: E402
 
 ROWS = golden.read(FOLDER / "dense.jsonl")
+RULED = [row for row in ROWS if row["top_p"] < 1]
 ENGINES = {  # what an engine says of a row; what golden.py says of the engine
     "ours": (lambda row: row["logprobs"], "float32's rounding"),
     "bfloat16": (lambda row: row["bfloat16"], "bfloat16's rounding"),
     "four times bfloat16": (
         lambda row: [5 * x - 4 * y for x, y in zip(row["bfloat16"], row["logprobs"])],
         "unexplained",
+    ),
+    "bfloat16, whose rule cuts a token": (
+        lambda row: [-math.inf if row is RULED[0] else row["bfloat16"][0], *row["bfloat16"][1:]],
+        "bfloat16's rounding",
+    ),
+    "another rule": (
+        lambda row: [-math.inf if row in RULED else row["bfloat16"][0], *row["bfloat16"][1:]],
+        "unexplained; more than bfloat16 costs in: top-p",
     ),
     "rope": (lambda row: row["RoPE in bfloat16"], "RoPE in bfloat16: explains 100"),
     "shifted": (lambda row: [-1.0, *row["logprobs"][:-1]], "log-probs one token too late: explains 100"),
