@@ -1,0 +1,200 @@
+"""
+Several ranks on one card by real NCCL: runs whose digests must be those of one process, and what a quarter of an hour
+with a card is for. tests/one_card/sitecustomize.py puts every rank on card 0; no run of the trainer has it otherwise.
+
+    python tests/one_card.py                       # phase by phase, as far as --seconds reach
+    python tests/one_card.py                       # once more: what has a result is not run again
+    python tests/one_card.py --device=cpu          # the digests alone, by gloo on two cores: 8 minutes
+    python tests/one_card.py --only=2+1,resume     # these, and the runs that they are compared with
+
+A phase's runs are beside each other, on a CPU two at a time. A phase whose seconds are not left is left out, and what
+takes longer is killed. --out has each run's folder, its output as NAME.txt, and what NCCL says of its transport:
+it must be `via NET/Socket`. Exit status 1: a run failed, a digest is another, or the control's is not.
+"""
+
+import argparse
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+from runs import command, problem  # noqa: E402
+
+FULL = "--max_steps=6 --checkpoint_every=3 --keep_checkpoints=9"
+SHORT = "--warmup_sft_steps=8 --max_steps=4 --checkpoint_every=0 --eval_size=0"
+SPLIT = f"{SHORT} --tp_split=2"
+LAG = f"{SHORT} --lag=1"
+LORA = f"{SHORT} --lora_rank=8 --learning_rate=2e-3"
+
+
+class Run(NamedTuple):
+    """config/small.py with these flags on so many ranks; like: whose digest it must have, after '!' must not have."""
+
+    ranks: int
+    flags: str
+    like: str = ""
+
+
+RUNS = {  # trainers+engines
+    "full": Run(1, FULL),
+    "short": Run(1, SHORT),
+    "lanes=8": Run(1, f"{SHORT} --lanes=8"),
+    "split": Run(1, SPLIT),
+    "lag": Run(1, LAG),
+    "lora": Run(1, LORA),
+    "prefixes": Run(1, f"{SHORT} --share_prefixes"),
+    "sums_as_they_come": Run(1, SHORT, "!short"),
+    "2+1": Run(3, FULL, "full"),
+    "4+1_resumed": Run(5, f"{FULL} --init_from=resume", "full"),
+    "4+1": Run(5, SHORT, "short"),
+    "4+4": Run(8, f"{SHORT} --rollout_ranks=4", "short"),
+    "8+1": Run(9, f"{SHORT} --lanes=8", "lanes=8"),
+    "2_colocated": Run(2, f"{SHORT} --colocate=True", "short"),
+    "1+1_over_2": Run(3, f"{SPLIT} --rollout_ranks=2 --rollout_tp=2", "split"),
+    "2+2_lag": Run(4, f"{LAG} --rollout_ranks=2", "lag"),
+    "2+1_lora": Run(3, LORA, "lora"),
+}
+# of a card: kernels.py is for heads of 64; a cache with a cap needs no more, whoever else is on the card
+ON_CARD = [
+    "--engine_memory=0.5",
+    "--engine_args=max_total_tokens=8192, max_running_requests=64",
+    "--scratch_args=num_hidden_layers=4, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, "
+    "intermediate_size=512",
+]
+SPEED = """--device=cuda --dataset=arithmetic:10:50 --max_prompt_tokens=8 --max_new_tokens=256 --ignore_eos
+    --eval_size=0 --reward=tests/pretend/reward.py:score --prompts_per_step=32 --lanes=1 --leaf_tokens=70000
+    --max_steps=4 --gradient_checkpointing=True --checkpoint_every=0 --warmup_sft_steps=0""".split()
+SIZES = "num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128"
+SPEED += [f"--scratch_args={SIZES}, intermediate_size=3072"]
+COST = ["tests/determinism_cost.py", "out/shape_0p6b"]
+OTHERS = {f"nccl_{n}": command(ranks=n, script=["tests/nccl_on_one_card.py"]) for n in (2, 4, 8)} | {
+    "plain_kernels": command("--kinds=plain", script=COST),  # nvcc builds SGLang's own, once
+    "speed": command(*SPEED, "--out_dir=out/one_card/speed"),
+    "determinism_cost": command(script=COST),
+    "trl": command("card", script=["tools/peer.py"]),
+    "operators": command(script=["tools/bench_operators.py"]),
+}
+PHASES = [  # seconds on a card, the engines' start among them
+    (85, "full short lanes=8 split lag lora prefixes sums_as_they_come nccl_2 nccl_4 nccl_8 plain_kernels"),
+    (75, "2+1"),
+    (95, "4+4"),
+    (80, "1+1_over_2 2+2_lag"),
+    (75, "2_colocated 2+1_lora 4+1_resumed"),
+    (85, "speed"),
+    (85, "determinism_cost"),
+    (55, "trl"),
+    (35, "operators"),
+    (75, "4+1"),
+    (95, "8+1"),
+]
+ENVIRONMENT = dict(
+    NCCL_SOCKET_IFNAME="=lo",
+    NCCL_NET="Socket",
+    NCCL_IB_DISABLE="1",
+    NCCL_MNNVL_ENABLE="0",
+    NCCL_RAS_ENABLE="0",
+    NCCL_PROTO="Simple",
+    NCCL_MAX_NCHANNELS="1",
+    NCCL_BUFFSIZE="1048576",
+    NCCL_DEBUG="INFO",
+    SGLANG_NUMA_BIND_V2="0",
+    SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK="0",  # of cards: here others come and go between its two looks at one
+)
+
+
+def command_of(name, args):
+    if name in OTHERS:
+        return OTHERS[name]
+    run = RUNS[name]
+    own = ON_CARD if args.device == "cuda" else []
+    script = ["train_grpo.py"]
+    if name == "sums_as_they_come":
+        script = ["tests/trials.py", "--broken", name]
+    flags = [f"--out_dir={args.out / name}", f"--device={args.device}", *own, *run.flags.split()]
+    return command("config/small.py", *flags, ranks=run.ranks, script=script)
+
+
+def output_of(name, args):
+    """What a run that has ended well has said; else ''."""
+    path = args.out / f"{name}.txt"
+    text = path.read_text() if path.exists() else ""
+    return text if text.endswith("\nstatus 0\n") else ""
+
+
+def launch(name, args, seconds):
+    """Runs one to its end, unless it has a result."""
+    if output_of(name, args):
+        return
+    shutil.rmtree(args.out / name, ignore_errors=True)
+    if name == "4+1_resumed":
+        later = shutil.ignore_patterns("step_000006", "rl_00000[345]")
+        shutil.copytree(args.out / "2+1", args.out / name, ignore=later)
+    path = [str(ROOT / "tests" / "one_card"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = ENVIRONMENT | dict(PYTHONPATH=":".join(path), NCCL_DEBUG_FILE=f"{args.out}/nccl_{name}.%p.log")
+    began = time.monotonic()
+    with open(args.out / f"{name}.txt", "w") as output:
+        try:
+            options = dict(cwd=ROOT, env=os.environ | env, stdout=output, stderr=output)
+            status = subprocess.run(command_of(name, args), timeout=seconds, **options).returncode
+        except subprocess.TimeoutExpired:  # its ranks end with it
+            status = "killed"
+        print(f"\nstatus {status}", file=output)
+    print(f"{name}: status {status} after {time.monotonic() - began:.0f} s", flush=True)
+
+
+def verdict(name, args):
+    """(the digest's beginning, what is to be said of it, whether it is as it must be)."""
+    output = output_of(name, args)
+    if not output:
+        path = args.out / f"{name}.txt"
+        return ("", problem(path.read_text()), False) if path.exists() else ("", "left out", True)
+    if name in OTHERS:
+        return "", "", True
+    digest = re.findall(r"^digest (\w+)$", output, re.M)[-1]
+    like = RUNS[name].like
+    if not like:
+        return digest[:8], "", True
+    other = output_of(like.lstrip("!"), args)
+    right = (f"digest {digest}\n" in other) != like.startswith("!")
+    return digest[:8], ("as it must be" if right else "WRONG") + f": {like}", right
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--seconds", type=float, default=530)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path, default="out/one_card")
+    args = parser.parse_args()
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    on_cpu = args.device == "cpu"
+    wanted = {*filter(None, args.only.split(","))} or {*RUNS, *({} if on_cpu else OTHERS)}
+    wanted |= {"2+1"} & {"2+1" for name in wanted if name.endswith("resumed")}
+    wanted |= {RUNS[name].like.lstrip("!") for name in wanted & {*RUNS}} - {""}
+    end = time.monotonic() + (math.inf if on_cpu else args.seconds)
+    for seconds, names in PHASES:
+        names = [name for name in names.split() if name in wanted]
+        if names and end - time.monotonic() > seconds:
+            with ThreadPoolExecutor(2 if on_cpu else len(names)) as pool:
+                [*pool.map(lambda name: launch(name, args, 600 if on_cpu else seconds), names)]
+    print("| run | ranks | digest | |\n|---|---|---|---|")
+    right = True
+    for _, names in PHASES:
+        for name in filter(wanted.__contains__, names.split()):
+            digest, said, ok = verdict(name, args)
+            right &= ok
+            print(f"| {name} | {RUNS[name].ranks if name in RUNS else ''} | {digest} | {said} |")
+    sys.exit(not right)
+
+
+if __name__ == "__main__":
+    main()
