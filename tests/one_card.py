@@ -79,7 +79,7 @@ OTHERS = {f"nccl_{n}": command(ranks=n, script=["tests/nccl_on_one_card.py"]) fo
     "plain_kernels": command("--kinds=plain", script=COST),  # nvcc builds SGLang's own, once
     "speed": command(*SPEED, "--out_dir=out/one_card/speed"),
     "determinism_cost": command(script=COST),
-    "trl": command("card", script=["tools/peer.py"]),
+    "trl": command("card", "--micro=8", "--steps=6", script=["tools/peer.py"]),
     "operators": command(script=["tools/bench_operators.py"]),
 }
 PHASES = [  # seconds on a card, the engines' start among them
@@ -90,8 +90,8 @@ PHASES = [  # seconds on a card, the engines' start among them
     (75, "2_colocated 2+1_lora 4+1_resumed"),
     (85, "speed"),
     (85, "determinism_cost"),
-    (55, "trl"),
     (35, "operators"),
+    (200, "trl"),
     (75, "4+1"),
     (95, "8+1"),
 ]
