@@ -26,10 +26,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from runs import command, problem  # noqa: E402
+from runs import command, lines, problem  # noqa: E402
 
 FULL = "--max_steps=6 --checkpoint_every=3 --keep_checkpoints=9"
-SHORT = "--warmup_sft_steps=8 --max_steps=4 --checkpoint_every=0 --eval_size=0"
+SCORE = "--reward=tests/pretend/reward.py:score"  # a model that knows nothing still has something to learn
+SHORT = f"--warmup_sft_steps=8 --max_steps=4 --checkpoint_every=0 --eval_size=0 {SCORE}"
 SPLIT = f"{SHORT} --tp_split=2"
 LAG = f"{SHORT} --lag=1"
 LORA = f"{SHORT} --lora_rank=8 --learning_rate=2e-3"
@@ -69,9 +70,9 @@ ON_CARD = [
     "--scratch_args=num_hidden_layers=4, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, "
     "intermediate_size=512",
 ]
-SPEED = """--device=cuda --dataset=arithmetic:10:50 --max_prompt_tokens=8 --max_new_tokens=256 --ignore_eos
-    --eval_size=0 --reward=tests/pretend/reward.py:score --prompts_per_step=32 --lanes=1 --leaf_tokens=70000
-    --max_steps=4 --gradient_checkpointing=True --checkpoint_every=0 --warmup_sft_steps=0""".split()
+SPEED = f"""--device=cuda --dataset=arithmetic:10:50 --max_prompt_tokens=8 --max_new_tokens=256 --ignore_eos
+    --eval_size=0 {SCORE} --prompts_per_step=32 --lanes=1 --leaf_tokens=70000 --max_steps=4 --checkpoint_every=0
+    --gradient_checkpointing=True""".split()
 SIZES = "num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128"
 SPEED += [f"--scratch_args={SIZES}, intermediate_size=3072"]
 COST = ["tests/determinism_cost.py", "out/shape_0p6b"]
@@ -159,6 +160,8 @@ def verdict(name, args):
     if name in OTHERS:
         return "", "", True
     digest = re.findall(r"^digest (\w+)$", output, re.M)[-1]
+    if not all(step["grad_norm"] > 1e-3 for step in lines(args.out / name, phase="rl")):
+        return digest[:8], "nothing was learned in a step", False
     like = RUNS[name].like
     if not like:
         return digest[:8], "", True
