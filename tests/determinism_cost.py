@@ -24,7 +24,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 SAMPLES, TOKENS = (256, 256) if CUDA else (8, 16)
 KINDS = ["plain", "deterministic", "ours"] if CUDA else ["plain", "ours"]
-SHARE = 0.25  # of a card, for each engine
+CACHE = SAMPLES * (TOKENS + 8)  # tokens: so each engine takes as much, whoever else is on the card
 HEADS = dict(num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
 SIZES = dict(hidden_size=1024, num_hidden_layers=28, intermediate_size=3072, vocab_size=151936)
 SMALL = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=128, vocab_size=512)
@@ -46,7 +46,7 @@ def engine_of(kind, folder, log):
         from train_grpo import DEFAULTS
 
         batch = dict(max_prompt_tokens=8, max_new_tokens=TOKENS, prompts_per_step=SAMPLES, group_size=1)
-        config = DEFAULTS | batch | dict(engine_memory=SHARE, eval_size=0)
+        config = DEFAULTS | batch | dict(engine_args=f"max_total_tokens={CACHE}", eval_size=0)
         engine = RolloutEngine(0, folder, check_model(folder, config), config, DEVICE, DTYPE, log)
         return lambda ids, params: engine.run([engine.generate(ids, params)], "in a trial")
     from sglang import Engine
@@ -57,7 +57,8 @@ def engine_of(kind, folder, log):
         dtype=str(DTYPE).removeprefix("torch."),
         skip_tokenizer_init=True,
         attention_backend="triton" if CUDA else "torch_native",
-        mem_fraction_static=SHARE,
+        mem_fraction_static=0.6,  # engine_memory's default
+        max_total_tokens=CACHE,
         cuda_graph_max_bs_decode=SAMPLES,
         enable_deterministic_inference=kind == "deterministic",
         log_level="error",
