@@ -221,9 +221,9 @@ def test_a_lost_rank_ends_the_run_in_time_though_a_collective_would_wait_for_it(
     folder = tmp_path / "run"
     flags = "--mode=sft", "--max_steps=100000", "--checkpoint_every=0", "--engine_timeout=10"
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(launch, folder, *flags, ranks=3)
+        run = pool.submit(launch, folder, *flags, ranks=2)
         wait_for(lambda: run.done() or (folder / "metrics.jsonl").exists() and lines(folder), 120)
-        (second,) = {x["process"] for x in noted(folder, "group") if x["rank"] == 1 and x["size"] == 3}
+        (second,) = {x["process"] for x in noted(folder, "group") if x["rank"] == 1}
         os.kill(int(second), signal.SIGSTOP)
         status, output = run.result(timeout=10 + 10)
     assert status == 1
