@@ -25,15 +25,23 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 SAMPLES, TOKENS = (256, 256) if CUDA else (8, 16)
 KINDS = ["plain", "deterministic", "ours"] if CUDA else ["plain", "ours"]
 CACHE = SAMPLES * (TOKENS + 8)  # tokens: so each engine takes as much, whoever else is on the card
-HEADS = dict(num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
-SIZES = dict(hidden_size=1024, num_hidden_layers=28, intermediate_size=3072, vocab_size=151936)
-SMALL = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=128, vocab_size=512)
+SIZES = dict(
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28 if CUDA else 1,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936 if CUDA else 512,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+)
 
 
 def make_model(folder):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf = AutoConfig.for_model("qwen3", **HEADS, **(SIZES if CUDA else SMALL), max_position_embeddings=4096)
+    hf = AutoConfig.for_model("qwen3", **SIZES)
     with torch.device(DEVICE):
         AutoModelForCausalLM.from_config(hf, dtype=DTYPE).save_pretrained(folder)
 
@@ -85,7 +93,7 @@ def one_engine(kind, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("kinds", nargs="*", default=KINDS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
@@ -95,7 +103,7 @@ def main():
         make_model(args.folder)
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     script = [sys.executable, __file__, args.folder, "--engine"]
-    engines = {kind: subprocess.Popen([*script, kind], **pipes) for kind in args.kinds.split(",")}
+    engines = {kind: subprocess.Popen([*script, kind], **pipes) for kind in args.kinds}
     for kind, engine in engines.items():
         if engine.stdout.readline() != "ready\n":
             sys.exit(f"error: {kind}: did not start; see {args.folder / kind}.log")

@@ -78,7 +78,7 @@ SIZES = "num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, num_key
 SPEED += [f"--scratch_args={SIZES}, intermediate_size=3072"]
 COST = ["tests/determinism_cost.py", "out/shape_0p6b"]
 OTHERS = {f"nccl_{n}": command(ranks=n, script=["tests/nccl_on_one_card.py"]) for n in (2, 4, 8)} | {
-    "plain_kernels": command("--kinds=plain", script=COST),  # nvcc builds SGLang's own, once
+    "plain_kernels": command("plain", script=COST),  # nvcc builds SGLang's own, once
     "speed": command(*SPEED, "--out_dir=out/one_card/speed"),
     "determinism_cost": command(script=COST),
     "trl": command("card", "--micro=8", "--steps=6", script=["tools/peer.py"]),
@@ -97,19 +97,11 @@ PHASES = [  # seconds on a card, the engines' start among them
     (75, "4+1"),
     (95, "8+1"),
 ]
-ENVIRONMENT = dict(
-    NCCL_SOCKET_IFNAME="=lo",
-    NCCL_NET="Socket",
-    NCCL_IB_DISABLE="1",
-    NCCL_MNNVL_ENABLE="0",
-    NCCL_RAS_ENABLE="0",
-    NCCL_PROTO="Simple",
-    NCCL_MAX_NCHANNELS="1",
-    NCCL_BUFFSIZE="1048576",
-    NCCL_DEBUG="INFO",
-    SGLANG_NUMA_BIND_V2="0",
-    SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK="0",  # of cards: here others come and go between its two looks at one
-)
+# Sockets, one channel; not SGLang's comparison of its cards' memory: here others come and go between its two looks
+ENVIRONMENT = """NCCL_SOCKET_IFNAME==lo NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_MNNVL_ENABLE=0 NCCL_RAS_ENABLE=0
+    NCCL_PROTO=Simple NCCL_MAX_NCHANNELS=1 NCCL_BUFFSIZE=1048576 NCCL_DEBUG=INFO SGLANG_NUMA_BIND_V2=0
+    SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0"""
+ENVIRONMENT = dict(each.split("=", 1) for each in ENVIRONMENT.split())
 
 
 def command_of(name, args):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -161,10 +162,8 @@ def test_a_card_that_cannot_hold_the_model_is_refused_first(gb, world, change, l
 )
 def test_an_engine_beside_others_gets_its_share_of_a_card_or_says_what_is_left(monkeypatch, free, most, gets):
     """SGLang charged its cache with the weights that others loaded meanwhile: "no memory left for its cache"."""
-    sglang = types.SimpleNamespace(
-        get_schedule=lambda: types.SimpleNamespace(mem_fraction_static=0.5, max_total_tokens=most),
-        get_world_group=lambda: types.SimpleNamespace(cpu_group=None),
-    )
+    sglang = mock.Mock()
+    sglang.get_schedule.return_value = types.SimpleNamespace(mem_fraction_static=0.5, max_total_tokens=most)
     monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.kv_cache_configurator", sglang)
     monkeypatch.setattr(patches, "from_all_ranks", lambda x, group: [x])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 << 30)
