@@ -39,7 +39,7 @@ def timed(name, work, right):
     seconds = time.monotonic() - began
     assert right(), (rank, name)
     if rank == 0:
-        print(f"{world} ranks: {name} {100 * seconds:.1f} ms", flush=True)
+        print(f"{world} ranks: {name} {100 * seconds:.1f} ms")
 
 
 def exchange():
@@ -82,4 +82,4 @@ with torch.cuda.graph(graph, capture_error_mode="thread_local"):
 mine.add_(10)
 timed("all_gather in a graph", graph.replay, lambda: gathered_is(ranks + 10))
 dist.destroy_process_group()
-print(f"rank {rank}: left", flush=True)
+print(f"rank {rank}: left")
