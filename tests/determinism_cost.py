@@ -6,7 +6,7 @@ What determinism costs while sampling: SGLang as it is, SGLang's deterministic m
 
 The folder gets the model, with random weights, unless it has one. Each engine is a process; all start side by side, and
 then sample alternately, three times each. Attention is SGLang's Triton kernels, or ours; with FlashAttention 3 SGLang
-may be faster. SGLang's deterministic mode knows no backend of a CPU's.
+may be faster. On a CPU, where SGLang alone does not start, `plain` is our engine with the libraries' operators.
 """
 
 import argparse
@@ -48,23 +48,22 @@ def make_model(folder):
 
 def engine_of(kind, folder, log):
     """A function that samples the batch once, with SGLang's parameters."""
-    if kind == "ours":
+    if kind == "ours" or not CUDA:
         from onecurve.models.dense import check_model
         from rollout_server import RolloutEngine
         from train_grpo import DEFAULTS
 
         batch = dict(max_prompt_tokens=8, max_new_tokens=TOKENS, prompts_per_step=SAMPLES, group_size=1)
-        config = DEFAULTS | batch | dict(engine_args=f"max_total_tokens={CACHE}", eval_size=0)
+        config = DEFAULTS | batch | dict(engine_args=f"max_total_tokens={CACHE}", batch_invariant=kind == "ours")
         engine = RolloutEngine(0, folder, check_model(folder, config), config, DEVICE, DTYPE, log)
         return lambda ids, params: engine.run([engine.generate(ids, params)], "in a trial")
     from sglang import Engine
 
     engine = Engine(
         model_path=str(folder),
-        device=DEVICE,
-        dtype=str(DTYPE).removeprefix("torch."),
+        dtype="bfloat16",
         skip_tokenizer_init=True,
-        attention_backend="triton" if CUDA else "torch_native",
+        attention_backend="triton",
         mem_fraction_static=0.6,  # engine_memory's default
         max_total_tokens=CACHE,
         cuda_graph_max_bs_decode=SAMPLES,
