@@ -171,7 +171,7 @@ def test_an_engine_beside_others_gets_its_share_of_a_card_or_says_what_is_left(m
     if gets:
         assert patches.bytes_for_cache(None, 80.0) == gets << 30
         return
-    found = f"80.00 GiB were free, less its weights the share is 38.00, and {free:.2f} are free now; use another share"
+    found = f"the cache would get 38.00 of 80.00 GiB that were free, and {free:.2f} are left; use another share"
     with pytest.raises(ValueError, match=f"^engine_memory=0.5: {found}"):
         patches.bytes_for_cache(None, 80.0)
 

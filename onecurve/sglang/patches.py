@@ -207,7 +207,7 @@ def bytes_for_cache(self, before):
     # all ranks of an engine get the same
     wanted, free = map(min, zip(*from_all_ranks((wanted, free), get_world_group().cpu_group)))
     if min(wanted, free) <= 0 or free < wanted and not get_schedule().max_total_tokens:
-        found = f"{before:.2f} GiB were free, less its weights the share is {wanted:.2f}, and {free:.2f} are free now"
+        found = f"the cache would get {wanted:.2f} of {before:.2f} GiB that were free, and {free:.2f} are left"
         cure = "use another share, or max_total_tokens in engine_args, or start when others have left the card"
         raise ValueError(f"engine_memory={share:g}: {found}; {cure}")
     return int(min(wanted, free) * 2**30)
