@@ -4,12 +4,12 @@ with a card is for. tests/one_card/sitecustomize.py puts every rank on card 0; n
 
     python tests/one_card.py                       # phase by phase, as far as --seconds reach
     python tests/one_card.py                       # once more: what has a result is not run again
-    python tests/one_card.py --device=cpu          # the digests alone, by gloo on two cores: 8 minutes
-    python tests/one_card.py --only=2+1,4+4        # these, and the runs that they are compared with
+    python tests/one_card.py --device=cpu          # the digests alone, by gloo: some minutes on two cores
+    python tests/one_card.py --only 2+1 4+4        # these, and the runs that they are compared with
     tar czf one_card.tgz --exclude=queue --exclude=ckpt --exclude=model -C out one_card      # what to bring back
 
-A phase's runs are beside each other, on a CPU two at a time. A phase whose seconds are not left is left out, and what
-takes longer is killed. --out has each run's folder, its output as NAME.txt, and what NCCL says of its transport:
+A phase's runs are beside each other, on a CPU one after the other. A phase whose seconds are not left is left out, and
+what takes longer is killed. --out has each run's folder, its output as NAME.txt, and what NCCL says of its transport:
 it must be `via NET/Socket`. Exit status 1: a run failed, a digest is another, or the control's is not.
 """
 
@@ -28,7 +28,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from runs import command, lines, problem, require  # noqa: E402
+from runs import command, lines, problem, run_warm  # noqa: E402
 
 FULL = "--max_steps=6 --checkpoint_every=3 --keep_checkpoints=9"
 SCORE = "--reward=tests/pretend/reward.py:score"  # a model that knows nothing still has something to learn
@@ -72,15 +72,15 @@ ON_CARD = [
     "--scratch_args=num_hidden_layers=4, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, "
     "intermediate_size=512",
 ]
-SPEED = f"""--device=cuda --dataset=arithmetic:10:50 --max_prompt_tokens=8 --max_new_tokens=256 --ignore_eos
-    --eval_size=0 {SCORE} --prompts_per_step=32 --lanes=1 --leaf_tokens=70000 --max_steps=4 --checkpoint_every=0
-    --gradient_checkpointing=True""".split()
-SIZES = "num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128"
-SPEED += [f"--scratch_args={SIZES}, intermediate_size=3072"]
+QWEN3_0P6B = (
+    "--scratch_args=num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, "
+    "head_dim=128, intermediate_size=3072"
+)
+SPEED = "--steps=6", "--leaf_tokens=70000", "--gradient_checkpointing=True", QWEN3_0P6B
 COST = ["tests/determinism_cost.py", "out/shape_0p6b"]
 OTHERS = {f"nccl_{n}": command(ranks=n, script=["tests/nccl_on_one_card.py"]) for n in (2, 4, 8)} | {
     "plain_kernels": command("plain", script=COST),  # nvcc builds SGLang's own, once
-    "speed": command(*SPEED, "--out_dir=out/one_card/speed"),
+    "speed": command(*SPEED, script=["tools/bench.py"]),
     "determinism_cost": command(script=COST),
     "trl": command("card", "--micro=8", "--steps=6", script=["tools/peer.py"]),
     "operators": command(script=["tools/bench_operators.py"]),
@@ -105,16 +105,12 @@ ENVIRONMENT = """NCCL_SOCKET_IFNAME==lo NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_M
 ENVIRONMENT = dict(each.split("=", 1) for each in ENVIRONMENT.split())
 
 
-def command_of(name, args):
-    if name in OTHERS:
-        return OTHERS[name]
-    run = RUNS[name]
+def program_of(name, args):
+    """train_grpo.py and its flags."""
     own = ON_CARD if args.device == "cuda" else []
-    script = ["train_grpo.py"]
-    if name == "sums_as_they_come":
-        script = ["tests/trials.py", "--broken", name]
-    flags = [f"--out_dir={args.out / name}", f"--device={args.device}", *own, *run.flags.split()]
-    return command("config/small.py", *flags, ranks=run.ranks, script=script)
+    script = ["tests/trials.py", "--broken", name] if name == "sums_as_they_come" else ["train_grpo.py"]
+    flags = [f"--out_dir={args.out / name}", f"--device={args.device}", *own, *RUNS[name].flags.split()]
+    return [*script, "config/small.py", *flags]
 
 
 def output_of(name, args):
@@ -133,18 +129,22 @@ def launch(name, args, seconds):
     if resumes:
         later = shutil.ignore_patterns("step_000006", "rl_00000[345]")
         shutil.copytree(args.out / "2+1", args.out / name, ignore=later)
-    path = f"{ROOT}/tests/one_card:{os.environ.get('PYTHONPATH', '')}"
-    env = ENVIRONMENT | dict(PYTHONPATH=path, NCCL_DEBUG_FILE=f"{args.out}/nccl_{name}.%p.log")
+    path = args.out / f"{name}.txt"
+    ranks = RUNS[name].ranks if name in RUNS else 1
     began = time.monotonic()
-    with open(args.out / f"{name}.txt", "w") as output:
-        options = dict(cwd=ROOT, env=os.environ | env, stdout=output, stderr=output)
-        process = psutil.Popen(command_of(name, args), **options)
+    if args.device == "cpu":
+        status, _ = run_warm(program_of(name, args), path, ranks if ranks > 1 else 0)
+    else:  # NCCL reads its settings once in a process, and a fork has none of its own
+        what = OTHERS.get(name) or command(ranks=ranks, script=program_of(name, args))
+        with open(path, "w") as output:
+            process = psutil.Popen(what, cwd=ROOT, stdout=output, stderr=output)
         try:
             status = process.wait(seconds)
         except psutil.TimeoutExpired:
             status = "killed"
             for each in [*process.children(recursive=True), process]:
                 each.kill()
+    with open(path, "a") as output:
         print(f"\nstatus {status}", file=output)
     print(f"{name}: status {status} after {time.monotonic() - began:.0f} s", flush=True)
 
@@ -170,22 +170,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=530)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*RUNS, *OTHERS])
     parser.add_argument("--out", type=Path, default="out/one_card")
     args = parser.parse_args()
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
+    path = f"{ROOT}/tests/one_card:{os.environ.get('PYTHONPATH', '')}"
+    os.environ.update(ENVIRONMENT, PYTHONPATH=path, NCCL_DEBUG_FILE=f"{args.out}/nccl.%p.log")
     on_cpu = args.device == "cpu"
-    wanted = {*filter(None, args.only.split(","))} or {*RUNS, *({} if on_cpu else OTHERS)}
-    unknown = wanted - {*RUNS, *OTHERS}
-    require(not unknown, f"--only={args.only}: no {', '.join(unknown)}; choose from {', '.join([*RUNS, *OTHERS])}")
+    wanted = {*args.only} or {*RUNS, *({} if on_cpu else OTHERS)}
     wanted |= {RUNS[name].like.lstrip("!") for name in wanted & {*RUNS}} - {""}
     end = time.monotonic() + (math.inf if on_cpu else args.seconds)
     for seconds, names in PHASES:
         names = [name for name in names.split() if name in wanted]
         if names and end - time.monotonic() > seconds:
-            with ThreadPoolExecutor(2 if on_cpu else len(names)) as pool:
-                [*pool.map(lambda name: launch(name, args, 600 if on_cpu else seconds), names)]
+            with ThreadPoolExecutor(1 if on_cpu else len(names)) as pool:
+                [*pool.map(lambda name: launch(name, args, seconds), names)]
     print("| run | digest | |\n|---|---|---|")
     right = True
     for _, names in PHASES:

@@ -229,7 +229,7 @@ def test_a_sigterm_ends_a_run_with_one_line_and_leaves_nothing_in_tmp(tmp_path, 
 
 def test_two_ranks_that_train_and_sample_have_one_digest_which_sees_the_order_of_sums(tmp_path):
     """By gloo, as two ranks on one card would by NCCL."""
-    flags = "--device=cpu", "--only=2_colocated,sums_as_they_come", f"--out={tmp_path}"
+    flags = f"--out={tmp_path}", "--device=cpu", "--only", "2_colocated", "sums_as_they_come"
     status, output = plain_launch([sys.executable, "tests/one_card.py", *flags], cwd=ROOT)
     assert status == 0 and output.count("as it must be") == 2, output
 
