@@ -11,7 +11,7 @@ Our trainer and TRL's run alternately, twice each: the same model folder, prompt
 optimizer step. `sums` is a task to learn: samples end where they end, the learning rate is 1e-5, and the rewards of
 both are printed, step by step. --micro=4 has TRL train on a step in as many micro-batches, which may be faster. uv
 makes a separate environment for TRL, with the torch and the transformers that we run on, and needs a registry the first
-time; a TRL that can be imported here is taken as it is. TRL has the settings that are fast and do our work
+time; where this very TRL can be imported here, it is taken. TRL has the settings that are fast and do our work
 (`trl_side`): on a CPU one batch of all samples and float32, on a card bfloat16 weights, where ours are float32, and not
 vLLM, which most use there; no gradient checkpointing, SDPA, generation by transformers with its KV cache,
 min_new_tokens = max_new_tokens where we ignore the EOS, one update per batch, no KL, fused AdamW with our betas and
@@ -23,7 +23,7 @@ each of its samples, though ours goes through it once (share_prefixes).
 
 import argparse
 import contextlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import platform
@@ -127,8 +127,9 @@ def trl_python():
     """The command that is Python in TRL's environment. Ends the run in one line if there can be none."""
     from onecurve.run.versions import library_versions
 
-    if importlib.util.find_spec("trl"):
-        return [sys.executable]
+    with contextlib.suppress(ImportError):  # there is none
+        if importlib.metadata.version("trl") in TRL:
+            return [sys.executable]
     if not shutil.which("uv"):
         refuse("no uv, which makes TRL's environment: pip install uv")
     # The libraries below TRL are ours: what differs is then the trainers.
