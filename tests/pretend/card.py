@@ -32,6 +32,8 @@ HOOKS = {
     "model_executor.model_runner_components.attention_backend_setup:init_cublas":
         "model_executor.model_runner_components.attention_backend_setup:build_attention_backends",
     "mem_cache.memory_pool:can_use_store_cache": "mem_cache.memory_pool:_set_kv_buffer_impl",
+    "mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes":
+        "mem_cache.kv_cache_configurator:KVCacheConfigurator._resolve_memory_pool_config",
     "layers.logits_processor:LogitsProcessor._compute_lm_head": "layers.logits_processor:LogitsProcessor._get_logits",
     "distributed.parallel_state:GroupCoordinator.all_reduce":
         "distributed.communication_op:tensor_model_parallel_all_reduce",

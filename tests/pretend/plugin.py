@@ -372,6 +372,7 @@ def patch_torch(module):
     from pretend.graph import CUDAGraph, graph
 
     cuda = torch.cuda
+    cards = int(os.environ.get("PRETEND_CARDS", 8))
     names = dict(
         Stream=Stream, Event=Event, stream=stream, StreamContext=type("StreamContext", (stream,), {}),
         current_stream=current_stream, device=device, device_of=device,
@@ -382,7 +383,7 @@ def patch_torch(module):
         graph=graph, synchronize=lambda *_: [order.host_waits(s) for s in Stream.every],
         get_device_capability=capability, is_current_stream_capturing=lambda: bool(getattr(HERE, "recorder", None)),
     ) | answers(
-        is_available=True, device_count=8, get_device_name="Pretended", empty_cache=None,
+        is_available=True, device_count=cards, get_device_name="Pretended", empty_cache=None,
         is_initialized=True, init=None, _lazy_init=None, ipc_collect=None,
         reset_peak_memory_stats=None, manual_seed_all=None, manual_seed=None,
         is_bf16_supported=True, can_device_access_peer=False, memory_stats={}, get_arch_list=["sm_90"],
