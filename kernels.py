@@ -724,7 +724,7 @@ def triton_norm_rope_backward(
             mean = tl.sum(g * n, 1) / D
             g = r * (g - n * mean[:, None])
         tl.store(dx + at + i, g.to(dx.dtype.element_ty), mask=inside)
-    if weight is not None:
+    if dw is not None:
         share = tl.sum(acc, 0)[None, :]
         dw += block.to(tl.int64) * D
         tl.store(dw + i, share, mask=i < D)
@@ -772,7 +772,7 @@ class NormRope(torch.autograd.Function):
         rows = _loops().SUM_TOKENS * H if like_loops else steps * config["ROWS"]
         blocks = -(-R // rows)
         dx = _contiguous_like(x)
-        dw = None if weight is None else x.new_zeros(blocks, D, dtype=torch.float32)
+        dw = x.new_zeros(blocks, D, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         args = _aligned(grad), *saved, dx, dw, *ctx.tail
         config = dict(config, STEPS=steps)
         if in_float32(x):

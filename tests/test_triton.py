@@ -252,6 +252,7 @@ def attentions():
 def norms():
     for C in (128, 1024, 4096):
         back(kernels.rms_norm(leaf(70, C), leaf(C), 1e-6))
+    back(kernels.rms_norm(leaf(70, C), empty(C), 1e-6))  # frozen
     angle = empty(7, 64, dtype=f32)
     for norms in ((leaf(128), leaf(128), 1e-6), ()):
         fused = empty(7, 48, 128)

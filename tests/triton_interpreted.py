@@ -214,6 +214,9 @@ def test_rms_norm_is_right_forward_and_backward_with_and_without_residual(shape)
 
     found = both_ways(ours, inputs, *grads)
     assert all_close(found, both_ways(right, doubles(inputs), *grads), 1e-4)
+    _, dx, _ = both_ways(norm, (x, weight), grad)
+    _, frozen = both_ways(lambda x: norm(x, weight), [x], grad)
+    assert same(frozen, dx)
     if len(x):
         assert same(norm(x[-1:], weight), found[0][-1:])
 

@@ -144,6 +144,11 @@ def of_hub(name):
 def named(name):
     """A model or a data set for the card: what is a file or a folder here is its last name, and a hash."""
     path = Path(name)
+    own = path.exists()
+    if path.suffix == ".gguf":
+        from onecurve.models import gguf
+
+        path = gguf.find(name, "init_from")  # of a package, it may be
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         return path.name if path.is_absolute() else name
@@ -151,7 +156,7 @@ def named(name):
     for file in files:
         with open(file, "rb") as f:
             hashlib.file_digest(f, lambda: total)  # of one file the hash that sha256sum gives
-    return f"{path.name}, not in this repository; a repeat needs it: sha256 {total.hexdigest()}"
+    return f"{path.name if own else name}, not in this repository; a repeat needs it: sha256 {total.hexdigest()}"
 
 
 def code_of(config):

@@ -162,7 +162,8 @@ def saved_config(folder):
     return configurator.saved_config(path)
 
 
-MADE_HERE = {"init_from": "scratch", "dataset": f"programs|{SUMS}"}  # values that name nothing elsewhere
+# values that name nothing elsewhere; a GGUF file of an installed package is read, and the package is not imported
+MADE_HERE = {"init_from": r"scratch|\w+/[\w.-]+\.gguf", "dataset": f"programs|{SUMS}"}
 
 
 def check_links(run):
@@ -188,10 +189,10 @@ def check_trusted(run, saved, said):
 
     def elsewhere(key, name):
         path = Path(name).resolve()
-        theirs = any(path.is_relative_to(Path(folder).resolve()) for folder in (run, HUB))
+        theirs = path.exists() and any(path.is_relative_to(Path(folder).resolve()) for folder in (run, HUB))
         # a folder of data may name addresses
         own = path.exists() and not theirs and not (key == "dataset" and path.is_dir())
-        return name and not own and not re.fullmatch(MADE_HERE.get(key, ""), name)
+        return name and not own and (theirs or not re.fullmatch(MADE_HERE.get(key, ""), name))
 
     asks = {key: text(key) for key in ("agent", "judge", "sources", "engine_args")}
     asks["sandbox"] = text("sandbox") == "none"

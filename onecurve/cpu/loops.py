@@ -235,7 +235,10 @@ def cpu_norm_rope(first, last, x, weight, cos, sin, y, eps, x_n, R, H, D):
 
 @loop
 def cpu_norm_rope_backward(first, last, grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H, D):
-    """dw (blocks, D) gets the sum over each block's rows in order; first .. last are blocks of SUM_TOKENS tokens."""
+    """
+    dw (blocks, D), unless the weight is frozen, gets the sum over each block's rows in order; first .. last are blocks
+    of SUM_TOKENS tokens.
+    """
     for row in range(first * SUM_TOKENS * H, min(last * SUM_TOKENS * H, R)):
         at = row // H * x_n + row % H * D
         x_row = x[at:]
@@ -246,9 +249,11 @@ def cpu_norm_rope_backward(first, last, grad, x, weight, cos, sin, dx, dw, eps, 
             _turn_row(g, cos, sin, row // H, D, -ONE)
         if len(weight):
             r = _rms(x, at, D, eps)
-            block = dw[row // H // SUM_TOKENS * D :]
+            if len(dw):
+                block = dw[row // H // SUM_TOKENS * D :]
+                for i in range(D):
+                    block[i] += g[i] * (x_row[i] * r)
             for i in range(D):
-                block[i] += g[i] * (x_row[i] * r)
                 g[i] *= weight[i]
             mean = dot(dx, row * D, x, at, D) * r / np.float32(D)
             for i in range(D):
