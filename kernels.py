@@ -2348,7 +2348,7 @@ def disable_batch_invariant():
 ELEMENTS = 1024  # numbers of a row that one program of an elementwise kernel takes ..
 ELEMENT_WARPS = 4  # .. and its warps
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # tests: CPU tensors take the Triton path too
-FLOAT32 = False  # set at a run's start: cards compute in float32, and then with the loops' bits (onecurve/float32.py)
+FLOAT32 = False  # `choose_dtype` sets it: cards compute in float32, and then with the loops' bits (onecurve/float32.py)
 
 
 class Card(NamedTuple):
@@ -2383,6 +2383,12 @@ def card(x):
 def device_kind(device):
     """'cpu', or a GPU with its compute capability, 'cuda 9.0': what has bits of its own. 'cpu' is float32 anywhere."""
     return "cpu" if device == "cpu" or FLOAT32 else "cuda {}.{}".format(*torch.cuda.get_device_capability())
+
+
+def choose_dtype(device, dtype):
+    """At a process's start: in what its models compute on this device. dtype: the config's key."""
+    global FLOAT32
+    FLOAT32 = device == "cuda" and dtype == "float32"
 
 
 def compute_dtype(device):

@@ -126,7 +126,7 @@ def serve(config):
     require(config["init_from"], "init_from='': use a model folder, a run's ckpt/step_.. or a hub name")
     require(0 <= config["port"] < 2**16, f"port={config['port']}: use 1 .. 65535, or 0: any that is free")
     config["device"] = config["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    kernels.FLOAT32 = config["device"] == "cuda" and config["dtype"] == "float32"
+    kernels.choose_dtype(config["device"], config["dtype"])
     model = folders.fetch_model(config["init_from"])
     small = train_grpo.DEFAULTS | dict(max_prompt_tokens=1, max_new_tokens=1)
     hf = check_model(model, small | {key: config[key] for key in ("tp_split", "rollout_tp")})

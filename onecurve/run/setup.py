@@ -136,7 +136,7 @@ class Run:
         world = int(os.environ.get("WORLD_SIZE", 1))
         self.gpu = int(os.environ.get("LOCAL_RANK", 0))
         self.device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        kernels.FLOAT32 = self.device == "cuda" and c.dtype == "float32"
+        kernels.choose_dtype(self.device, c.dtype)
         self.dtype = kernels.compute_dtype(self.device)  # of the model in an engine
         self.chip = take_gpu(config, world, self.gpu) if self.device == "cuda" else ""
         self.ranks = ranks = sync.start_process_groups(*roles(config, world), self.device, c.rollout_tp)

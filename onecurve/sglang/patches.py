@@ -119,7 +119,7 @@ def run_scheduler(config, threads, cores, inv_freq, lends, more, server_args, *a
     others = {module.name for module in pkgutil.iter_modules(models.__path__)} - set(dense.MODEL_TYPES)
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
     device = server_args.device
-    kernels.FLOAT32 = device == "cuda" and config["dtype"] == "float32"
+    kernels.choose_dtype(device, config["dtype"])
     enable = functools.partial(kernels.enable_batch_invariant, threads, cores)
     install(patches(config, device, enable, inv_freq, lends))
     install(more)
