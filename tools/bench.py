@@ -42,8 +42,8 @@ GPU_SIZE = [
 # ---- end to end
 
 
-def measure(args, *more):
-    """The metrics of a run's steps after the first four."""
+def measure(args, *more, warm_up=4):
+    """The metrics of a run's steps after the first ones, which warm up."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -53,14 +53,13 @@ def measure(args, *more):
     flags = [
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
         "--group_size=8", f"--lanes={4 if args.ranks > 1 else 1}", "--ignore_eos", f"--threads={args.threads}",
-        "--share_prefixes",
+        "--share_prefixes", f"--reward={folder / 'reward.py'}:length",
         *size, *args.flags, *more,
     ]  # fmt: skip
     # rewards that differ, so that no gradient is zero and nothing is skipped
     (folder / "reward.py").write_text("def length(prompt, response, answer):\n    return float(len(set(response)))\n")
-    flags.append(f"--reward={folder / 'reward.py'}:length")
     try:
-        return run(folder / "run", *flags, ranks=args.ranks)[4:]
+        return run(folder / "run", *flags, ranks=args.ranks)[warm_up:]
     finally:
         shutil.rmtree(folder)
 

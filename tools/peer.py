@@ -210,7 +210,7 @@ def both_sides(args, python, folder, task):
     ours = []
     theirs = []
     for _ in range(2):
-        steps = measure(args, *flags)
+        steps = measure(args, *flags, warm_up=task["warm_up"])
         ours.append(
             [
                 dict(phases=phases(x), tokens=x["response_length_mean"] * task["samples"], reward=x["reward_mean"])
@@ -218,7 +218,7 @@ def both_sides(args, python, folder, task):
             ]
         )
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=offline)
-        theirs.append(json.loads((folder / "steps.json").read_text())[4:])
+        theirs.append(json.loads((folder / "steps.json").read_text())[task["warm_up"] :])
     return ours, theirs
 
 
@@ -245,7 +245,7 @@ def compare(args, python, rate, task, name):
         lines.append(f"{what}, {side}: {parts}")
         if task["learns"]:
             curve = " ".join(f"{x['reward']:.2f}" for x in runs[0])
-            lines.append(f"{what}, {side}, rewards from step 4 on: {curve}")
+            lines.append(f"{what}, {side}, rewards from step {task['warm_up']} on: {curve}")
     tokens = statistics.fmean(x["tokens"] for runs in sides for run in runs for x in run) / task["samples"]
     roof = task["samples"] * tokens * rate / operations_of_step(hf, task["samples"], task["prompt_tokens"], tokens)
     mine, other = (statistics.median(x) for x in rates)
@@ -271,7 +271,7 @@ def task_of(args):
     if not args.model:
         rows = [dict(prompt=row["prompt"], answer=row["answer"]) for row in arithmetic()]
         length = statistics.fmean(len(row["prompt"]) for row in rows)  # a token is a character
-        return task | dict(rows=rows, prompt_tokens=length, learning_rate=1e-6)
+        return task | dict(rows=rows, prompt_tokens=length, learning_rate=1e-6, warm_up=4)
     from onecurve.models import folders
 
     model = folders.fetch_model(args.model)
@@ -282,7 +282,7 @@ def task_of(args):
         for row in arithmetic(0, 20)
     ]
     length = len(tokenizer.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True)["input_ids"])
-    return task | dict(rows=rows, prompt_tokens=length, model=str(model), learning_rate=1e-5)
+    return task | dict(rows=rows, prompt_tokens=length, model=str(model), learning_rate=1e-5, warm_up=1)
 
 
 def report(args):
@@ -315,10 +315,11 @@ def report(args):
         cpu = next(line for line in known if line.startswith("model name")).partition(":")[2].strip()
     numbers = ", ".join(f"{name} {number}" for name, number in library_versions().items())
     threads = task["threads"]
+    steps = args.steps - task["warm_up"]
     if args.settings == "card":
         cpu = f"{torch.cuda.get_device_name()}, {cpu}"
     print(f"\n{cpu}, {os.cpu_count()} cores, {threads} threads, torch.mm {rate / 1e9:.0f} GFLOP/s")
-    print(f"{args.steps - 4} steps a run, {TRL.replace('==', ' ')}, {numbers}, Python {platform.python_version()}")
+    print(f"{steps} steps a run, {TRL.replace('==', ' ')}, {numbers}, Python {platform.python_version()}")
     print(f"{time.strftime('%Y-%m-%d')}, commit {commit()}: python {shlex.join(sys.argv)}")
 
 
@@ -326,7 +327,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="?", default="default", choices=SETTINGS)
     parser.add_argument("--ranks", type=int, default=1, help="of our side; more than 1 are torchrun's")
-    parser.add_argument("--steps", type=int, default=12, help="of a run; the first four warm up")
+    parser.add_argument("--steps", type=int, default=12, help="of a run; the first four warm up, of sums the first")
     parser.add_argument("--threads", type=int, default=0, help="of a process; 0: one per core")
     parser.add_argument("--model", default="", help="with sums: a chat model's folder, GGUF file or hub name")
     parser.add_argument("--micro", type=int, default=1, help="micro-batches in which TRL trains on a step's samples")
