@@ -99,7 +99,6 @@ CHUNK = 1024  # rows of logits held at a time: the head's weight gradient is add
 # On Triton, where block and warps are the layout in which `tl.sum` adds a row:
 SUM_ROWS = 64  # rows that a norm's weight gradient adds before `row_sums` takes over
 KEYS = 64  # keys per softmax tile, counted from position 0 of the sequence ..
-KEYS_FLOAT32 = 16  # .. in float32 ..
 KEYS_OF_WARPS = 32  # .. and on cards without TMA, where each warp multiplies for itself and has fewer registers free
 SPLIT = 1024  # keys whose softmax is taken apart from the others', counted from position 0: decode's unit of work
 MIN_BLOCK = 16  # a row's block is the power of two that holds it, and at least this
@@ -1617,16 +1616,8 @@ LOG2_E = 1.4426950408889634
 
 
 def _attention_config(x, rows, warps, stages, keys=None):
-    """
-    Keys and rows per tile, warps and stages, for queries x. float32 has no tensor core here: small tiles, or registers
-    spill. keys: of dK and dV, where keys take the place of rows.
-    """
-    if x.dtype == torch.float32:
-        keys = KEYS_FLOAT32
-        rows = 16
-        warps = 8
-        stages = 1
-    elif not card(x).tma:
+    """Keys and rows per tile, warps and stages, for queries x. keys: of dK and dV, where keys take the place of rows."""
+    if not card(x).tma:
         keys, rows = (ROWS_OF_WARPS, KEYS_OF_WARPS) if keys else (KEYS_OF_WARPS, ROWS_OF_WARPS)
         warps = 8
         stages = 3

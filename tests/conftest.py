@@ -43,6 +43,7 @@ from trials import (  # noqa: E402
     kill_one,
     launch,
     lines,
+    of_this_commit,
     replay_of,
     run_with_kills,
     schedulers_of,
@@ -70,6 +71,7 @@ WHOLE_RUNS = ("test_laws", "test_nodes", "test_algorithms", "test_resume", "test
 LONG = """test_pretend_cuda test_engine test_triton test_endpoint test_lora test_reward_model test_judges test_watch
     test_exercises test_experiments test_lessons test_publish test_instruments""".split()
 LONG += WHOLE_RUNS
+TURNS = 3  # a run of all tests, `pytest`, has a third of those marked `in_turn`; `pytest tests` and named files have all
 
 
 def pytest_addoption(parser):
@@ -77,6 +79,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.args_source == config.ArgsSource.TESTPATHS:  # for workers, and the interpreter's process, too
+        # by thousands: so another choice of one in three, by the same hash, does not go with it
+        os.environ["ONECURVE_TURN"] = str(of_this_commit(range(1000 * TURNS)) // 1000)
+    config.addinivalue_line("markers", "in_turn: takes long; a commit's hash says whether it is in a run of all tests")
     config.addinivalue_line("markers", "law(varied): what a test of a law varies, for the table of tools/prove.py")
     config.addinivalue_line("markers", "control(wrong): what is wrong in a negative control, for the same table")
     if config.getoption("numprocesses"):  # the process of `launch_warm` starts when the first worker wants it, for all
@@ -90,7 +96,12 @@ def start_when_wanted(server):
     start_warm(server)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if turn := os.environ.get("ONECURVE_TURN"):
+        long = [item for item in items if item.get_closest_marker("in_turn")]
+        left_out = {*long} - {*long[int(turn) :: TURNS]}
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     for item in items:
         item.user_properties += [("varied", mark.args[0]) for mark in item.iter_markers("law")]

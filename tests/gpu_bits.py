@@ -87,7 +87,6 @@ def all_attention(quick):
     groups = (1, 4, 5) if quick else range(1, 9)
     return [
         *((bf16, D, g, 2, short) for D in (64, 128) for g in groups),
-        (f32, 64, 2, 1, short),
         (bf16, 128, 2, 8, long),
         (bf16, 128, 4, 8, long),
     ]

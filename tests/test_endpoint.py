@@ -1055,6 +1055,7 @@ OBJECT = f"""
     print(float("""
 
 
+@pytest.mark.in_turn
 def test_a_run_of_programs_learns_and_streams_do_not_change_its_ledger(model, template, tmp_path):
     """What they draw under a grammar has no loss; a replay in which it has is the control: its log-probs differ."""
     code = Path(example.__file__).read_text()

@@ -345,6 +345,7 @@ def graded(tmp_path_factory, two_ranks):
     return run
 
 
+@pytest.mark.in_turn
 def test_right_answers_give_the_projects_own_digests(graded):
     assert check.DIGESTS[PLAIN] in (ROOT / "README.md").read_text()
     said, _ = graded("right", RIGHT, PLAIN)

@@ -27,6 +27,7 @@ sys.path.insert(0, str(EXPERIMENTS))
 import study as frame  # noqa: E402
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("home", [of_this_commit(STUDIES)], ids=lambda home: home.name)
 def test_a_part_of_a_study_has_the_digests_of_its_page(home, tmp_path):
     command = [sys.executable, home / "run.py", "--quick", "--jobs=1", f"--out={tmp_path}"]

@@ -421,6 +421,7 @@ def test_a_figure_is_the_last_evaluation_or_a_mean_of_the_last_steps(refusal):
     assert "--metric=pass@2: the runs have pass@1, reward_mean" in refusal(figure, lines, "pass@2")
 
 
+@pytest.mark.in_turn
 def test_two_settings_are_compared_on_equal_noise_and_runs_are_made_once(tool, tmp_path):
     both = "config/small.py --mode=rm --max_steps=3 --checkpoint_every=0 --warmup_sft_steps=0".split()
     both.append("--dataset=arithmetic:0:20")

@@ -490,6 +490,7 @@ def gate(served, alive=2**62):
         yield url, asked
 
 
+@pytest.mark.in_turn
 def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served, prompt_file, warmed, tmp_path):
     """
     The judge of the second run is gone in the middle of a step, and back, at another address, for its resume by two
@@ -522,6 +523,7 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
         assert all(score_of(noted["judge"]["judge"], "") == noted["judge"]["reward"] for noted in meta["noted"])
 
 
+@pytest.mark.in_turn
 def test_runs_judged_by_math_verify_have_one_ledger(warmed, tmp_path):
     """In one process, and on two trainers and two engines."""
     flags = *"--reward=math --eval_size=0 --max_steps=4 --checkpoint_every=0".split(), *warmed

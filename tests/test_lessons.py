@@ -86,11 +86,13 @@ def test_another_cpu_prints_the_same_and_torchs_operators_other_bits(tmp_path):
         assert output == on_the_page(script), script.name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("script", [SCRIPTS[0], SCRIPTS[2], MACHINES], ids=lambda s: s.stem)
 def test_a_lesson_runs_as_its_page_says(script):
     assert typed(script, timeout=300) == on_the_page(script)
 
 
+@pytest.mark.in_turn
 def test_the_lesson_with_a_kill_prints_what_its_page_shows():
     """Three engines beside other workers' take longer than on a machine that has nothing else to do."""
     with shared_memory():

@@ -38,6 +38,7 @@ def steps(folder):
     return len(lines(folder, "metrics.jsonl", "rl")) if (folder / "metrics.jsonl").exists() else 0
 
 
+@pytest.mark.in_turn
 def test_two_nodes_without_names_and_a_dead_rank_keep_the_ledger(nodes, lagged, warmed, tmp_path):
     """
     Two trainers, one on each, and an engine, side by side; weights by broadcast. The engine's rank dies: node-a's ranks

@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from conftest import digest, error_line, finish, launch_warm, wait_for
@@ -120,6 +121,7 @@ def test_disk_errors_lost_nodes_and_ctrl_c_are_a_line_others_a_traceback(capsys)
 # ---- a launcher that is killed
 
 
+@pytest.mark.in_turn
 def test_ranks_end_with_a_killed_torchrun_and_resumes_keep_the_digest(two_ranks, tmp_path):
     """It is killed while they meet and sample; without an engine, while they train, save or take their leave."""
     folder, output = tmp_path / "run", tmp_path / "output"

@@ -557,6 +557,7 @@ def test_the_interpreter_is_one_that_the_sandbox_can_read(capsys):
 # whole runs
 
 
+@pytest.mark.in_turn
 def test_runs_judged_by_tests_have_one_ledger_though_sandboxes_fail(tmp_path):
     """
     Undisturbed; with a sandbox that is killed, stopped by one that does not start, and resumed by two trainers and two

@@ -245,8 +245,6 @@ def attentions():
     for groups in (4, 5):
         attention_of(bf16, 128, groups)
     attention_of(bf16, 64, 8)
-    attention_of(f32, 64, 2)
-    attention_of(f32, 128, 4)
 
 
 def norms():

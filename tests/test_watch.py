@@ -160,6 +160,7 @@ def test_a_run_ends_where_its_reward_is_gamed_and_a_replay_does_too(tmp_path, ga
     assert len(lines(a, "metrics.jsonl", "rl")) == 48
 
 
+@pytest.mark.in_turn
 def test_a_run_turns_back_to_its_healthy_step_and_repeats_the_ledger(tmp_path, gamed, monkeypatch, capsys):
     """Again: from a copy of the run that was stopped, and of a turn that was interrupted."""
     flags = (*gamed, "--max_steps=40", "--learning_rate=2e-4", "--healthy_kl_coef=2", "--threads=1")

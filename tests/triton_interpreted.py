@@ -353,7 +353,7 @@ def test_attention_sees_no_tile_of_rows_and_takes_packs_without_tokens():
     whole = attend(kernels, inputs, [5, 70], grad)
     strided = torch.tensor([[5, 9], [70, 9]])[:, 0]
     assert all_same(attend(kernels, inputs, strided, grad), whole)
-    with patched(_attention_config=lambda *_: dict(ROWS=64, KEYS=16)):  # in place of 16
+    with patched(_attention_config=lambda *_: dict(ROWS=16, KEYS=64)):  # in place of 128
         assert all_same(attend(kernels, inputs, [5, 70], grad), whole)
     for lengths in ([0], [0, 0]):
         found = attend(kernels, qkv(0, 3, 1, 64), lengths, grad[:0])
@@ -492,6 +492,7 @@ EDGES = (
 )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("edge", EDGES)
 def test_a_wrong_edge_of_the_tiles_is_caught(edge, tmp_path):
     changed = mutant(tmp_path, edge)
@@ -567,6 +568,7 @@ def test_a_draw_is_the_same_in_blocks_of_any_size_and_for_a_row_alone():
             assert torch.equal(found, tokens[rows])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "change",
     [
@@ -593,6 +595,7 @@ def test_a_rule_keeps_what_the_cpus_loop_keeps_whatever_the_block():
             assert cuts_are_right(kernels)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "change",
     [
@@ -807,6 +810,7 @@ AGAINST_THE_LOOPS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", AGAINST_THE_LOOPS)
 def test_L17_another_order_or_rounding_is_caught(name, tmp_path):
     edged, *changes = AGAINST_THE_LOOPS[name]
@@ -830,6 +834,7 @@ OTHER_CHAINS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", OTHER_CHAINS)
 def test_L17_another_chain_is_caught(name, tmp_path):
     work = EDGED["matmul"]()
@@ -978,6 +983,7 @@ PAST_THE_END = (
 )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("edge", PAST_THE_END)
 def test_a_wrong_edge_of_keys_read_by_pointers_is_caught(edge, tmp_path):
     changed = mutant(tmp_path, edge)
@@ -1180,6 +1186,7 @@ ROUNDED = (  # to bfloat16, as elsewhere: the router's logits, and each expert's
 )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "change",
     [
