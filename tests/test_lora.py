@@ -7,7 +7,6 @@ PEFT's folder.
 
 import json
 import shutil
-import types
 
 import pytest
 import test_trainer
@@ -16,7 +15,7 @@ from conftest import error_line, finish, launch_warm
 from merge import main as merge_folder
 from safetensors.torch import load_file, save_file
 from test_laws import ledger
-from test_trainer import DEFAULTS, equal, make_samples, make_trainer, same_bits, weights_of
+from test_trainer import equal, make_samples, make_trainer, same_bits, weights_of
 from trials import LORA, ROOT, adapters_apart, interrupt, lines, replay_of, slow_engines
 from verify import differing_weight
 
@@ -24,7 +23,7 @@ import train_grpo as train
 from configurator import check_config, configure
 from onecurve.models import adapters
 from onecurve.models.adapters import LINEAR
-from onecurve.models.dense import check_model, is_sharded
+from onecurve.models.dense import check_model
 
 ranks = test_trainer.ranks
 
@@ -162,19 +161,6 @@ def test_the_merged_folder_gives_the_trainers_logprobs_and_gradients(trainer, ad
             largest = float(right[adapter].abs().max())
             assert largest > 1e-6
             torch.testing.assert_close(found[adapter], right[adapter], rtol=1e-4, atol=1e-5 * largest)
-
-
-def test_only_one_trainer_that_casts_nothing_goes_without_fsdp2():
-    one = types.SimpleNamespace(size=lambda: 1)
-    two = types.SimpleNamespace(size=lambda: 2)
-    for device, lora, sharded in (
-        ("cpu", None, False),
-        ("cpu", DEFAULTS, False),
-        ("cuda", DEFAULTS, False),
-        ("cuda", None, True),
-    ):
-        assert is_sharded(one, device, lora) == sharded
-        assert is_sharded(two, device, lora)
 
 
 def numbers_in(tensors):

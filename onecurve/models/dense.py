@@ -152,21 +152,18 @@ def rope_frequencies(hf, device):
     return inv_freq
 
 
-def is_sharded(mesh, device, lora):
-    """
-    One trainer has nothing to gather, and with LoRA or in float32 nothing to cast: it goes without FSDP2, which would
-    copy all of it.
-    """
-    return mesh.size() > 1 or kernels.compute_dtype(device) != torch.float32 and not lora
+def is_sharded(mesh):
+    """One trainer has nothing to gather: it goes without FSDP2, which would copy all of it twice in each leaf."""
+    return mesh is not None and mesh.size() > 1
 
 
 def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
     """
-    The Hugging Face model, sharded by FSDP2 where `is_sharded`, its weights still unset. Master weights are float32,
-    the compute dtype is `kernels.compute_dtype`'s. `model.token_logprobs` is its forward pass for
-    training. critic: with a value head (hidden size,). lora: the config whose adapters it gets; its own weights are
-    then frozen and held in the compute dtype. mesh None: a whole model for forward passes only, in the compute dtype.
-    tp_split: parts of row-parallel sums.
+    The Hugging Face model, its weights still unset. `model.token_logprobs` is its forward pass for training. Where
+    `is_sharded`, FSDP2 cuts it, holds it in float32 and casts it; else it is held in `kernels.compute_dtype`, and
+    `FullWeights` has what is trained in float32. critic: with a value head (hidden size,). lora: the config whose
+    adapters, in float32, it gets; its own weights are then frozen. mesh None: for forward passes only. tp_split: parts
+    of row-parallel sums.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -178,19 +175,20 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.attention)
     kind = AutoModelForSequenceClassification if gives_scores(hf) else AutoModelForCausalLM
     computed_in = kernels.compute_dtype(device)
-    held_in = torch.float32 if mesh and not lora else computed_in
+    sharded = is_sharded(mesh)
+    held_in = torch.float32 if sharded and not lora else computed_in
     with torch.device("meta"):
         model = kind.from_config(
             hf, dtype=held_in, attn_implementation="batch_invariant" if batch_invariant else "sdpa"
         )
         if lora:
             add_adapters(model, lora)
-        model.value_head = torch.nn.Parameter(torch.empty(hf.hidden_size)) if critic else None
+        head = torch.empty(hf.hidden_size, dtype=None if lora else held_in)
+        model.value_head = torch.nn.Parameter(head) if critic else None
     # cast_forward_inputs would round RoPE's float32 cos and sin to bfloat16, which the engine does not do
     policy = MixedPrecisionPolicy(
         param_dtype=None if lora else computed_in, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    sharded = mesh and is_sharded(mesh, device, lora)
     for part in (*model.model.layers, model) if sharded else ():
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_custom_reduce_scatter(TreeReduceScatter())

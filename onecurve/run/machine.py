@@ -110,10 +110,11 @@ def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
     needs = {}
     held = 0
     if trainers:
-        frozen = compute * parameters * (learned < parameters)
-        held = (frozen + 3 * 4 * learned) / trainers
+        alone = trainers == 1 and compute < 4  # then the model has copies of what is trained
+        held = (compute * parameters * (alone or learned < parameters) + 3 * 4 * learned) / trainers
         gradients = max(1, math.log2(config["lanes"] / trainers))
-        needs["train"] = held + 4 * learned / trainers * gradients + reward * (trainers == world)
+        gradients = 4 * learned / trainers * gradients + compute * learned * (alone and learned == parameters)
+        needs["train"] = held + gradients + reward * (trainers == world)
     if engines:
         needs["sample"] = held * (trainers == world) + reward + weights / config["engine_memory"]
     if place == "cpu":
