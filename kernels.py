@@ -556,6 +556,19 @@ class LoRALinear(torch.autograd.Function):
         return dx, None, None, dA, dB, None, None
 
 
+@triton.jit
+def triton_split(x, parts, x_r, x_c, C, BLOCK: constexpr):
+    """Each row of x as three of the parts' type side by side, whose sum it is."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < C
+    rest = tl.load(x + row * x_r + c * x_c, mask=inside, other=0.0)
+    for i in tl.static_range(3):
+        part = rest.to(parts.dtype.element_ty)
+        tl.store(parts + (row * 3 + i) * C + c, part, mask=inside)
+        rest -= part.to(tl.float32)
+
+
 def _float32_mm(a, b):
     """
     a (M, K) @ b (K, N) -> (M, N) float32; one of them is float32. If the other is bfloat16, on a GPU, it is cut into
@@ -565,10 +578,8 @@ def _float32_mm(a, b):
         return torch.mm(a.float(), b.float())
     if a.dtype == torch.float32:
         return _float32_mm(b.t(), a.t()).t().contiguous()
-    high = b.to(a.dtype)
-    middle = (b - high).to(a.dtype)
-    low = (b - high - middle).to(a.dtype)
-    parts = torch.cat([high, middle, low], 1)
+    parts = a.new_empty(len(b), 3 * b.shape[1])
+    on_elements(triton_split, b.shape, 6, b, parts, *b.stride())
     high, middle, low = matmul(a, parts, torch.float32).chunk(3, 1)
     return high + (middle + low)
 
