@@ -7,6 +7,7 @@ PEFT's folder.
 
 import json
 import shutil
+import types
 
 import pytest
 import test_trainer
@@ -23,9 +24,10 @@ import train_grpo as train
 from configurator import check_config, configure
 from onecurve.models import adapters
 from onecurve.models.adapters import LINEAR
-from onecurve.models.dense import check_model
+from onecurve.models.dense import check_model, is_sharded
 
 ranks = test_trainer.ranks
+bf16 = torch.bfloat16
 
 
 # ---- the laws
@@ -161,6 +163,15 @@ def test_the_merged_folder_gives_the_trainers_logprobs_and_gradients(trainer, ad
             largest = float(right[adapter].abs().max())
             assert largest > 1e-6
             torch.testing.assert_close(found[adapter], right[adapter], rtol=1e-4, atol=1e-5 * largest)
+
+
+def test_one_trainer_goes_without_fsdp2_unless_it_would_copy_a_large_model():
+    one = types.SimpleNamespace(size=lambda: 1)
+    two = types.SimpleNamespace(size=lambda: 2)
+    for parameters, held_in, sharded in ((1e9, torch.float32, False), (3e9, torch.float32, True), (3e9, bf16, False)):
+        model = types.SimpleNamespace(num_parameters=lambda: parameters, dtype=held_in)
+        assert is_sharded(one, model, bf16) == sharded
+        assert is_sharded(two, model, bf16)
 
 
 def numbers_in(tensors):

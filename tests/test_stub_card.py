@@ -122,10 +122,10 @@ SMALLER = "or a smaller model than init_from"
 @pytest.mark.parametrize(
     "gb,world,change,line",
     [
-        # 8.19 G parameters: 131 GB of weights, moments and one gradient, and where a trainer is alone 33 of bfloat16
+        # 8.19 G parameters: 131 GB of weights, moments and one gradient
         (80, 1, dict(lanes=1), f"lanes=1: use more trainers, fewer lanes, --lora_rank=32, {SMALLER}: to train a card"),
-        (164, 1, dict(lanes=2), ""),  # two leaves' gradients are added in one
-        (164, 1, dict(lanes=4), "to train a card needs 196.6 GB and more, this one has 164.0"),
+        (132, 1, dict(lanes=2), ""),  # two leaves' gradients are added in one
+        (132, 1, dict(lanes=4), "to train a card needs 163.8 GB and more, this one has 132.0"),
         (34, 8, dict(rollout_ranks=4, lanes=4), ""),
         (30, 8, dict(rollout_ranks=4, lanes=4), "to train a card needs 32.8 GB and more, this one has 30.0"),
         # the engine's weights alone, 16.4 GB of its share; two cards of an engine have half of them each

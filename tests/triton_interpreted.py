@@ -1290,7 +1290,7 @@ def test_one_card_rounds_and_adds_as_fsdp2_does(one_card, models):
     samples = [s._replace(returns=s.advantages) for s in make_samples(2)]
     found = []
     for sharded in (True, False):
-        with mock.patch.object(dense, "is_sharded", lambda _: sharded):
+        with mock.patch.object(dense, "is_sharded", lambda *_: sharded):
             trainer = one_card(models[0], lanes=2, advantage="gae", strict=False)
         found.append([trainer.update(samples, step, 0.01) for step in range(2)])
     fsdp2, alone = found

@@ -45,7 +45,7 @@ from kernels import CHUNK
 from onecurve.keys.scratch import scratch_sizes
 from onecurve.models.dense import check_model
 from onecurve.models.moe import KIND
-from onecurve.run.machine import least_memory, machine_memory
+from onecurve.run.machine import MOST_COPIED, least_memory, machine_memory
 from onecurve.run.past import max_staleness
 from rewards import arithmetic
 
@@ -267,7 +267,8 @@ def trainer_memory(s, c, ranks, leaf=0):
     """{phase: {part: bytes}} of a trainer's card: the constant part, and the needs of each phase of a step."""
     leaf, root, full = leaf or c.leaf_tokens, root_parameters(s), not c.lora_rank
     mine, learned, kept = parameters(s) / ranks, learned_parameters(s, c) / ranks, max_staleness(c)
-    alone, gathered = full and ranks == 1, ranks > 1  # a model of bfloat16 copies; FSDP2
+    alone = full and ranks == 1 and parameters(s) <= MOST_COPIED  # a model of bfloat16 copies, not FSDP2
+    gathered = ranks > 1 or full and not alone
     held = {"weights, float32": 4 * mine} if full else {"base, bfloat16": 2 * mine, "adapters, float32": 4 * learned}
     held["copies of them, bfloat16"] = alone * 2 * mine
     held["AdamW's moments"] = 8 * learned
@@ -288,7 +289,7 @@ def trainer_memory(s, c, ranks, leaf=0):
     leaves = {"activations": s.layers * (2 * leaf * s.hidden if again else inner)}
     leaves["a layer's inner activations, made again"] = inner * again
     leaves["1,024 rows of logits, and their gradient"] = 2 * 4 * CHUNK * s.vocab
-    scattered = full * gathered * 4 * root * (2 + 1 / ranks)
+    scattered = full * gathered * 4 * root * (2 * (ranks > 1) + 1 / ranks)
     reduce = {"embedding's and head's gradient, float32: sent, received, added": scattered}
     check = {"today's weights, while log-probs of older ones are checked": (kept > 0) * 4 * learned}
     publish = {"weights to send, bfloat16": 2 * mine * (full and not kept)}

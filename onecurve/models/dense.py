@@ -18,7 +18,7 @@ from configurator import MODES, require
 from onecurve.cpu import host
 from onecurve.models import moe
 from onecurve.models.adapters import add_adapters, read_adapter_config
-from onecurve.run.machine import least_memory, machine_memory
+from onecurve.run.machine import MOST_COPIED, least_memory, machine_memory
 from onecurve.run.start import lean_imports
 from sync import Shard, TreeReduceScatter, reason
 
@@ -152,9 +152,13 @@ def rope_frequencies(hf, device):
     return inv_freq
 
 
-def is_sharded(mesh):
-    """One trainer has nothing to gather: it goes without FSDP2, which would copy all of it twice in each leaf."""
-    return mesh is not None and mesh.size() > 1
+def is_sharded(mesh, model, computed_in):
+    """
+    One trainer has nothing to gather: it goes without FSDP2, which would copy all of it twice in each leaf, unless a
+    copy of all in the compute dtype would be too much.
+    """
+    copied = model.num_parameters() * (model.dtype != computed_in)
+    return mesh is not None and (mesh.size() > 1 or copied > MOST_COPIED)
 
 
 def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
@@ -175,16 +179,17 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
     ALL_ATTENTION_FUNCTIONS.register("batch_invariant", kernels.attention)
     kind = AutoModelForSequenceClassification if gives_scores(hf) else AutoModelForCausalLM
     computed_in = kernels.compute_dtype(device)
-    sharded = is_sharded(mesh)
-    held_in = torch.float32 if sharded and not lora else computed_in
+    held_in = torch.float32 if mesh and not lora else computed_in
     with torch.device("meta"):
         model = kind.from_config(
             hf, dtype=held_in, attn_implementation="batch_invariant" if batch_invariant else "sdpa"
         )
         if lora:
             add_adapters(model, lora)
-        head = torch.empty(hf.hidden_size, dtype=None if lora else held_in)
-        model.value_head = torch.nn.Parameter(head) if critic else None
+        model.value_head = torch.nn.Parameter(torch.empty(hf.hidden_size)) if critic else None
+    sharded = is_sharded(mesh, model, computed_in)
+    if not sharded and not lora:
+        model.to(computed_in)
     # cast_forward_inputs would round RoPE's float32 cos and sin to bfloat16, which the engine does not do
     policy = MixedPrecisionPolicy(
         param_dtype=None if lora else computed_in, reduce_dtype=torch.float32, cast_forward_inputs=False
