@@ -43,7 +43,7 @@ The operators; E is the engine, T the trainer:
     cut                    z, -inf where a rule drops a token      no order: whole numbers          E T under a rule
     embedding_backward     sum of the gradients of an id's tokens  the order of the tokens          T
     draw                   argmax(log p + noise)                   no sum                           E
-    bit_sum                a hash of whole numbers                 no order: whole numbers          E T
+    bit_sums               hashes of whole numbers                 no order: whole numbers          E T
     adamw                  a step of the weights                   no sum                           T
 
 Each is a public function that checks its operands and picks by device: the kernel `triton_*`, for an NVIDIA GPU of one
@@ -555,6 +555,19 @@ class LoRALinear(torch.autograd.Function):
         return dx, None, None, dA, dB, None, None
 
 
+@triton.jit
+def triton_split(x, parts, x_r, x_c, C, BLOCK: constexpr):
+    """Each row of x as three of the parts' type side by side, whose sum it is."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < C
+    rest = tl.load(x + row * x_r + c * x_c, mask=inside, other=0.0)
+    for i in tl.static_range(3):
+        part = rest.to(parts.dtype.element_ty)
+        tl.store(parts + (row * 3 + i) * C + c, part, mask=inside)
+        rest -= part.to(tl.float32)
+
+
 def _float32_mm(a, b):
     """
     a (M, K) @ b (K, N) -> (M, N) float32; one of them is float32. If the other is bfloat16, on a GPU, it is cut into
@@ -564,10 +577,8 @@ def _float32_mm(a, b):
         return torch.mm(a.float(), b.float())
     if a.dtype == torch.float32:
         return _float32_mm(b.t(), a.t()).t().contiguous()
-    high = b.to(a.dtype)
-    middle = (b - high).to(a.dtype)
-    low = (b - high - middle).to(a.dtype)
-    parts = torch.cat([high, middle, low], 1)
+    parts = a.new_empty(len(b), 3 * b.shape[1])
+    on_elements(triton_split, b.shape, 6, b, parts, *b.stride())
     high, middle, low = matmul(a, parts, torch.float32).chunk(3, 1)
     return high + (middle + low)
 
@@ -597,15 +608,19 @@ def merge(weight, A, B, scale):
 
 
 @triton.jit(do_not_specialize=["C"])
-def triton_row_sums(x, out, C, BLOCK: constexpr):
+def triton_row_sums(x, out, C, SQUARED: constexpr, BLOCK: constexpr):
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     x += row.to(tl.int64) * C
     acc = tl.zeros([BLOCK], tl.float64)
     for first in range(0, C, BLOCK):
         inside = first + i < C
-        acc += tl.load(x + first + i, mask=inside, other=0.0)
-    tl.store(out + row, tl.sum(acc, 0))
+        v = tl.load(x + first + i, mask=inside, other=0.0).to(tl.float64)
+        acc += v * v if SQUARED else v
+    total = tl.sum(acc, 0)
+    if out.dtype.element_ty != tl.float64:  # as torch rounds, by way of float32
+        total = total.to(tl.float32).to(out.dtype.element_ty)
+    tl.store(out + row, total)
 
 
 @functools.cache
@@ -613,20 +628,28 @@ def _lanes(C):
     return dict(BLOCK=min(LANES, _block(C)), num_warps=LANE_WARPS, **EXACT)
 
 
-def row_sums(x):
+def row_sums(x, out=None, squared=False):
     """
-    The sums of x (R, C) float64 along its rows -> (R,).
+    The sums of x (R, C) float64 along its rows -> (R,), or into `out` and then rounded to its type. squared: of x * x,
+    and x is float32.
 
     A row is one program's work: cut a long tensor into rows of one fixed length first.
     """
-    check(x.dtype == torch.float64, "dtype={}: row_sums adds float64", x.dtype)
-    x = _aligned(x)
-    if in_float32(x):
-        return _float32().row_sums(x)
+    check(squared or x.dtype == torch.float64, "dtype={}: row_sums adds float64", x.dtype)
     R, C = x.shape
-    out = x.new_empty(R)
-    on_rows(triton_row_sums, R, R * C, (x, out, C), (R,), _lanes(C))
-    return out
+    x = _aligned(x)
+    if use_triton(x) and not FLOAT32:
+        out = x.new_empty(R) if out is None else out
+        _launch(triton_row_sums, (R,), x, out, C, squared, **_lanes(C))
+        return out
+    if squared:
+        x = x.double().square_()
+    if use_triton(x):
+        sums = _float32().row_sums(x)
+    else:
+        sums = x.new_empty(R)
+        host.share(_loops().cpu_row_sums, R, R * C, x, sums, C)
+    return sums if out is None else out.copy_(sums)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -698,7 +721,7 @@ def triton_norm_rope_backward(
     grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H: constexpr, D: constexpr,
     ROWS: constexpr, BLOCK: constexpr, STEPS: constexpr,
 ):  # fmt: skip
-    """dx of STEPS * ROWS rows, a block, and their share of dw (blocks, D)."""
+    """dx of STEPS * ROWS rows, a block, and their share of dw (D, blocks)."""
     block = tl.program_id(0)
     i = tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -725,8 +748,8 @@ def triton_norm_rope_backward(
         tl.store(dx + at + i, g.to(dx.dtype.element_ty), mask=inside)
     if dw is not None:
         share = tl.sum(acc, 0)[None, :]
-        dw += block.to(tl.int64) * D
-        tl.store(dw + i, share, mask=i < D)
+        dw += i.to(tl.int64) * tl.num_programs(0)
+        tl.store(dw + block, share.to(tl.float64), mask=i < D)
 
 
 @functools.cache
@@ -771,7 +794,9 @@ class NormRope(torch.autograd.Function):
         rows = _loops().SUM_TOKENS * H if like_loops else steps * config["ROWS"]
         blocks = -(-R // rows)
         dx = _contiguous_like(x)
-        dw = x.new_zeros(blocks, D, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = x.new_empty(D, blocks, dtype=torch.float64) if use_triton(x) else x.new_zeros(blocks, D)
         args = _aligned(grad), *saved, dx, dw, *ctx.tail
         config = dict(config, STEPS=steps)
         if in_float32(x):
@@ -779,7 +804,7 @@ class NormRope(torch.autograd.Function):
         else:
             on_rows(triton_norm_rope_backward, blocks, 200 * R * D, args, (blocks,), config)
         if dw is not None:
-            dw = row_sums(dw.t().double()).to(weight.dtype)
+            dw = row_sums(dw if use_triton(x) else dw.t().double(), torch.empty_like(weight))
         return dx, dw, None, None, None
 
 
@@ -2195,41 +2220,53 @@ def draw(logprobs, seeds, positions):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# bit_sum: sum over elements of bits * odd(row) * odd(column) mod 2^64, for hashes. Whole numbers' sums have no order.
+# bit_sums: sum over elements of bits * odd(row) * odd(column) mod 2^64, for hashes. Whole numbers' sums have no order.
+#
+# A model has hundreds of tensors: on Triton one launch takes them all, whose places it reads from a table.
 
-BIT_SUM_TILE = 4096  # elements of a program's step
+BIT_SUM_TILE = 16, 256  # rows and columns of a program's step
+BIT_SUM_PROGRAMS = 1024  # of a tensor, at most
 
 
 @triton.jit
-def triton_bit_sum(x, odd_rows, odd_columns, sums, R, C, ROWS: constexpr, COLUMNS: constexpr):
-    """Adds up ROWS rows, then to sums ()."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    x += r[:, None] * C
-    acc = tl.zeros([ROWS, COLUMNS], tl.int64)
-    for first in range(0, C, COLUMNS):
-        c = first + tl.arange(0, COLUMNS)
-        inside = (r < R)[:, None] & (c < C)[None, :]
-        odd = tl.load(odd_columns + c, mask=c < C, other=0)
-        numbers = tl.load(x + c[None, :], mask=inside, other=0).to(tl.int64)
-        acc += numbers * odd[None, :]
-    of_rows = tl.sum(acc, 1)
-    of_rows *= tl.load(odd_rows + r, mask=r < R, other=0)
-    tl.atomic_add(sums, tl.sum(of_rows, 0))
+def triton_bit_sums(like, table, sums, ROWS: constexpr, COLUMNS: constexpr):
+    """Adds up some rows of a tensor of like's type, then to its sum."""
+    tensor = tl.program_id(1)
+    table += tensor * 5
+    x = tl.load(table).to(like.dtype)
+    odd_rows = tl.load(table + 1).to(table.dtype)
+    odd_columns = tl.load(table + 2).to(table.dtype)
+    R = tl.load(table + 3)
+    C = tl.load(table + 4)
+    acc = tl.zeros([ROWS], tl.int64)
+    for top in range(tl.program_id(0) * ROWS, R, tl.num_programs(0) * ROWS):
+        r = top + tl.arange(0, ROWS)
+        of_rows = tl.zeros([ROWS, COLUMNS], tl.int64)
+        for first in range(0, C, COLUMNS):
+            c = first + tl.arange(0, COLUMNS)
+            inside = (r < R)[:, None] & (c < C)[None, :]
+            odd = tl.load(odd_columns + c, mask=c < C, other=0)
+            numbers = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0).to(tl.int64)
+            of_rows += numbers * odd[None, :]
+        acc += tl.sum(of_rows, 1) * tl.load(odd_rows + r, mask=r < R, other=0)
+    tl.atomic_add(sums + tensor, tl.sum(acc, 0))
 
 
-def bit_sum(x, odd_rows, odd_columns):
-    """x (R, C) of whole numbers, the factors (R,) and (C,) int64 -> () int64."""
-    R = len(odd_rows)
-    C = len(odd_columns)
-    check(x.shape == (R, C), "bit_sum: x {} beside {} and {} factors", x, R, C)
-    args = x.contiguous(), odd_rows, odd_columns
+def bit_sums(numbers):
+    """
+    [(x (R, C) of whole numbers, contiguous and all of one type, factors (R,) and (C,) int64), ..] -> their sums int64.
+    """
+    for x, odd_rows, odd_columns in numbers:
+        fits = x.shape == (len(odd_rows), len(odd_columns))
+        check(fits, "bit_sums: x {} beside {} and {} factors", x, len(odd_rows), len(odd_columns))
     if not use_triton(x):
-        return torch.tensor(_loops().cpu_bit_sum(*map(host.flat, args)))
-    sums = odd_rows.new_zeros(())
-    columns = min(BIT_SUM_TILE // 4, _block(C))
-    rows = BIT_SUM_TILE // columns
-    grid = (-(-R // rows),)
-    _launch(triton_bit_sum, grid, *args, sums, R, C, ROWS=rows, COLUMNS=columns, num_warps=4)
+        return torch.tensor([_loops().cpu_bit_sum(*map(host.flat, each)) for each in numbers])
+    places = [(*(t.data_ptr() for t in each), *each[0].shape) for each in numbers]
+    table = torch.tensor(places, device=x.device)
+    sums = table.new_zeros(len(places))
+    tiles = -(-max(R for *_, R, _ in places) // BIT_SUM_TILE[0])
+    grid = min(tiles, BIT_SUM_PROGRAMS), len(places)
+    _launch(triton_bit_sums, grid, x, table, sums, *BIT_SUM_TILE, num_warps=4)
     return sums
 
 

@@ -244,11 +244,11 @@ class LeafSum:
     def backward(self, loss):
         """
         Adds the gradients of a leaf's loss. Autograd adds the second leaf of each pair in place, and on a rank with one
-        leaf per row every leaf: so a leaf's gradients need no extra memory.
+        leaf per row every leaf: so a leaf's gradients need no extra memory. But in bfloat16 it would round such sums.
         """
         loss.backward()  # FSDP2 adds the ranks' gradients here, by TreeReduceScatter
         self.waiting += 1
-        if self.waiting == 2 <= self.per_rank:
+        if self.waiting == 2 <= self.per_rank or self.model.dtype != torch.float32:
             self._take()
 
     @torch.no_grad()  # else `to_local` is a node of a graph: as slow as the sum
@@ -261,18 +261,28 @@ class LeafSum:
         self.waiting = 0
 
     def add(self, grads, leaves=1):
-        """Adds the tensors [(rows here, ..)] of this number of leaves, and keeps and overwrites them."""
+        """Adds the tensors [(rows here, ..)] of this number of leaves, and keeps and overwrites float32 ones."""
         while left := self.subtrees.pop(leaves, None):
-            torch._foreach_add_(left, grads)
+            for i in range(0, len(left), 32):  # some at a time: all in float32 would be a gradient more
+                torch._foreach_add_(left[i : i + 32], as_float32(grads[i : i + 32]))
             grads = left
             leaves = min(2 * leaves, self.per_rank)
-        self.subtrees[leaves] = grads
+        self.subtrees[leaves] = as_float32(grads)
 
     def total(self):
         """The tensors' sum over all leaves; None without any."""
         if self.waiting:
             self._take()
         return self.subtrees.get(self.per_rank)
+
+
+def as_float32(tensors):
+    """These, or copies in float32 of others, which a card makes in one launch."""
+    if tensors[0].dtype == torch.float32:
+        return tensors
+    copies = [torch.empty_like(x, dtype=torch.float32) for x in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
 
 
 class Shard(NamedTuple):
@@ -324,7 +334,7 @@ def grad_norm(grads, shards, group):
         part = part[s.first : s.first + len(g)]
         some = max(1, (1 << 26) // math.prod(s.shape[1:]))  # rows at a time: as float64 all would take twice their room
         for out, x in zip(part.split(some), g[:, None].flatten(1).split(some)):  # (rows, columns), maybe no rows
-            out.copy_(kernels.row_sums(x.double().square_()))
+            kernels.row_sums(x, out, True)
     dist.all_reduce(rows, group=group)
     return tree_sum(rows).sqrt()
 
@@ -437,8 +447,11 @@ class WeightSync:
         hashes: {name: hash} of the weights as trained, or {}; they are those of what is sent unless a cast rounds.
         """
         if shards and (self.cast_rounds or shards[0].name not in hashes):
-            # one after the other: together they may not fit
-            hashes = tensor_hashes((self._as_sent(s).data for s in shards), shards, self.ranks.mesh.get_group())
+            hashes = {}
+            rest = iter(shards)
+            for bucket in self.plan:  # one after the other: together they may not fit
+                sent = [*map(self._as_sent, islice(rest, len(bucket)))]
+                hashes |= tensor_hashes([s.data for s in sent], sent, self.ranks.mesh.get_group())
         expected = {s.name: hashes[s.name] for s in shards}
         if self.deliveries:
             self.deliveries.put((version, shards, expected))
@@ -702,12 +715,12 @@ def tensor_hashes(tensors, shards, group):
     bits * odd(row) * odd(column) mod 2^64. Integer sums have no order, so any sharding gives the same hash; an odd
     factor loses no bit, so any single changed element changes it. group: None for tensors that are whole.
     """
-    sums = []
+    numbers = []
     for t, s in zip(tensors, shards):
-        rows = t[:, None].flatten(1).view({2: torch.int16, 4: torch.int32}[t.itemsize])
+        rows = t[:, None].flatten(1).contiguous().view({2: torch.int16, 4: torch.int32}[t.itemsize])
         of_rows = _odd(s.first + (1 << 40), len(t), t.device)
-        sums.append(kernels.bit_sum(rows, of_rows, _odd(s.column, rows.shape[1], t.device)))
-    sums = torch.stack(sums)
+        numbers.append((rows, of_rows, _odd(s.column, rows.shape[1], t.device)))
+    sums = kernels.bit_sums(numbers)
     if group:
         dist.all_reduce(sums, group=group)
     return {s.name: f"{h & 0xFFFFFFFFFFFFFFFF:016x}" for s, h in zip(shards, sums.tolist())}

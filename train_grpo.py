@@ -301,11 +301,11 @@ LEAF = [  # the fields of a Leaf
     "ids",  # (N,) samples end to end: no padding, so none can leak
     "positions",  # (N,) of each token in its sample
     "lengths",  # (samples,) tokens
-    "counts",  # (samples,) loss tokens
     "predictors",  # (M,) index of the token before each loss token: its output predicts that one
     "targets",  # (M,) ids of the loss tokens
     *COLUMNS,  # (M,) as in Sample
     "kept",  # (2, K) as in Sample
+    "counts",  # [loss tokens of each sample]: known without a wait for the card
 ]
 Leaf = namedtuple("Leaf", LEAF)
 
@@ -373,8 +373,8 @@ def pack(samples, device):
     positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
     at = torch.cat(every.loss_at) + starts.repeat_interleave(counts)
     columns = [torch.cat(getattr(every, name)) for name in COLUMNS]
-    fields = ids, positions, lengths, counts, at - 1, ids[at], *columns, pack_kept(every.kept, counts)
-    return Leaf._make(x.to(device) for x in fields)
+    fields = ids, positions, lengths, at - 1, ids[at], *columns, pack_kept(every.kept, counts)
+    return Leaf(*(x.to(device) for x in fields), counts.tolist())
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -438,9 +438,8 @@ def with_advantages(samples, rewards, c, groups=()):
 def policy_step_loss(output, leaf, c, samples, tokens):
     """The loss of an RL step, with the terms that the config sets."""
     logprobs, entropy, values = output.logprobs, output.entropy, output.values
-    counts = leaf.counts.tolist()
     figures = {"entropy": entropy}
-    ours = dict(logprobs=logprobs, rollout_logprobs=leaf.logprobs, entropy=entropy, counts=counts)
+    ours = dict(logprobs=logprobs, rollout_logprobs=leaf.logprobs, entropy=entropy)
     loss = own_function("loss", c.loss) or partial(policy_loss, c.loss)
     losses, figures["clip_fraction"] = loss(**vars(c) | leaf._asdict() | ours)
     if c.importance:
@@ -456,7 +455,7 @@ def policy_step_loss(output, leaf, c, samples, tokens):
     if values is not None:
         figures["value_loss"] = critic.value_loss(values, leaf.values, leaf.returns, c.value_clip)
         losses = losses + c.value_coef * figures["value_loss"]
-    return aggregate(losses, counts, c.loss_aggregation, samples, tokens, c.max_new_tokens), figures
+    return aggregate(losses, leaf.counts, c.loss_aggregation, samples, tokens, c.max_new_tokens), figures
 
 
 POLICY = Objective("rl", policy_step_loss)
@@ -499,8 +498,8 @@ class Trainer:
         self.rank = ranks.rank
         self.process_group = ranks.mesh.get_group()
         self.control = ranks.control
-        # float32 master weights, cut by FSDP2: each rank keeps its rows of every parameter, and whole layers come
-        # together only while they are computed with.
+        # Float32 master weights. Of several ranks each keeps its rows of every parameter, as FSDP2 cuts them, and whole
+        # layers come together only while they are computed with.
         lora = c.lora_rank and vars(c)
         self.model = build_model(hf, self.mesh, device, c.batch_invariant, c.advantage == "gae", lora, c.tp_split)
         if c.gradient_checkpointing:
@@ -543,6 +542,7 @@ class Trainer:
         now = [s.data.clone() for s, _ in zip(self.policy, others)]
         for s, other in zip(self.policy, others):  # over the bus as they are: a CPU would be slow to convert them
             s.data.copy_(other.data.to(s.data.device, non_blocking=True))
+        self.parts.fill_model()
         try:
             yield
         finally:
@@ -583,11 +583,10 @@ class Trainer:
         """
         mine = {}
         for chosen, leaf, found in self.passes(samples, model, weights=weights):
-            counts = leaf.counts.tolist()
             kept = split_kept(leaf.kept if found.kept is None else found.kept, leaf.counts)
-            columns = [found.logprobs.cpu().split(counts), kept]
+            columns = [found.logprobs.cpu().split(leaf.counts), kept]
             if found.values is not None:
-                columns += [found.values.cpu().split(counts), found.last_values.tolist()]
+                columns += [found.values.cpu().split(leaf.counts), found.last_values.tolist()]
             mine |= zip(chosen, zip(*columns))
         return self.in_order(mine)
 

@@ -13,7 +13,7 @@ the cache, at 112 KiB a token 78,000 tokens: 61 samples at their full length at 
 bucket of them is there twice, 2.1 GB: 19.4 GB with all that is held, and the rest is for the graphs of decode steps.
 `tools/plan.py config/qwen3_1p7b_lora.py --gpus=1 --card=RTX4090` counts so.
 
-Qwen3-0.6B in full fits as well, with --init_from=Qwen/Qwen3-0.6B --lora_rank=0 --lanes=1 --learning_rate=1e-6: 12 GB
+Qwen3-0.6B in full fits as well, with --init_from=Qwen/Qwen3-0.6B --lora_rank=0 --lanes=1 --learning_rate=1e-6: 14 GB
 while it trains, 22 GB while weights are published.
 
 Wall time and result: not measured yet.

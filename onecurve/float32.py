@@ -267,7 +267,7 @@ def triton_norm_rope_backward(
 def triton_norm_weight(
     grad, x, cos, sin, rms, dw, x_n, R, H: constexpr, D: constexpr, BLOCK: constexpr, STEP: constexpr, C: constexpr,
 ):  # fmt: skip
-    """dw (blocks, D) of BLOCK rows each, in their order: a product with ones is a chain of sums."""
+    """dw (D, blocks) of BLOCK rows each, in their order: a product with ones is a chain of sums."""
     block = tl.program_id(0)
     i = tl.program_id(1) * C + tl.arange(0, C)[None, :]
     ones = tl.full([16, STEP], 1.0, tl.float32)
@@ -280,9 +280,9 @@ def triton_norm_weight(
         n = tl.load(x + x_at[:, None] + i, mask=inside, other=0.0)
         n *= tl.load(rms + row, mask=row < R, other=0.0)[:, None]
         acc = tl.dot(ones, g * n, acc, input_precision="ieee")
-    dw += block.to(tl.int64) * D
+    dw += i.to(tl.int64) * tl.num_programs(0)
     share = tl.max(acc, 0)[None, :]  # all 16 are equal
-    tl.store(dw + i, share, mask=i < D)
+    tl.store(dw + block, share.to(tl.float64), mask=i < D)
 
 
 def norm_rope_backward(grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H, D):
@@ -293,7 +293,7 @@ def norm_rope_backward(grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H, D):
     if dw is not None:
         args = grad, x, cos, sin, rms, dw, x_n, R, H, D
         block = SUM_TOKENS * H
-        grid = len(dw), -(-D // NORM_COLUMNS)
+        grid = dw.shape[1], -(-D // NORM_COLUMNS)
         _launch(triton_norm_weight, grid, *args, block, NORM_ROWS, NORM_COLUMNS, num_warps=4, **EXACT)
 
 

@@ -115,7 +115,7 @@ def operators():
     yield "draw", kernels.draw(logprobs, ids * 2**40, torch.arange(70))
     bits = x.detach().view(torch.int32)
     factors = torch.arange(96) * 2**50 + 1
-    yield "bit_sum", kernels.bit_sum(bits, ids * 2 + 1, factors)
+    yield "bit_sums", kernels.bit_sums([(bits, ids * 2 + 1, factors)])
     moved = torch.nn.Parameter(x.detach().clone())
     moved.grad = a.detach().clone()
     optimizer = kernels.adamw([dict(params=[moved])], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)

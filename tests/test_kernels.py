@@ -1216,7 +1216,7 @@ def operators(k):
             k.draw(logits, targets, targets),
             k.matmul(x.t(), up),
             k.matmul(x, w.t()),
-            k.bit_sum(whole, targets, torch.arange(70)),
+            k.bit_sums([(whole, targets, torch.arange(70))]),
             k.row_sums(x.double()),
             *step_of_adamw(k, x.detach(), up.detach()),
         )
@@ -1283,12 +1283,12 @@ def int64s(n):
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
-def test_bit_sum_is_the_sum_of_int64_products_and_sees_every_bit(dtype):
+def test_a_bit_sum_is_the_sum_of_int64_products_and_sees_every_bit(dtype):
     ends = torch.iinfo(dtype)
     x = torch.randint(ends.min, ends.max + 1, (33, 70), dtype=dtype)
     rows = int64s(33)
     columns = int64s(70)
-    found = kernels.bit_sum(x, rows, columns)
+    found = kernels.bit_sums([(x, rows, columns)])
     expected = 0
     for line, r in zip(x.tolist(), rows.tolist()):
         for v, c in zip(line, columns.tolist()):
@@ -1296,7 +1296,7 @@ def test_bit_sum_is_the_sum_of_int64_products_and_sees_every_bit(dtype):
     modulus = 2**64
     assert int(found) % modulus == expected % modulus
     x[20, 60] ^= 1
-    assert kernels.bit_sum(x, rows, columns) != found
+    assert kernels.bit_sums([(x, rows, columns)]) != found
 
 
 def plain_draw(logprobs, seeds, positions):
@@ -1476,7 +1476,7 @@ REFUSED = {  # words that `operand` reads
     "dtype=torch.float32: row_sums": "row_sums 3x4",
     "(2, 4), (3,), (2,)": "draw 2x4 3x:int64 2x:int64",
     "logits (2, 4), rules (2,)": "cut 2x4 2x",
-    "x (2, 4) beside 3": "bit_sum 2x4:int32 3x:int64 3x:int64",
+    "x (2, 4) beside 3": "bit_sums with_too_few_rows",
     "grad (4, 4) of ids (3,)": "embedding_backward 4x4 3x:int64 9 -1 False",
     "scale_grad_by_freq": "embedding_backward 3x4 3x:int64 9 -1 True",
     "entries of a page_table": "paged_plan 3x:int64 3x:int64 table_by_columns 3x:int64",
@@ -1490,6 +1490,7 @@ OPERANDS = dict(
     nines=torch.full((3,), 9),
     minus_ones=torch.full((3,), -1),
     every_second=torch.arange(6)[::2],
+    with_too_few_rows=[(torch.zeros(2, 4).int(), torch.arange(3), torch.arange(4))],
     table_by_columns=torch.zeros(4, 4, dtype=torch.int32).t(),
 )
 

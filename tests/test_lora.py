@@ -16,7 +16,7 @@ from conftest import error_line, finish, launch_warm
 from merge import main as merge_folder
 from safetensors.torch import load_file, save_file
 from test_laws import ledger
-from test_trainer import DEFAULTS, equal, make_samples, make_trainer, same_bits, weights_of
+from test_trainer import equal, make_samples, make_trainer, same_bits, weights_of
 from trials import LORA, ROOT, adapters_apart, interrupt, lines, replay_of, slow_engines
 from verify import differing_weight
 
@@ -27,6 +27,7 @@ from onecurve.models.adapters import LINEAR
 from onecurve.models.dense import check_model, is_sharded
 
 ranks = test_trainer.ranks
+bf16 = torch.bfloat16
 
 
 # ---- the laws
@@ -164,17 +165,13 @@ def test_the_merged_folder_gives_the_trainers_logprobs_and_gradients(trainer, ad
             torch.testing.assert_close(found[adapter], right[adapter], rtol=1e-4, atol=1e-5 * largest)
 
 
-def test_only_one_trainer_that_casts_nothing_goes_without_fsdp2():
+def test_one_trainer_goes_without_fsdp2_unless_it_would_copy_a_large_model():
     one = types.SimpleNamespace(size=lambda: 1)
     two = types.SimpleNamespace(size=lambda: 2)
-    for device, lora, sharded in (
-        ("cpu", None, False),
-        ("cpu", DEFAULTS, False),
-        ("cuda", DEFAULTS, False),
-        ("cuda", None, True),
-    ):
-        assert is_sharded(one, device, lora) == sharded
-        assert is_sharded(two, device, lora)
+    for parameters, held_in, sharded in ((1e9, torch.float32, False), (3e9, torch.float32, True), (3e9, bf16, False)):
+        model = types.SimpleNamespace(num_parameters=lambda: parameters, dtype=held_in)
+        assert is_sharded(one, model, bf16) == sharded
+        assert is_sharded(two, model, bf16)
 
 
 def numbers_in(tensors):

@@ -85,13 +85,16 @@ def alone(once):
 
 @pytest.fixture(scope="session")
 def resumed(once, alone):
-    """The same from its first checkpoint on: a trainer, and an engine over two ranks that gets weights by broadcast."""
+    """
+    The same from its first checkpoint on: two trainers, under FSDP2, and an engine over two ranks that gets weights by
+    broadcast.
+    """
 
     def run(folder):
         shutil.copytree(alone[0], folder)
         shutil.rmtree(folder / "ckpt" / "step_000002")
         shutil.rmtree(folder / "queue" / "rl_000001")
-        return pretend(folder, "--init_from=resume", "--rollout_ranks=2", "--rollout_tp=2", ranks=3)
+        return pretend(folder, "--init_from=resume", "--rollout_ranks=2", "--rollout_tp=2", ranks=4)
 
     return once("pretend_resumed", run)
 
@@ -108,7 +111,7 @@ def adapted(once):
 
 @pytest.fixture(scope="session")
 def adapted_alone(once):
-    """The same in one process, without FSDP2."""
+    """The same in one process."""
     return once("pretend_adapted_alone", lambda folder: pretend(folder, *LORA))
 
 
@@ -196,14 +199,17 @@ def test_collectives_of_trainers_come_from_one_thread_and_in_one_order(overlappe
         assert one == other and len(one) > 100
 
 
-def test_a_trainer_holds_what_the_account_says(overlapped, adapted):
-    """Between two steps: float32 weights and AdamW's moments, the version that is sent; with LoRA the adapters'."""
-    for (folder, output), bytes_each in ((overlapped, 3 * 4 + 2), (adapted, 0)):
+def test_a_trainer_holds_what_the_account_says(alone, overlapped, adapted):
+    """
+    Between two steps: float32 weights and AdamW's moments, and in bfloat16 the model's copies, or the version that is
+    sent; with LoRA the adapters'.
+    """
+    for (folder, output), bytes_each, trainers in ((alone, 3 * 4 + 2, 1), (overlapped, 3 * 4 + 2, 2), (adapted, 0, 2)):
         found = re.search(r"model: ([\d,]+) parameters(?:, of which ([\d,]+) are)?", output)
         every = [int(n.replace(",", "")) for n in found.groups() if n]
         learned = every[-1]
         frozen = every[0] - learned
-        expected = (frozen * 2 + learned * (bytes_each or 4 * 4)) / 2
+        expected = (frozen * 2 + learned * (bytes_each or 4 * 4)) / trainers
         held = {x["version"]: x["held"] for x in noted(folder, "publish") if x["held"]}
         # and the factors of the hashes, some KB: a version more would be 52 KB, adapters merged at once, too
         assert expected <= max(held.values()) < expected + 16_000, (held, expected)

@@ -264,6 +264,7 @@ def norms():
 def elementwise():
     gate = leaf(7, 12288)
     back(kernels.swiglu(gate, gate))
+    kernels._float32_mm(empty(70, 4096), empty(4096, 32, dtype=f32))
 
 
 def mixture_of(E, C, width, k, rows, dtype=bf16):
@@ -304,9 +305,10 @@ def heads():
     kernels.log_softmax(logits.to(bf16), -1, False)
     kernels.embedding_backward(torch.zeros(7, 64, dtype=bf16), ids, 90, -1, False)
     kernels.row_sums(empty(7, 4096, dtype=torch.float64))
+    kernels.row_sums(empty(7, 4096, dtype=f32), empty(7, dtype=torch.float64), True)
     kernels.draw(logits, *empty(2, 7, dtype=torch.long))
-    for x in (empty(7, 4096, dtype=torch.int32), empty(7, 1, dtype=torch.int16)):
-        kernels.bit_sum(x, *(empty(n, dtype=torch.long) for n in x.shape))
+    for x in (torch.zeros(7, 4096, dtype=torch.int32), torch.zeros(7, 1, dtype=torch.int16)):
+        kernels.bit_sums([(x, *(torch.zeros(n, dtype=torch.long) for n in x.shape))])
 
 
 WORKS = matmuls, attentions, norms, elementwise, mixtures, small_mixtures, merges, heads

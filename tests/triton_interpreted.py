@@ -9,6 +9,8 @@ own `tl.dot` adds by numpy, in an order that depends on the shape; pretend/inter
 
 import functools
 import itertools
+from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_bits import patched
+from pretend.graph import Recorder
 from pretend.interpreter import install
 from test_kernels import (
     ENDS,
@@ -54,11 +57,18 @@ from test_kernels import (
     textbook_swiglu,
     ties,
 )
+from test_trainer import DEFAULTS, make_samples
 from test_triton import REVERSED_K, SPLIT_K, bf16, mutant
+from triton.runtime import interpreter
 
 import kernels
+import train_grpo as train
 from onecurve import float32
 from onecurve.cpu import host, loops
+from onecurve.models import dense
+from onecurve.models.dense import check_model
+from onecurve.models.folders import make_scratch_model
+from sync import LeafSum, Ranks
 
 assert kernels.INTERPRET, "TRITON_INTERPRET=1 is needed"
 
@@ -308,18 +318,26 @@ def test_row_sums_are_right_and_a_row_is_alone():
         assert close(out, x.sum(1), 1e-9)
         places = [(i, 1) for i in range(R)]
         assert not differing(lambda rows: kernels.row_sums(x[rows]), out, *places)
+        for dtype in (torch.float32, bf16):
+            assert torch.equal(kernels.row_sums(x, out.to(dtype) * 0), out.to(dtype))
+        x = x.float()
+        squares = kernels.row_sums(x, torch.zeros_like(out), True)
+        assert torch.equal(squares, kernels.row_sums(x.double() ** 2))
+        assert R == 0 or not torch.equal(squares, kernels.row_sums((x * x).double()))  # squares in float32
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
-def test_a_bit_sum_is_the_sum_of_int64_products_and_sees_every_bit(dtype):
+def test_bit_sums_are_those_of_int64_products_and_see_every_bit(dtype):
     ends = torch.iinfo(dtype)
-    for R, C in ((1, 1), (5000, 1), (7, 1500), (0, 4)):
-        x = torch.randint(ends.min, ends.max, (R, C), dtype=dtype)
-        rows = int64s(R)
-        columns = int64s(C)
-        found = kernels.bit_sum(x, rows, columns)
-        assert found == ((x * columns).sum(1) * rows).sum()
-        assert R == 0 or kernels.bit_sum(x ^ 1, rows, columns) != found
+    sizes = (1, 1), (500, 1), (7, 700), (0, 4), (98, 64)
+    numbers = [(torch.randint(ends.min, ends.max, size, dtype=dtype), *map(int64s, size)) for size in sizes]
+    right = [((x * columns).sum(1) * rows).sum() for x, rows, columns in numbers]
+    assert kernels.bit_sums(numbers).tolist() == right
+    with patched(BIT_SUM_PROGRAMS=2):
+        assert kernels.bit_sums(numbers).tolist() == right
+    numbers[2][0][6, 699] ^= 1
+    found = kernels.bit_sums(numbers).tolist()
+    assert [a != b for a, b in zip(found, right)] == [False, False, True, False, False]
 
 
 def test_sums_and_means_in_plain_torch_have_one_order_too():
@@ -1056,6 +1074,12 @@ def test_adapters_beside_bfloat16_have_the_gradients_of_float32(r):
     assert max(errors(found, right)) < 1e-6
     assert min(errors([x.to(bf16) for x in found], right)) > 1e-4
     assert error(matmul64(g, A.to(bf16).t()), right[1]) > 1e-4  # with its first eight bits alone
+    b = A.t()
+    high = b.to(bf16)
+    middle = (b - high).to(bf16)
+    low = (b - high - middle).to(bf16)
+    high, middle, low = (kernels.matmul(x, part, torch.float32) for part in (high, middle, low))
+    assert same(kernels._float32_mm(x, b), high + (middle + low))
 
 
 # ---- mixtures of experts
@@ -1237,3 +1261,106 @@ def test_adamw_by_torch_as_on_a_gpu_moves_weights_as_the_cpus_loop_does():
     assert all_close(torchs, ours, bound, bound)
     assert (ours[0] - w).abs().mean() > 1e-2
     assert (other[0] - ours[0]).abs().max() > 10 * bound
+
+
+# ---- a trainer on one card: its bits are FSDP2's, and how much it starts, which a small model waits for
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of models with one and with two layers."""
+    sizes = "hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=64"
+    folders = [tmp_path_factory.mktemp("model") for _ in range(2)]
+    for layers, folder in enumerate(folders, 1):
+        make_scratch_model(folder, DEFAULTS | dict(scratch_args=f"num_hidden_layers={layers}, {sizes}"))
+    return folders
+
+
+@pytest.fixture
+def one_card(mesh):
+    """Makes a Trainer in bfloat16 of a model's folder."""
+
+    def make(folder, **change):
+        c = SimpleNamespace(**DEFAULTS | dict(leaf_tokens=64) | change)
+        trainer = train.Trainer(c, Ranks(0, 1, 1, 0, mesh, None), check_model(folder, vars(c)), folder, "cpu")
+        for group in trainer.optimizer.param_groups:
+            group["foreach"] = True  # as on a card
+        return trainer
+
+    kernels.enable_batch_invariant()
+    with patched(compute_dtype=lambda _: bf16):
+        yield make
+    kernels.disable_batch_invariant()
+
+
+def test_one_card_rounds_and_adds_as_fsdp2_does(one_card, models):
+    samples = [s._replace(returns=s.advantages) for s in make_samples(2)]
+    found = []
+    for sharded in (True, False):
+        with mock.patch.object(dense, "is_sharded", lambda *_: sharded):
+            trainer = one_card(models[0], lanes=2, advantage="gae", strict=False)
+        found.append([trainer.update(samples, step, 0.01) for step in range(2)])
+    fsdp2, alone = found
+    assert fsdp2 == alone
+    (_, first), (_, second) = alone
+    assert all(first["weights"][name] != second["weights"][name] for name in first["weights"])
+
+
+class Launches(Recorder):
+    """Notes the names of aten operators that compute or copy, and of Triton's kernels, in the place of running them."""
+
+    def note(self, name, step):
+        self.steps.append(name)  # a step has the tensors, and autograd would not take them over
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default or func.namespace == "profiler":
+            return func(*args, **kwargs or {})
+        return super().__torch_dispatch__(func, kinds, args, kwargs)
+
+
+def launches_of(work):
+    """Counter of the names of what is started."""
+    with Launches() as noted:
+        run = functools.partialmethod(lambda executor, *_, **__: noted.note(executor.fn.__name__, None))
+        with mock.patch.object(interpreter.GridExecutor, "__call__", run):
+            work()
+    return Counter(noted.steps)
+
+
+def launches_in(trainer):
+    """Of a forward pass, of both passes of two leaves that are added, and of the step with its norm and hashes."""
+    leaf = train.pack(make_samples(2), "cpu")
+    grads = [torch.zeros_like(s.data) for s in trainer.shards]
+
+    def forward():
+        return trainer.model.token_logprobs(leaf).logprobs.sum()
+
+    def both_passes():
+        sums = LeafSum(2, trainer.model)
+        for _ in range(2):
+            sums.backward(forward())
+
+    def step():
+        trainer.apply(grads, 0.1, "")
+
+    step()  # makes the hashes' factors
+    return [launches_of(work) for work in (forward, both_passes, step)]
+
+
+@pytest.mark.parametrize(
+    "change,of_layer,of_rest",
+    [
+        ({}, (15, 92, 12), (19, 81, 44)),
+        (dict(lora_rank=4), (22, 364, 15), (19, 45, 34)),
+    ],
+    ids=["full", "lora"],
+)
+def test_a_layer_and_a_step_start_no_more_kernels_than_they_need(change, of_layer, of_rest, one_card, models):
+    """A small model waits for them longer than for the card."""
+    one, two = (launches_in(one_card(folder, **change)) for folder in models)
+    assert tuple(b.total() - a.total() for a, b in zip(one, two)) == of_layer
+    assert tuple(a.total() - n for a, n in zip(one, of_layer)) == of_rest
+    swiglu = kernels.swiglu
+    with patched(swiglu=lambda *x: swiglu(*x) * 1):
+        more, *_ = launches_in(one_card(models[0], **change))
+    assert more - one[0] == {"aten::mul.Tensor": 1}

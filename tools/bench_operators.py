@@ -4,8 +4,9 @@ Each operator at the shapes of Qwen3, alternately with the library's, on a GPU: 
     python tools/bench_operators.py
 
 Random numbers, several sets of inputs where one would fit the cache, CUDA graphs, medians. The roof is the larger of
-bytes / copy rate and operations / matmul rate, both rates measured in the same run. Bits: elements in which a few rows
-computed alone differ from the same rows among all. Exit status 1: an element differs or an operator failed; 2: no GPU.
+bytes / copy rate and operations / matmul rate, both rates measured in the same run. Host: what the CPU takes for a call
+that no graph replays. Bits: elements in which a few rows computed alone differ from the same rows among all. Exit
+status 1: an element differs or an operator failed; 2: no GPU.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ DECODE = 16, 64, 512  # rows of a decode step's matmuls
 PACKS = (8, 1024), (2, 4096)  # sequences, tokens each
 CACHES = (16, 2048), (128, 2048)  # decoded sequences, keys each
 D = 128  # head dim
+HOST_CALLS = 200  # a card's queue holds some 1,000 launches
 FEW = slice(3, 8)  # rows that are also computed alone
 
 
@@ -434,6 +437,18 @@ def seconds_of(case, long, stream):
     return {name: (t / count, spread) for name, (t, spread) in zip(runs, medians([*runs.values()]))}
 
 
+def host_seconds(call, wait=torch.cuda.synchronize):
+    """Of a call that does not wait for the card."""
+    call()
+    wait()
+    began = perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    seconds = perf_counter() - began
+    wait()
+    return seconds / HOST_CALLS
+
+
 def row_of(case, bandwidth, rate, stream):
     """(a case's columns of the table, whether all bits are equal)."""
     few, many = case.bits()
@@ -446,7 +461,8 @@ def row_of(case, bandwidth, rate, stream):
     if found:
         best = min(found, key=found.get)
         theirs = f"{best} | {found[best][0] * 1e6:.1f} | {found[best][0] / mine:.2f}"
-    times = f"{mine * 1e6:.1f} | {spread:.0%} | {roof * 1e6:.1f} | {roof / mine:.2f}"
+    host = host_seconds(case.make()["ours"])
+    times = f"{mine * 1e6:.1f} | {spread:.0%} | {roof * 1e6:.1f} | {roof / mine:.2f} | {host * 1e6:.0f}"
     return f"{times} | {theirs} | {f'{different} DIFFER' if different else 'equal'}", not different
 
 
@@ -459,8 +475,9 @@ def main():
     with torch.cuda.stream(stream):
         bandwidth, rate = ceilings()
         print(f"copy {bandwidth / 1e12:.2f} TB/s, torch.mm of 8192^3 in bfloat16 {rate / 1e12:.0f} TFLOP/s\n")
-        print("| Qwen3 | operator | shape | us | spread | roof us | roof / us | library | us | library / ours | bits |")
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        timed = "us | spread | roof us | roof / us | host us | library | us | library / ours"
+        print(f"| Qwen3 | operator | shape | {timed} | bits |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|---|")
         for model in MODELS:
             for case in cases(model):
                 try:

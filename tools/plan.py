@@ -45,7 +45,7 @@ from kernels import CHUNK
 from onecurve.keys.scratch import scratch_sizes
 from onecurve.models.dense import check_model
 from onecurve.models.moe import KIND
-from onecurve.run.machine import least_memory, machine_memory
+from onecurve.run.machine import MOST_COPIED, least_memory, machine_memory
 from onecurve.run.past import max_staleness
 from rewards import arithmetic
 
@@ -267,10 +267,14 @@ def trainer_memory(s, c, ranks, leaf=0):
     """{phase: {part: bytes}} of a trainer's card: the constant part, and the needs of each phase of a step."""
     leaf, root, full = leaf or c.leaf_tokens, root_parameters(s), not c.lora_rank
     mine, learned, kept = parameters(s) / ranks, learned_parameters(s, c) / ranks, max_staleness(c)
+    alone = full and ranks == 1 and parameters(s) <= MOST_COPIED  # a model of bfloat16 copies, not FSDP2
+    gathered = ranks > 1 or full and not alone
     held = {"weights, float32": 4 * mine} if full else {"base, bfloat16": 2 * mine, "adapters, float32": 4 * learned}
+    held["copies of them, bfloat16"] = alone * 2 * mine
     held["AdamW's moments"] = 8 * learned
     whole = full or c.advantage == "distill"
-    held["reference"] = bool(c.kl_coef or c.advantage == "distill") * 4 * (mine if whole else learned)
+    reference = (4 if gathered else 2) * mine if whole else 4 * learned
+    held["reference"] = bool(c.kl_coef or c.advantage == "distill") * reference
     held["the version that is being sent"] = (kept > 0) * (2 * mine if full else 4 * learned)
     # An engine on the same card gets whole tensors, others each trainer's rows of them, if need be while it trains.
     both = ranks == c.gpus
@@ -278,14 +282,14 @@ def trainer_memory(s, c, ranks, leaf=0):
     held["a bucket of it, as cut and as sent"] = beside * bucket
     row = math.log2(c.lanes / ranks)
     train = {f"gradients: the sum, and {row:.0f} of the row that is added": 4 * learned * (1 + row)}
-    gathered = full or ranks > 1  # else there is no FSDP2
+    train["a leaf's gradients, bfloat16"] = alone * 2 * mine
     train["embedding and head, gathered" + ", and their gradients" * full] = gathered * 2 * root * (1 + full)
     train["two layers, gathered"] = gathered * 2 * 2 * layer_parameters(s)
     inner, again = inner_bytes(s, leaf), c.gradient_checkpointing
     leaves = {"activations": s.layers * (2 * leaf * s.hidden if again else inner)}
     leaves["a layer's inner activations, made again"] = inner * again
     leaves["1,024 rows of logits, and their gradient"] = 2 * 4 * CHUNK * s.vocab
-    scattered = full * 4 * root * (2 * (ranks > 1) + 1 / ranks)
+    scattered = full * gathered * 4 * root * (2 * (ranks > 1) + 1 / ranks)
     reduce = {"embedding's and head's gradient, float32: sent, received, added": scattered}
     check = {"today's weights, while log-probs of older ones are checked": (kept > 0) * 4 * learned}
     publish = {"weights to send, bfloat16": 2 * mine * (full and not kept)}

@@ -15,8 +15,8 @@ def pack_kept(parts, counts):
 
 
 def split_kept(kept, counts):
-    """The pairs of a leaf, sorted, apart for its samples."""
+    """The pairs of a leaf, sorted, apart for its samples. counts: a Leaf's."""
     kept = kept.cpu()
-    ends = counts.cpu().cumsum(0)
+    ends = torch.tensor(counts).cumsum(0)
     parts = kept.tensor_split(torch.searchsorted(kept[0], ends)[:-1], 1)
     return [torch.stack([rows - start, ids]) for (rows, ids), start in zip(parts, [0, *ends.tolist()])]

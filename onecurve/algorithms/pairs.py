@@ -44,7 +44,7 @@ def pair_loss(output, leaf, c, samples, tokens):
     """
     scores = output.scores
     if scores is None:
-        gains = (output.logprobs - leaf.reference).split(leaf.counts.tolist())
+        gains = (output.logprobs - leaf.reference).split(leaf.counts)
         scores = c.kl_coef * torch.stack([part.sum() for part in gains])
     losses, margin = preference_loss(scores)
     return losses.sum() / tokens, dict(accuracy=margin > 0, margin=margin)

@@ -18,7 +18,7 @@ from configurator import MODES, require
 from onecurve.cpu import host
 from onecurve.models import moe
 from onecurve.models.adapters import add_adapters, read_adapter_config
-from onecurve.run.machine import least_memory, machine_memory
+from onecurve.run.machine import MOST_COPIED, least_memory, machine_memory
 from onecurve.run.start import lean_imports
 from sync import Shard, TreeReduceScatter, reason
 
@@ -152,21 +152,22 @@ def rope_frequencies(hf, device):
     return inv_freq
 
 
-def is_sharded(mesh, device, lora):
+def is_sharded(mesh, model, computed_in):
     """
-    One trainer has nothing to gather, and with LoRA or in float32 nothing to cast: it goes without FSDP2, which would
-    copy all of it.
+    One trainer has nothing to gather: it goes without FSDP2, which would copy all of it twice in each leaf, unless a
+    copy of all in the compute dtype would be too much.
     """
-    return mesh.size() > 1 or kernels.compute_dtype(device) != torch.float32 and not lora
+    copied = model.num_parameters() * (model.dtype != computed_in)
+    return mesh is not None and (mesh.size() > 1 or copied > MOST_COPIED)
 
 
 def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_split=1):
     """
-    The Hugging Face model, sharded by FSDP2 where `is_sharded`, its weights still unset. Master weights are float32,
-    the compute dtype is `kernels.compute_dtype`'s. `model.token_logprobs` is its forward pass for
-    training. critic: with a value head (hidden size,). lora: the config whose adapters it gets; its own weights are
-    then frozen and held in the compute dtype. mesh None: a whole model for forward passes only, in the compute dtype.
-    tp_split: parts of row-parallel sums.
+    The Hugging Face model, its weights still unset. `model.token_logprobs` is its forward pass for training. Where
+    `is_sharded`, FSDP2 cuts it, holds it in float32 and casts it; else it is held in `kernels.compute_dtype`, and
+    `FullWeights` has what is trained in float32. critic: with a value head (hidden size,). lora: the config whose
+    adapters, in float32, it gets; its own weights are then frozen. mesh None: for forward passes only. tp_split: parts
+    of row-parallel sums.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -186,11 +187,13 @@ def build_model(hf, mesh, device, batch_invariant, critic=False, lora=None, tp_s
         if lora:
             add_adapters(model, lora)
         model.value_head = torch.nn.Parameter(torch.empty(hf.hidden_size)) if critic else None
+    sharded = is_sharded(mesh, model, computed_in)
+    if not sharded and not lora:
+        model.to(computed_in)
     # cast_forward_inputs would round RoPE's float32 cos and sin to bfloat16, which the engine does not do
     policy = MixedPrecisionPolicy(
         param_dtype=None if lora else computed_in, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    sharded = mesh and is_sharded(mesh, device, lora)
     for part in (*model.model.layers, model) if sharded else ():
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_custom_reduce_scatter(TreeReduceScatter())

@@ -215,8 +215,9 @@ class FullWeights:
     """
     The parameters that a Trainer trains: all of the model's, or in adapters.Adapters some beside frozen ones.
 
-    trained, frozen: shards that are and are not trained. policy: those that model folders and versions hold. sent:
-    those whose names and shapes the engines know. dtype: of versions.
+    trained, frozen: shards that are and are not trained, the first in float32. rounded: the model's own tensors of
+    them, where it computes in bfloat16 and FSDP2 does not round. policy: those that model folders and versions hold.
+    sent: those whose names and shapes the engines know. dtype: of versions.
     """
 
     def __init__(self, model, c, mesh, device):
@@ -224,11 +225,18 @@ class FullWeights:
         self.c = c
         self.mesh = mesh
         every = [*zip(shards(model, mesh), model.parameters())]
-        self.trained = [s for s, p in every if p.requires_grad]
+        learned = [s for s, p in every if p.requires_grad]
+        self.trained = [s._replace(data=s.data.float()) for s in learned]  # float32 stays where it is
+        self.rounded = [s.data for s in learned if s.data.dtype != torch.float32]
         self.frozen = [s for s, p in every if not p.requires_grad]
         self.policy = [s for s in self.trained if s.name != "value_head"]
         self.sent = self.frozen or self.policy
         self.dtype = torch.float32 if self.frozen else kernels.compute_dtype(device)
+
+    def fill_model(self):
+        """Rounds what is trained into the model, where that is not the same memory."""
+        if self.rounded:
+            torch._foreach_copy_(self.rounded, [s.data for s in self.trained])
 
     def load(self, folder, checkpoint=None):
         """Reads a model's folder; checkpoint: it is the one from which a run resumes, and has all heads."""

@@ -23,7 +23,7 @@ class Dial(Observer):
     def note(self, loss, chosen, leaf, output, figures):
         if self.check:
             noted = dict(logprobs=output.logprobs) | figures
-            columns = [x.detach().cpu().split(leaf.counts.tolist()) for x in noted.values()]
+            columns = [x.detach().cpu().split(leaf.counts) for x in noted.values()]
             self.figures |= {i: dict(zip(noted, own)) for i, own in zip(chosen, zip(*columns))}
         return loss
 

@@ -29,6 +29,8 @@ import kernels
 from configurator import close_bars, error_line, require, roles
 from sync import from_all_ranks, rank_is_lost, reason
 
+MOST_COPIED = 2e9  # parameters of which one trainer on a card holds a copy in bfloat16, and its gradients
+
 
 def take_gpu(config, world, gpu):
     """Makes GPU number `gpu` this rank's; returns its name. Ends the run with one line if it is none we can use."""
@@ -110,10 +112,11 @@ def least_memory(parameters, learned, config, world, reward=0, place="cuda"):
     needs = {}
     held = 0
     if trainers:
-        frozen = compute * parameters * (learned < parameters)
-        held = (frozen + 3 * 4 * learned) / trainers
+        alone = trainers == 1 and compute < 4 and parameters <= MOST_COPIED  # the model is a copy of what is trained
+        held = (compute * parameters * (alone or learned < parameters) + 3 * 4 * learned) / trainers
         gradients = max(1, math.log2(config["lanes"] / trainers))
-        needs["train"] = held + 4 * learned / trainers * gradients + reward * (trainers == world)
+        gradients = 4 * learned / trainers * gradients + compute * learned * (alone and learned == parameters)
+        needs["train"] = held + gradients + reward * (trainers == world)
     if engines:
         needs["sample"] = held * (trainers == world) + reward + weights / config["engine_memory"]
     if place == "cpu":
