@@ -1641,7 +1641,7 @@ LOG2_E = 1.4426950408889634
 
 
 def _attention_config(x, rows, warps, stages, keys=None):
-    """Keys and rows per tile, warps and stages, for queries x. keys: of dK and dV, where keys take the place of rows."""
+    """Keys and rows per tile, warps and stages, for queries x. keys: of dK and dV, where they stand for rows."""
     if not card(x).tma:
         keys, rows = (ROWS_OF_WARPS, KEYS_OF_WARPS) if keys else (KEYS_OF_WARPS, ROWS_OF_WARPS)
         warps = 8

@@ -71,7 +71,7 @@ WHOLE_RUNS = ("test_laws", "test_nodes", "test_algorithms", "test_resume", "test
 LONG = """test_pretend_cuda test_engine test_triton test_endpoint test_lora test_reward_model test_judges test_watch
     test_exercises test_experiments test_lessons test_publish test_instruments""".split()
 LONG += WHOLE_RUNS
-TURNS = 3  # a run of all tests, `pytest`, has a third of those marked `in_turn`; `pytest tests` and named files have all
+TURNS = 3  # `pytest` has a third of the tests marked `in_turn`; `pytest tests`, or with named files, all of them
 
 
 def pytest_addoption(parser):
