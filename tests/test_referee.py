@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kernels
 import train_grpo
@@ -78,12 +78,12 @@ def healthy(model):
 
 @pytest.fixture
 def judge(model, tmp_path):
-    """judge(rows, flags): (words, findings) about rows of an engine."""
+    """judge(rows, folder, flags): (words, findings) about rows of an engine, of this model or another folder's."""
 
-    def call(rows, **flags):
+    def call(rows, folder=model, **flags):
         path = tmp_path / "rows.jsonl"
         write_rows(path, rows)
-        args = SimpleNamespace(**referee.FLAGS | flags, paths=[model, path])
+        args = SimpleNamespace(**referee.FLAGS | flags, paths=[folder, path])
         words, found, tables, pictures = referee.rollouts(args)
         assert len([*pictures]) == 3
         for table in tables:
@@ -130,6 +130,17 @@ def test_a_healthy_engine_is_not_accused_and_bfloat16_is_named_as_such(judge, he
     assert not found
     assert "bfloat16 throughout" in words[0]
     assert "the engine is" in words[2]
+
+
+def test_a_llama_whose_layers_call_their_parts_by_name_is_judged(judge, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "llama")
+    hf = AutoConfig.from_pretrained(model)
+    names = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim eos_token_id"
+    sizes = {name: getattr(hf, name) for name in names.split()}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(folder)
+    words, found = judge(draw(folder), folder)
+    assert not found
+    assert "float32's rounding" in words[0]
 
 
 def test_mistakes_of_log_probs_are_named(judge, healthy):

@@ -118,8 +118,8 @@ def mistaken(sample, reference, temperature):
     frequencies = bfloat16(rope_frequencies(reference.hf, "cpu"))
     head = bfloat16(model.lm_head.weight)
     coarse = {
-        "RoPE's frequencies": (rotary, lambda x, ids: kernels.rope_table(frequencies, ids[0])),
-        "RoPE's cos and sin": (rotary, lambda x, ids: [*map(bfloat16, right(x, ids))]),
+        "RoPE's frequencies": (rotary, lambda x, position_ids: kernels.rope_table(frequencies, position_ids[0])),
+        "RoPE's cos and sin": (rotary, lambda x, position_ids: [*map(bfloat16, right(x, position_ids))]),
         "the head": (model.lm_head, lambda x: bfloat16(bfloat16(x) @ head.t())),
     }
     for name, (module, forward) in coarse.items():
