@@ -542,7 +542,7 @@ class Trainer:
         now = [s.data.clone() for s, _ in zip(self.policy, others)]
         for s, other in zip(self.policy, others):  # over the bus as they are: a CPU would be slow to convert them
             s.data.copy_(other.data.to(s.data.device, non_blocking=True))
-        self.parts.fill_model()
+        self.parts.fill_model()  # every use of the model begins here, so not again at the end
         try:
             yield
         finally:

@@ -64,7 +64,7 @@ MUTANTS = dict(
         "param_dtype=None",
         f"{LEARNS} and overlapped",
     ),
-    model_not_filled=("train_grpo.py", "        self.parts.fill_model()\n", "", f"{LEARNS} and alone"),
+    model_not_filled=("train_grpo.py", "        self.parts.fill_model()", "", f"{LEARNS} and alone"),
     hash_factors_on_the_host=("sync.py", "len(t), t.device)", 'len(t), "cpu")', f"{PLACES} and alone"),
     host_waits_in_the_graph=(
         "onecurve/models/dense.py",

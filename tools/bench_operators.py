@@ -437,15 +437,15 @@ def seconds_of(case, long, stream):
     return {name: (t / count, spread) for name, (t, spread) in zip(runs, medians([*runs.values()]))}
 
 
-def host_seconds(call, wait=torch.cuda.synchronize):
+def host_seconds(call):
     """Of a call that does not wait for the card."""
     call()
-    wait()
+    torch.cuda.synchronize()
     began = perf_counter()
     for _ in range(HOST_CALLS):
         call()
     seconds = perf_counter() - began
-    wait()
+    torch.cuda.synchronize()
     return seconds / HOST_CALLS
 
 
