@@ -5,6 +5,7 @@ beside those of real runs in `tools/plan.py --check`.
     pytest tests/test_plan.py
 """
 
+import argparse
 import math
 import re
 import subprocess
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
+import bench  # noqa: E402
 import plan  # noqa: E402
 
 from configurator import config_source, configure  # noqa: E402
@@ -162,13 +164,31 @@ def test_seconds_are_linear_in_those_of_an_operation_and_of_a_step():
 
     def seconds(*speeds):
         rates = plan.cpu_rates(*speeds)
-        return plan.cpu_seconds(s, c, rates, rates)
+        return plan.seconds(s, c, rates, rates)
 
     parts = zip(seconds(2e9, 3e-3), seconds(1.0, 0.0), seconds(math.inf, 1.0))
     for both, operation, step in parts:
         assert both == approx(operation / 2e9 + 3e-3 * step)
         assert operation
         assert step
+
+
+def test_a_benchs_roof_is_the_work_at_the_data_sheets_rates_of_a_known_card(monkeypatch):
+    """256 samples of 256 tokens by Qwen3-0.6B, on an H200."""
+    args = argparse.Namespace(steps=6, new_tokens=256, ranks=1, threads=0, flags=["--init_from=Qwen/Qwen3-0.6B"])
+    assert bench.roof(args) == {}  # no card
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    least = bench.roof(args)
+    tokens = 256 * 256
+    read = tokens * (8 + 256 / 2) * 28 * 2 * 8 * 128 * 2 + tokens * plan.SAMPLER_PASSES * 4 * 151936
+    assert least["rollout_seconds"] == approx(2 * 0.596e9 * tokens / 989e12 + read / 4.8e12, rel=0.01)
+    assert least["train_seconds"] > 6 * 0.596e9 * tokens / 989e12
+    args.ranks = 2
+    assert bench.roof(args) == {}
+    args.ranks = 1
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 3060")
+    assert bench.roof(args) == {}
 
 
 # ---- the presets' accounts

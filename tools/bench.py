@@ -12,7 +12,8 @@ Sampled tokens per second in steady state, of rollout and training together.
     python tools/bench.py --experts                          # a mixture's products beside a dense layer's
 
 Runs train_grpo.py for some steps with samples of a fixed length and takes the median over the steps after the first
-four, which warm up. tools/peer.py compares them with TRL's; tools/bench_operators.py times each operator on a GPU.
+four, which warm up. On a card beside them the roof: the work that tools/plan.py counts, at the rates of the data sheet.
+tools/peer.py compares them with TRL's; tools/bench_operators.py times each operator on a GPU.
 """
 
 import argparse
@@ -42,26 +43,41 @@ GPU_SIZE = [
 # ---- end to end
 
 
-def measure(args, *more, warm_up=4):
-    """The metrics of a run's steps after the first ones, which warm up."""
+def flags_of(args):
     import torch
 
     on_gpu = torch.cuda.is_available()
     args.new_tokens = args.new_tokens or (256 if on_gpu else 32)
     size = GPU_SIZE if on_gpu else ["--prompts_per_step=8"]
-    folder = Path(tempfile.mkdtemp(prefix="bench"))
-    flags = [
+    return [
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
         "--group_size=8", f"--lanes={4 if args.ranks > 1 else 1}", "--ignore_eos", f"--threads={args.threads}",
-        "--share_prefixes", f"--reward={folder / 'reward.py'}:length",
-        *size, *args.flags, *more,
+        "--share_prefixes", *size, *args.flags,
     ]  # fmt: skip
+
+
+def measure(args, *more, warm_up=4):
+    """The metrics of a run's steps after the first ones, which warm up."""
+    folder = Path(tempfile.mkdtemp(prefix="bench"))
     # rewards that differ, so that no gradient is zero and nothing is skipped
     (folder / "reward.py").write_text("def length(prompt, response, answer):\n    return float(len(set(response)))\n")
+    reward = f"--reward={folder / 'reward.py'}:length"
     try:
-        return run(folder / "run", *flags, ranks=args.ranks)[warm_up:]
+        return run(folder / "run", reward, *flags_of(args), *more, ranks=args.ranks)[warm_up:]
     finally:
         shutil.rmtree(folder)
+
+
+def roof(args):
+    """{metric: seconds} of a step at the data sheet's rates, where all ranks are one card that tools/plan.py knows."""
+    import plan
+    import torch
+
+    if args.ranks > 1 or not torch.cuda.is_available():
+        return {}
+    name = torch.cuda.get_device_name().replace(" ", "")
+    known = [card for card in plan.CARDS if card in name]
+    return dict(zip(("rollout_seconds", "train_seconds"), plan.roof(flags_of(args), *known))) if known else {}
 
 
 def end_to_end(args):
@@ -72,8 +88,9 @@ def end_to_end(args):
 
     tokens = statistics.median(step["tokens_per_second"] * step["step_seconds"] for step in steps)
     print(f"{platform.machine()}, {platform.python_version()}, {len(steps)} steps, median of {tokens:.0f} tokens each")
+    least = roof(args)
     for key in ("wait_seconds", "rollout_seconds", "train_seconds", "sync_seconds", "step_seconds"):
-        print(f"  {key:16s} {median(key):.3f}")
+        print(f"  {key:16s} {median(key):.3f}" + (f", the card's roof {least[key]:.3f}" if key in least else ""))
     print(f"  tokens_per_second {median('tokens_per_second'):.0f} (of rollout and training together)")
 
 

@@ -379,6 +379,18 @@ def training_seconds(s, c, ranks, r):
     return out
 
 
+def seconds(s, c, engine, trainer):
+    """[seconds of a step's rollout, of its training] with one engine and one trainer of these Rates."""
+    return [sum(x.values()) for x in (rollout_seconds(s, c, 1, engine), training_seconds(s, c, 1, trainer))]
+
+
+def roof(argv, card):
+    """`seconds` of this command line at the rates of a card's data sheet, with a host that takes none."""
+    s, c, card = read([*argv, "--gpus=1", f"--card={card}"])
+    rates = Rates(*3 * [card.products], *3 * [card.bandwidth], *2 * [math.inf], *4 * [0.0])
+    return seconds(s, c, rates, rates)
+
+
 def plan(s, c, card):
     """The plan of a run of this config: its roles, {group: {part: seconds}} of a step, and bytes of its cards."""
     trainers, _ = roles({key: vars(c)[key] for key in train_grpo.DEFAULTS}, c.gpus)
@@ -580,11 +592,6 @@ def measured(ranks, flags, steps=12):
     return *read([*flags, f"--gpus={ranks}", f"--prompt_tokens={prompt}"])[:2], found
 
 
-def cpu_seconds(s, c, engine, trainer):
-    """[seconds of a step's rollout, of its training] with one engine and one trainer."""
-    return [sum(x.values()) for x in (rollout_seconds(s, c, 1, engine), training_seconds(s, c, 1, trainer))]
-
-
 def check():
     """Calibrates this CPU's rates by the runs of CALIBRATION, and prints what they predict for those of CHECKED."""
     runs = [*CALIBRATION, *CHECKED.values()]
@@ -595,18 +602,18 @@ def check():
     # Seconds are linear in those of an operation and of a step, so two runs give both.
     units, rates = [cpu_rates(1.0, 0.0), cpu_rates(math.inf, 1.0)], []
     for i, role in enumerate(("engine", "trainer")):
-        costs = [[cpu_seconds(*run[:2], unit, unit)[i] for unit in units] for run in alone]
+        costs = [[seconds(*run[:2], unit, unit)[i] for unit in units] for run in alone]
         (operation, step), _ = nnls(costs, [run[2][i] for run in alone])
         rates.append(cpu_rates(1 / max(operation, 1e-15), step))
         print(f"{role}: {rates[-1].products / 1e9:.0f} G operations per second, {step * 1e3:.2f} ms of Python")
     rest = statistics.mean(step - roll - train for *_, (roll, train, step) in alone)
-    slower = (found[2] - rest) / max(cpu_seconds(s, c, *rates))
+    slower = (found[2] - rest) / max(seconds(s, c, *rates))
     print(f"weights, files, ledger: {rest:.3f} s; beside each other both are {slower:.2f} times as slow\n")
     table("run", ["predicted: rollout, training, step", "measured", "predicted / measured"])
     table("---", ["---"] * 3)
     ratios = []
     for name, (s, c, found) in zip(CHECKED, runs[len(CALIBRATION) :]):
-        roll, train = cpu_seconds(s, c, *rates)
+        roll, train = seconds(s, c, *rates)
         step = rest + (slower * max(roll, train) if c.lag else roll + train)
         ratios.append(step / found[2])
         figures = [", ".join(f"{x:.3f}" for x in row) for row in ((roll, train, step), found)]
