@@ -30,7 +30,7 @@ from onecurve.cpu import host
 from onecurve.cpu.loops import murmur_hash32
 from onecurve.models import dense, folders
 from onecurve.sglang.engine import folder_for_sockets, unlink_shared_memory
-from onecurve.sglang.patches import load_all, run_scheduler
+from onecurve.sglang.patches import Around, load_all, run_scheduler
 from rewards import load_reward
 from rollout_server import Job, RolloutEngine, Sampler, sampling_seed
 
@@ -65,11 +65,12 @@ def hashes(seeds, positions, columns):
 
 def watched_scheduler(*args, **kwargs):
     """
-    `run_scheduler`, with three RPCs: one makes one operator of OPERATORS wrong by a rounding, '' none of them; one puts
+    `run_scheduler`, with four RPCs: one makes one operator of OPERATORS wrong by a rounding, '' none of them; one puts
     SGLang's draws in the place of ours, and back; one writes down what forward passes and sampling have reached beside
-    our operators.
+    our operators; one, at how many tokens since its last call SGLang has looked.
     """
     from sglang.srt.layers import sampler
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -117,6 +118,14 @@ def watched_scheduler(*args, **kwargs):
         faulty[0] = operator
 
     Scheduler.make_faulty = make_faulty
+    looks = []
+    Req.update_finish_state = Around(lambda own, *args: looks.append(own(*args))).of(Req.update_finish_state)
+
+    def write_looks(self, path):
+        Path(path).write_text(str(len(looks)))
+        looks.clear()
+
+    Scheduler.write_looks = write_looks
     Scheduler.write_reached = lambda self, path: Path(path).write_text(" ".join(sorted(reached)))
     run_scheduler(*args, **kwargs)
 
@@ -457,6 +466,33 @@ def test_the_engine_reaches_no_operator_whose_order_of_sums_is_not_ours(pair, tm
     engine.sglang.collective_rpc("write_reached", path=str(tmp_path / "reached"))
     reached = set((tmp_path / "reached").read_text().split())
     assert {"embedding", "div"} <= reached <= REPLACED | OTHERS
+
+
+@one_family
+def test_sglang_looks_only_at_tokens_that_end_or_report_and_none_is_another(pair, tmp_path):
+    """Requests of other kinds it leads its own way, on which each token costs ten calls."""
+    engine, _, _ = pair
+    rows = prompts(3, seed=9)
+
+    def generate(stop=None, **options):
+        params = dict(temperature=1.0, max_new_tokens=60, ignore_eos=stop is None, stop_token_ids=[stop or 0])
+        params = [params | dict(sampling_seed=sampling_seed(i)) for i in range(len(rows))]
+        out = engine.sglang.generate(input_ids=rows, sampling_params=params, return_logprob=True, **options)
+        engine.sglang.collective_rpc("write_looks", path=str(tmp_path / "looks"))
+        kinds = "output_token_logprobs", "finish_reason"
+        found = [(o["output_ids"], *(o["meta_info"][kind] for kind in kinds)) for o in out]
+        return found, int((tmp_path / "looks").read_text())
+
+    generate()  # what came before is counted, too
+    found, looks = generate()
+    assert looks == 3 * 3  # at the first token, a prefill's, at the 50th and at the last
+    assert generate(top_logprobs_num=1) == (found, 3 * 60)
+    tokens = found[0][0]
+    at = next(i for i in range(9, 49) if tokens[i] not in tokens[:i])
+    ended, looks = generate(tokens[at])
+    assert ended[0][0] == tokens[: at + 1]
+    assert looks < 3 * 4
+    assert generate(tokens[at], top_logprobs_num=1)[0] == ended
 
 
 @one_family

@@ -111,7 +111,7 @@ DECODE_CACHE = 0.70  # of bandwidth: paged attention, 128 sequences of 2,048
 LINK = 0.75  # of NVLink, the network or the bus: large messages; an ESTIMATE
 # seconds. ESTIMATES, where nothing is said
 DECODE_STEP = 1.5e-3  # SGLang's scheduler and the launch of a graph
-REQUEST = 1e-5  # .. per sample and decode step; with it a step of 256 samples of 0.6B takes what was measured
+REQUEST = 1e-5  # .. per sample and decode step; measured on an H200 before patches.keep_tokens, so now an upper bound
 RECORD = 0.1  # of a step: files, JSON, ledger, the last rewards; 0.05 to 0.13 s for 256 samples were measured
 WAKE = 0.1  # sleep and wake of an engine that lends its memory: no more than that, with 1.2 GB of weights
 BUCKET_SECONDS = 8e-3  # SGLang's round trip for a bucket of weights

@@ -9,6 +9,7 @@ The replacements are below the table, and for a model's layers in onecurve/model
 same form (onecurve/agents/scheduler.py).
 """
 
+import copy
 import functools
 import importlib
 import itertools
@@ -18,6 +19,7 @@ import pkgutil
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -84,6 +86,9 @@ def patches(config, device, enable, inv_freq, lends):
         layer = dense.layer_in_engine(config["tp_split"], in_one_call)
         for kind in dense.MODEL_TYPES:
             yield f"models.{kind}:{dense.class_name(kind)}DecoderLayer.forward", layer
+    # it makes some ten calls for each token
+    name = "scheduler_components.batch_result_processor:SchedulerBatchResultProcessor.process_batch_result_decode"
+    yield f"managers.{name}", Around(keep_tokens)
     # it wants a parameter for each expert; its blocks do not show the experts' as a dense MLP does
     yield "models.qwen3_moe:Qwen3MoeForCausalLM.load_weights", Around(moe.load_weights)
     for theirs, ours in moe.OF_SGLANG.items():
@@ -166,6 +171,49 @@ def sample_tokens(self, output, info, _, likeliest, chosen, positions):
     else:
         output.next_token_logprobs = logprobs.gather(1, tokens)[:, 0]
     return tokens[:, 0].int()
+
+
+def ends_of(req):
+    """The tokens that end a request; None where SGLang has more to do with each: strings that end it, a stream, .."""
+    params = req.sampling_params
+    if req.grammar or req.stream or params.stop_strs or params.stop_regex_strs or not req.return_logprob:
+        return None
+    if params.ignore_eos:
+        return set()
+    known = req.tokenizer and [req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())]
+    return {*(params.stop_token_ids or ()), *(req.eos_token_ids or ()), *(known or ())}
+
+
+def keep_tokens(own, self, batch, result):
+    """
+    Takes in the tokens and log-probs of a decode step. SGLang's own way, `own`, is left to requests that end or report
+    with this token.
+    """
+    from sglang.srt.managers.scheduler_components.output_streamer import DEFAULT_FORCE_STREAM_INTERVAL
+
+    output = result.logits_output
+    if not batch.return_logprob or output.next_token_top_logprobs_val or output.next_token_token_ids_logprobs_val:
+        return own(self, batch, result)
+    if result.copy_done:
+        result.copy_done.synchronize()
+    rest = []
+    drawn = zip(batch.reqs, result.next_token_ids.tolist(), output.next_token_logprobs.tolist())
+    for i, (req, token, logprob) in enumerate(drawn):
+        if not hasattr(req, "ends"):
+            req.ends = ends_of(req)
+        n = len(req.output_ids) + 1
+        last = req.ends is None or token in req.ends or n >= req.sampling_params.max_new_tokens
+        if last or n % DEFAULT_FORCE_STREAM_INTERVAL == 0 or req.finished() or req.is_retracted or req.to_finish:
+            rest.append(i)
+        else:
+            req.output_ids.append(token)
+            req.logprob.output_token_logprobs_val.append(logprob)
+            req.logprob.output_token_logprobs_idx.append(token)
+    if rest:
+        part = copy.copy(batch)
+        part.reqs = [batch.reqs[i] for i in rest]
+        output = replace(output, next_token_logprobs=output.next_token_logprobs[rest])
+        own(self, part, replace(result, next_token_ids=result.next_token_ids[rest], logits_output=output))
 
 
 def receive_rows(self, names, dtypes, shapes, *_):
