@@ -11,6 +11,7 @@ import atexit
 import multiprocessing
 import os
 import types
+import warnings
 from contextlib import contextmanager
 
 from configurator import on_cpu, roles
@@ -46,7 +47,8 @@ def waiting_scheduler(orders, writer):
 def import_engine():
     """Imports the parts of SGLang that an engine's rank and its scheduler need on a CPU."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch reads it: SGLang would compile, with g++, for nothing here
-    with lean_imports():
+    # some packages warn that they can do nothing without a GPU
+    with lean_imports(), warnings.catch_warnings(action="ignore", category=UserWarning):
         import sglang.srt.entrypoints.engine
         import sglang.srt.models.qwen3  # noqa: F401
 
