@@ -224,15 +224,20 @@ def receive_rows(self, names, dtypes, shapes, *_):
     groups = self._model_update_group.values()  # in the order of the trainers: in every worker the same, as NCCL wants
     try:
         dtype = getattr(torch, dtypes[0])
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+        alone = len(groups) == 1  # then the piece is the tensors
+        tensors = [torch.empty(shape, dtype=dtype, device="meta" if alone else self.device) for shape in shapes]
         cut = [x.chunk(len(groups)) for x in tensors]  # as FSDP2 cuts them: the last trainers may have no rows
         for r, group in enumerate(groups):
             rows = [parts[r] for parts in cut if r < len(parts)]
             sizes = [x.numel() for x in rows]
             piece = torch.empty(sum(sizes), dtype=dtype, device=self.device)
             dist.broadcast(piece.view(torch.uint8), src=0, group=group)
-            for x, part in zip(rows, piece.split(sizes)):
-                x.copy_(part.view(x.shape))
+            parts = [part.view(x.shape) for x, part in zip(rows, piece.split(sizes))]
+            if alone:
+                tensors = parts
+            else:
+                for x, part in zip(rows, parts):
+                    x.copy_(part)
         self.get_model().load_weights([*zip(names, tensors)])
     except Exception as e:
         return False, str(e)
