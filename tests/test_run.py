@@ -96,8 +96,8 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path, assert_it
 
 BAD = [
     (["--learing_rate=1"], "error: --learing_rate: no such key; did you mean learning_rate?"),
-    (["--init_from=no/such/folder"], "error: init_from='no/such/folder': neither a model folder"),
-    (["--init_from=./no/such/folder"], "error: init_from='./no/such/folder': no such folder; use"),
+    (["--init_from=no/such/folder"], "error: init_from='no/such/folder': no such folder; make it first"),
+    (["--init_from=./no/such/folder"], "error: init_from='./no/such/folder': no such folder; make"),
     (["--max_prompt_tokens=2"], "error: max_prompt_tokens=2: all 80 training prompts are longer"),
     (["--reward=numerc"], "error: reward='numerc': no such reward"),
 ]

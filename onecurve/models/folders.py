@@ -95,8 +95,9 @@ def fetch_model(name, key="init_from"):
         from onecurve.models import gguf
 
         return gguf.fetch(name, key)
-    is_path = str(name).startswith((".", "/", "~")) or Path(name).is_file()
-    require(not is_path, f"{key}={str(name)!r}: no such folder; use a model's folder or a hub name")
+    is_path = str(name).startswith((".", "/", "~")) or str(name).count("/") > 1 or Path(name).is_file()
+    cure = "make it first, or use another model's folder or a hub name"
+    require(not is_path, f"{key}={str(name)!r}: no such folder; {cure}")
     from huggingface_hub import snapshot_download
 
     try:
