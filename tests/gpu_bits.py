@@ -393,6 +393,22 @@ def operand_forms(size):
     yield row
 
 
+def tensor_core(size):
+    """Products of many sizes, beside the public rule of how these cards add them."""
+    from pretend.interpreter import add_as_tensor_core
+
+    if CUDA and torch.cuda.get_device_capability() < (9, 0):
+        return
+    row = Row("matmul NT, its bits", f"64 x 256 sums of {size.K} products, as MMA-Sim says")
+    x, w = (torch.randn(n, size.K).mul(torch.randn(n, size.K).mul(5).exp2()).to(bf16) for n in (64, 256))
+    ours = kernels.matmul(x.to(DEVICE), w.to(DEVICE).t(), out_dtype=f32).cpu()
+    expected = torch.zeros_like(ours)
+    add_as_tensor_core(x.float().numpy(), w.float().t().contiguous().numpy(), expected.numpy())
+    row.check(ours, expected)
+    row.control("each sum rounded once", (x.double() @ w.double().t()).float(), expected)
+    yield row
+
+
 # ---- attention
 
 
@@ -840,7 +856,7 @@ def draw(size):
     yield row
 
 
-PARTS = [matmul, operand_forms, attention, on_rows, sums, embedding, draw]
+PARTS = [matmul, tensor_core, operand_forms, attention, on_rows, sums, embedding, draw]
 PARTS += [attention_graph, graph_after_a_loan, mixture_graph] * CUDA
 
 

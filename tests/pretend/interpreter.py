@@ -67,21 +67,46 @@ def add_in_order(a, b, acc):
                 acc[m, n] = fused(a[m, k], b[k, n], acc[m, n])
 
 
+@numba.njit(cache=True)
+def exponents(x):
+    """Of each float32; a subnormal's, and zero's, is the least normal one's."""
+    bits = x.view(np.int32)
+    return np.maximum(bits >> 23 & 255, 1) - 127
+
+
+@numba.njit(cache=True)
+def add_as_tensor_core(a, b, acc):
+    """
+    acc (M, N) += a (M, K) @ b (K, N), bfloat16's numbers as float32, as compute capability 9.0 and later add (MMA-Sim,
+    arXiv:2511.10909): per step of 16, the products and the accumulator are aligned at the largest exponent (a product's
+    is the sum of its factors'), cut off 25 bits behind the point and added exactly; the sum is cut off to a float32.
+    """
+    a_exponents, b_exponents = exponents(a), exponents(b)
+    total = np.empty(acc.shape[1])
+    for m in range(a.shape[0]):
+        for first in range(0, a.shape[1], 16):
+            step = range(first, min(first + 16, a.shape[1]))
+            top = exponents(acc[m])
+            for k in step:
+                for n in range(len(top)):
+                    top[n] = max(top[n], a_exponents[m, k] + b_exponents[k, n])
+            scale = ((25 + 1023 - top).astype(np.int64) << 52).view(np.float64)  # 2^(25 - top)
+            for n in range(len(top)):
+                total[n] = np.trunc(acc[m, n] * scale[n])
+            for k in step:
+                for n in range(len(top)):
+                    total[n] += np.trunc(np.float64(a[m, k]) * b[k, n] * scale[n])
+            for n in range(len(top)):
+                exact = total[n] / scale[n] + 0.0  # no zero is negative
+                near = np.float32(exact)
+                acc[m, n] = np.nextafter(near, np.float32(0.0)) if abs(near) > abs(exact) else near
+
+
 def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """
-    float32: a chain. bfloat16: per step of 16, one rounded sum of 16 products and the accumulator; its bits do not
-    depend on the shape.
-    """
-    if a.dtype.scalar == tl.float32:
-        acc = d.data.copy()
-        add_in_order(np.ascontiguousarray(a.data), np.ascontiguousarray(b.data), acc)
-        return interpreter.TensorHandle(acc, d.dtype.scalar)
-    acc, x, y = d.data, decoded(a).astype(np.float64), decoded(b).astype(np.float64)
-    for first in range(0, x.shape[-1], 16):
-        total = acc.astype(np.float64)
-        for k in range(first, min(first + 16, x.shape[-1])):
-            total += x[:, k, None] * y[None, k]
-        acc = total.astype(np.float32)
+    """float32: a chain. bfloat16: the tensor core's steps."""
+    acc = d.data.copy()
+    add = add_in_order if a.dtype.scalar == tl.float32 else add_as_tensor_core
+    add(np.ascontiguousarray(decoded(a)), np.ascontiguousarray(decoded(b)), acc)
     return interpreter.TensorHandle(acc, d.dtype.scalar)
 
 
