@@ -454,6 +454,8 @@ class WeightSync:
                 hashes |= tensor_hashes([s.data for s in sent], sent, self.ranks.mesh.get_group())
         expected = {s.name: hashes[s.name] for s in shards}
         if self.deliveries:
+            if shards and self.device == "cuda":
+                torch.cuda.current_stream().synchronize()  # the thread has a stream of its own
             self.deliveries.put((version, shards, expected))
         else:
             self._deliver(version, shards, expected)
@@ -491,6 +493,8 @@ class WeightSync:
     def finish(self):
         """Returns when all is sent."""
         if self.deliveries:
+            if shards and self.device == "cuda":
+                torch.cuda.current_stream().synchronize()  # the thread has a stream of its own
             self.deliveries.put(None)
             self.thread.join()
 

@@ -123,6 +123,8 @@ if __name__ == "__main__":
     # Before the libraries, whose import takes seconds: neither --help nor a mistyped key should wait for them.
     config, resumed, restarted = resolve(__file__, DEFAULTS)
     check_versions()
+    if config["device"] == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # SGLang takes a card's kernels wherever torch sees a card
 
 with lean_imports(aloud=__name__ == "__main__" and os.environ.get("RANK", "0") == "0"):
     import torch

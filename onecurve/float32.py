@@ -172,7 +172,7 @@ def row_sums(x):
 
 @triton.jit
 def triton_rope_table(angle, cos, sin, N, BLOCK: constexpr):
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     x = tl.load(angle + i, mask=inside, other=0.0)
     c, s = _cos_sin(x.to(tl.float64))
@@ -720,7 +720,7 @@ def triton_draw(logprobs, seeds, positions, scores, columns, V: constexpr, BLOCK
 
 @triton.jit
 def triton_adamw(w, g, m, v, rest1, b2, rest2, keep, rate, root, eps, N, BLOCK: constexpr):
-    i = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     grad = tl.load(g + i, mask=inside, other=0.0)
     first = tl.load(m + i, mask=inside, other=0.0)
@@ -737,7 +737,7 @@ def triton_adamw(w, g, m, v, rest1, b2, rest2, keep, rate, root, eps, N, BLOCK: 
 
 @triton.jit
 def triton_exp(x, y, N, BLOCK: constexpr):
-    i = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     numbers = tl.load(x + i, mask=inside, other=0.0)
     tl.store(y + i, _exp(numbers), mask=inside)
@@ -745,7 +745,7 @@ def triton_exp(x, y, N, BLOCK: constexpr):
 
 @triton.jit
 def triton_log(x, y, N, BLOCK: constexpr):
-    i = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     numbers = tl.load(x + i, mask=inside, other=1.0)
     tl.store(y + i, _log(numbers.to(tl.float64)).to(tl.float32), mask=inside)
@@ -753,7 +753,7 @@ def triton_log(x, y, N, BLOCK: constexpr):
 
 def on_all(kernel, N, *args):
     """An elementwise kernel over N numbers that lie side by side."""
-    _launch(kernel, (1, -(-N // ELEMENTS)), *args, N, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
+    _launch(kernel, (-(-N // ELEMENTS),), *args, N, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
 
 
 class AdamW(loops.AdamW):

@@ -81,5 +81,7 @@ with torch.cuda.graph(graph, capture_error_mode="thread_local"):
     gather()
 mine.add_(10)
 timed("all_gather in a graph", graph.replay, lambda: gathered_is(ranks + 10))
+torch.cuda.synchronize()
+graph.reset()  # NCCL waits for every graph that has a collective
 dist.destroy_process_group()
 print(f"rank {rank}: left")

@@ -13,6 +13,13 @@ if "LOCAL_RANK" in os.environ:
     os.environ["LOCAL_RANK"] = "0"  # the card that a rank takes
 
 
+def run_on_card_0(args, ports, _, *rest):
+    """In the place of SGLang's; by name, since a process that is spawned for it gets it by name."""
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    OnCard0.run(args, ports, 0, *rest)
+
+
 class OnCard0(importlib.abc.MetaPathFinder):
     """The ranks of an engine would take cards one after the other: here each takes the first."""
 
@@ -25,8 +32,8 @@ class OnCard0(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             own(module)
-            run = module.run_scheduler_process
-            module.run_scheduler_process = lambda args, ports, _, *rest: run(args, ports, 0, *rest)
+            OnCard0.run = module.run_scheduler_process
+            module.run_scheduler_process = run_on_card_0
 
         spec.loader.exec_module = exec_module
         return spec
