@@ -52,7 +52,7 @@ def flags_of(args):
     return [
         f"--max_steps={args.steps}", f"--max_new_tokens={args.new_tokens}", "--max_prompt_tokens=16", "--eval_size=0",
         "--group_size=8", f"--lanes={4 if args.ranks > 1 else 1}", "--ignore_eos", f"--threads={args.threads}",
-        "--share_prefixes", *size, *args.flags,
+        "--share_prefixes", "--checkpoint_every=0", *size, *args.flags,
     ]  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def agents(args):
     print("\n| naps up to | rollout, s | somebody asks, s | all nap, s | tokens/s while asked |\n|---|---|---|---|---|")
     for nap in (0, 0.2, 0, 0.2):
         os.environ |= dict(TIMES=str(folder / f"times{time.time()}"), NAP=str(nap))
-        measure(args, f"--agent={path}:naps", "--max_new_tokens=400", "--ignore_eos=False", "--checkpoint_every=0")
+        measure(args, f"--agent={path}:naps", "--max_new_tokens=400", "--ignore_eos=False")
         lines = [line.split(", ") for line in Path(os.environ["TIMES"]).read_text().splitlines()]
         found = []
         for step in range(4, args.steps):

@@ -202,7 +202,7 @@ def both_sides(args, python, folder, task):
     if task["learns"]:
         (folder / "reward.py").write_text(REWARD)
         flags += [f"--reward={folder / 'reward.py'}:number", f"--dataset={rows}", "--chat_template"]
-        flags += ["--ignore_eos=False", "--max_prompt_tokens=64", "--leaf_tokens=8192", "--checkpoint_every=0"]
+        flags += ["--ignore_eos=False", "--max_prompt_tokens=64", "--leaf_tokens=8192"]
         flags.append(f"--learning_rate={task['learning_rate']}")
     command = [*python, str(Path(__file__).resolve()), f"--trl_side={folder}"]
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # all it needs is in the folder
