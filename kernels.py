@@ -1293,24 +1293,28 @@ class Plan:
 def packed_plan(lengths, device=None, ids=None):
     """
     The plan of a packed batch of whole sequences, `lengths` (B,) tokens each, for training. With ids (N,), their
-    tokens, those with the same prefix share a row of q, k and v: rows are of the tokens `first` (U,), and `row` has
-    each token's.
+    tokens on the CPU, as lengths must be, those with the same prefix share a row of q, k and v: rows are of the tokens
+    `first` (U,), and `row` has each token's.
     """
-    lengths = torch.as_tensor(lengths, device=device).contiguous()  # as the Triton kernels read them
+    lengths = torch.as_tensor(lengths)
+
+    def there(x):
+        return x.to(device or x.device, non_blocking=True).contiguous()  # as the Triton kernels read them
+
     if ids is None:
+        lengths = there(lengths)
         return Plan(lengths, lengths)
     nodes = {}  # a prefix tree, {(first token with the prefix before, id): the first with both}, as indices of `alike`
     alike = []  # of each token the first with its prefix
-    for tokens in ids.cpu().split(lengths.tolist()):
+    for tokens in ids.split(lengths.tolist()):
         node = None
         for token in tokens.tolist():
             node = nodes.setdefault((node, token), len(alike))
             alike.append(node)
-    alike = torch.tensor(alike, device=ids.device)
-    first, row = alike.unique(return_inverse=True)
+    first, row = torch.tensor(alike).unique(return_inverse=True)
     ends = torch.searchsorted(first, lengths.cumsum(0))  # a sequence's first ones are its last tokens
     q_lens = ends.diff(prepend=ends.new_zeros(1))
-    return Plan(q_lens, lengths, first=first, row=row)
+    return Plan(*map(there, (q_lens, lengths)), first=there(first), row=there(row))
 
 
 def paged_plan(q_lens, kv_lens, page_table, requests):
@@ -1966,7 +1970,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, top_p=1.0, top_k=0,
         most = int(targets.max())
         check(0 <= least and most < len(weight), "targets {} to {}: below {} are needed", least, most, len(weight))
     # divided by a tensor: by a Python number, CUDA would multiply by a rounded reciprocal
-    t = torch.tensor([temperature], dtype=torch.float32, device=hidden.device)
+    t = hidden.new_full((1,), temperature, dtype=torch.float32)  # a copy would wait for the card
     targets = _aligned(targets.long())
     rule = None
     if Sampling(temperature, top_p, top_k, min_p).cuts():

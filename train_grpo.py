@@ -302,12 +302,12 @@ COLUMNS = "staleness logprobs old_logprobs advantages reference values returns m
 LEAF = [  # the fields of a Leaf
     "ids",  # (N,) samples end to end: no padding, so none can leak
     "positions",  # (N,) of each token in its sample
-    "lengths",  # (samples,) tokens
     "predictors",  # (M,) index of the token before each loss token: its output predicts that one
     "targets",  # (M,) ids of the loss tokens
     *COLUMNS,  # (M,) as in Sample
     "kept",  # (2, K) as in Sample
     "counts",  # [loss tokens of each sample]: known without a wait for the card
+    "plan",  # a kernels.Plan of the samples' tokens
 ]
 Leaf = namedtuple("Leaf", LEAF)
 
@@ -365,8 +365,11 @@ def samples_of(groups, step, overlong_filter=False):
     return samples
 
 
-def pack(samples, device):
-    """Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none."""
+def pack(samples, device, shared=False):
+    """
+    Samples end to end as one Leaf on the device, with the loss tokens picked out; a FILLER if there are none. shared: a
+    prefix that samples share is computed once, by our operators alone.
+    """
     every = Sample(*zip(*(samples or [FILLER])))  # its fields are tuples: of each field, that of every sample
     ids = torch.cat(every.tokens)
     lengths = torch.tensor([len(x) for x in every.tokens])
@@ -375,8 +378,9 @@ def pack(samples, device):
     positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
     at = torch.cat(every.loss_at) + starts.repeat_interleave(counts)
     columns = [torch.cat(getattr(every, name)) for name in COLUMNS]
-    fields = ids, positions, lengths, at - 1, ids[at], *columns, pack_kept(every.kept, counts)
-    return Leaf(*(x.to(device) for x in fields), counts.tolist())
+    fields = ids, positions, at - 1, ids[at], *columns, pack_kept(every.kept, counts)
+    there = (x.to(device, non_blocking=True) for x in fields)  # up to 64 KB no copy waits for the card
+    return Leaf(*there, counts.tolist(), kernels.packed_plan(lengths, device, ids if shared else None))
 
 
 def plan_leaves(lengths, leaf_tokens, lanes):
@@ -532,7 +536,7 @@ class Trainer:
             load_optimizer(self, checkpoint)
         self.reference = Reference(self, hf) if c.kl_coef or c.advantage == "distill" else None
         self.observers = [*off_policy_of(c), *routers_of(self), *dial_of(self)]  # none in a plain run
-        self.mismatches = []  # since the last update, each sample's on one rank
+        self.compared = []  # since the last update: of each leaf, (its samples, log-probs, which of them differ)
 
     def published(self, version):
         """This rank's shards of the weights that engines get as `version`: of a kept copy, else of the current ones."""
@@ -571,8 +575,8 @@ class Trainer:
         with self.holding(weights):
             for numbers in planned[self.rank :: self.mesh.size()]:
                 chosen = [i for k in numbers for i in range(len(samples))[k * unit : (k + 1) * unit]]
-                leaf = pack([samples[i] for i in chosen], self.device)
-                output = model.token_logprobs(leaf, sampling, shared)
+                leaf = pack([samples[i] for i in chosen], self.device, shared)
+                output = model.token_logprobs(leaf, sampling)
                 if hasattr(model, "reshard") and not torch.is_grad_enabled():
                     model.reshard()  # FSDP2 does it after a backward pass; there is none
                 yield chosen, leaf, output
@@ -615,12 +619,19 @@ class Trainer:
         return self.reference.fill(samples) if self.reference else samples
 
     def compare(self, leaf, samples, logprobs, age=0):
-        """Notes where log-probs (M,) differ, by `check_bits`. leaf: the Leaf of the samples, or the only Sample."""
-        differ = check_bits(leaf, logprobs, age)
-        if differ.any():
-            counts = [len(s.loss_at) for s in samples]
-            parts = zip(samples, logprobs.detach().cpu().split(counts), differ.cpu().split(counts))
-            self.mismatches += [mismatch(*part) for part in parts if part[2].any()]
+        """Has log-probs (M,) compared by `check_bits`. leaf: the Leaf of the samples, or the only Sample."""
+        self.compared.append((samples, logprobs.detach(), check_bits(leaf, logprobs, age)))
+
+    def mismatches(self):
+        """What differs of all that was compared since the last call. On a card the host waits for it only here."""
+        found = []
+        for samples, logprobs, differ in self.compared:
+            if differ.any():
+                counts = [len(s.loss_at) for s in samples]
+                parts = zip(samples, logprobs.cpu().split(counts), differ.cpu().split(counts))
+                found += [mismatch(*part) for part in parts if part[2].any()]
+        self.compared = []
+        return found
 
     def gradients(self, samples, objective=POLICY, check=False):
         """
@@ -686,8 +697,7 @@ class Trainer:
         if check:
             # Each rank has seen only its own leaves, but any number of ranks must print the same line: that of the
             # batch's first sample that differs.
-            mismatches = sorted(chain(*sync.from_all_ranks(self.mismatches, self.control)))
-            self.mismatches = []
+            mismatches = sorted(chain(*sync.from_all_ranks(self.mismatches(), self.control)))
             differ = sum(count for *_, count, _ in mismatches)
             metrics |= dict(
                 logprob_mismatch_tokens=differ,

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LEARNS, PLACES = "test_it_learns_and", "test_no_function"
+LEARNS, PLACES, WAITS = "test_it_learns_and", "test_no_function", "test_the_host_waits"
 ORDER, HOLDS, GROUPS, THREADS = "test_streams_wait", "test_a_trainer_holds", "test_every_group", "test_collectives"
 
 MUTANTS = dict(
@@ -87,6 +87,18 @@ MUTANTS = dict(
         'tiles = pairs // config["BLOCK_N"] + min(pairs, E)',
         'tiles = int((starts.diff()[:E] / config["BLOCK_N"]).ceil().sum())',
         f"{LEARNS} and mixture",
+    ),
+    leaf_waits_for_its_copies=(
+        "train_grpo.py",
+        "x.to(device, non_blocking=True)",
+        "x.to(device)",
+        f"{WAITS} and alone",
+    ),
+    leaf_waits_for_its_comparison=(
+        "train_grpo.py",
+        "                self.compare(leaf,",
+        "                self.mismatches()\n                self.compare(leaf,",
+        f"{WAITS} and alone",
     ),
     capability_not_compared=("onecurve/run/setup.py", ", device=one_device(self.device)", "", "test_a_resume_on"),
 )

@@ -150,6 +150,12 @@ def test_streams_wait_for_what_they_use_and_no_memory_is_freed_before(run):
     assert not noted(run[0], "race", "freed early")
 
 
+def test_the_host_waits_for_no_leaf(run):
+    """But for the sums of a step's figures, after the last: so the next leaf's kernels are started meanwhile."""
+    waits = [x for x in noted(run[0], "wait") if "gradients" in x["functions"] and "metrics" not in x["functions"]]
+    assert len({x["place"] for x in waits}) == 1
+
+
 def test_a_decode_step_is_a_graph_that_asks_nothing_of_python(alone, mixture):
     for (folder, _), right in ((alone, GRAPH), (mixture, OF_EXPERTS)):
         captured = [x["steps"] for x in noted(folder, "captured")]

@@ -194,19 +194,19 @@ def test_a_beginning_alike_is_computed_once_to_the_same_logprobs(ranks, tmp_path
     assert not [*sharing.passes([], sharing.model)]  # as a loss's own passes may be, in a step without a right sample
 
     @torch.no_grad()
-    def computed(leaf, shared):
-        return sharing.model.token_logprobs(leaf, shared=shared)[0]
+    def computed(leaf):
+        return sharing.model.token_logprobs(leaf)[0]
 
-    leaf = train.pack(samples, "cpu")
-    plan = kernels.packed_plan(leaf.lengths, ids=leaf.ids)
+    leaf = train.pack(samples, "cpu", shared=True)
+    plan = leaf.plan
     prefixes = []
     for s in samples:
         tokens = s.tokens.tolist()
         prefixes += [tuple(tokens[: i + 1]) for i in range(len(tokens))]
     assert len(plan.first) == len({*prefixes}) < len(prefixes) / 2
     assert [prefixes[i] for i in plan.first[plan.row]] == prefixes
-    whole = computed(leaf, False)
-    assert same_bits(computed(leaf, True), whole)
+    whole = computed(train.pack(samples, "cpu"))
+    assert same_bits(computed(leaf), whole)
     before, figures = plain.gradients(samples)
     grads, again = sharing.gradients(samples)
     for a, b in zip(grads, before, strict=True):
@@ -216,8 +216,7 @@ def test_a_beginning_alike_is_computed_once_to_the_same_logprobs(ranks, tmp_path
     assert figures == approx(again, rel=1e-5)
     # control: another response's row
     plan.row[-2] = plan.row[-4]
-    monkeypatch.setattr(kernels, "packed_plan", lambda *_, **__: plan)
-    assert not torch.equal(computed(leaf, True), whole)
+    assert not torch.equal(computed(leaf), whole)
 
 
 def test_samples_of_a_prompt_are_in_one_leaf_while_leaves_are_even(ranks, scratch):
@@ -365,7 +364,7 @@ def test_neighbours_in_a_leaf_and_the_cut_into_leaves_change_no_logprob(ranks, s
     def run(**change):
         trainer.c = types.SimpleNamespace(**DEFAULTS | change)
         grads, metrics = trainer.gradients(samples, check=True)
-        assert trainer.mismatches == []
+        assert trainer.mismatches() == []
         return [g.clone() for g in grads], metrics
 
     cuts = dict(leaf_tokens=1), dict(leaf_tokens=10_000), dict(leaf_tokens=100, lanes=1)
@@ -432,7 +431,7 @@ def test_tokens_of_older_weights_are_checked_against_these_and_named(ranks, scra
         assert not any(equal(known[:2], known[1:]))
         mixed.append(s._replace(logprobs=drawn, staleness=2 - versions))
     trainer.past.check(mixed, step=2)
-    assert trainer.mismatches == []
+    assert trainer.mismatches() == []
     assert all(equal(weights, trainer.weights))
     metrics, _ = trainer.update(mixed, step=2, lr=0.0, check=True)
     assert metrics["logprob_mismatch_tokens"] == 0

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 import httpx
 import torch
 
+import kernels
 from configurator import ORIGINS, require
 from onecurve.algorithms.answers import answer_ids
 from onecurve.graders.workers import Workers, needs
@@ -272,10 +273,12 @@ class RewardModel:
         prompts, responses = map(list, zip(*texts))
         prompts = prompt_ids(prompts, self.tokenizer, self.config)
         ids = [torch.tensor(x + y) for x, y in zip(prompts, answer_ids(responses, self.tokenizer, self.stop_tokens))]
-        lengths = torch.tensor([len(x) for x in ids])
-        packed = dict(ids=torch.cat(ids), positions=torch.cat([*map(torch.arange, lengths)]), lengths=lengths)
-        leaf = types.SimpleNamespace(**{name: x.to(self.device) for name, x in packed.items()})
-        return self.model.token_logprobs(leaf, shared=self.config["batch_invariant"]).scores.tolist()
+        lengths = [len(x) for x in ids]
+        packed = torch.cat(ids)
+        positions = torch.cat([*map(torch.arange, lengths)])
+        plan = kernels.packed_plan(lengths, self.device, packed if self.config["batch_invariant"] else None)
+        leaf = types.SimpleNamespace(ids=packed.to(self.device), positions=positions.to(self.device), plan=plan)
+        return self.model.token_logprobs(leaf).scores.tolist()
 
 
 def make_model(name, config):

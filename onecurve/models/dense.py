@@ -220,16 +220,16 @@ class Output(NamedTuple):
     scores: Tensor | None = None  # (samples,) a reward model's
 
 
-def token_logprobs(model, leaf, sampling=kernels.Sampling(), shared=False):
-    """The Output of a leaf. shared: a prefix that samples share is computed once, by our operators alone."""
-    plan = kernels.packed_plan(leaf.lengths, ids=leaf.ids if shared else None)
+def token_logprobs(model, leaf, sampling=kernels.Sampling()):
+    """The Output of a leaf."""
+    plan = leaf.plan
     ids, positions = (x[plan.first][None] for x in (leaf.ids, leaf.positions))
     output = model.model(input_ids=ids, position_ids=positions, plan=plan, use_cache=False)
     hidden = plan.spread(output.last_hidden_state.squeeze(0))
     for layer in model.model.layers if plan.row is not None else ():
         if moe.is_mixture(layer.mlp):
             layer.mlp.routed = [*map(plan.spread, layer.mlp.routed)]
-    last = leaf.lengths.cumsum(0) - 1
+    last = plan.kv_lens.cumsum(0) - 1
     if gives_scores(model.config):  # in float32: the difference of two scores counts
         return Output(scores=(hidden[last].float() @ model.score.weight.float().t())[:, 0])
     found = None if torch.is_grad_enabled() or not sampling.cuts() else []

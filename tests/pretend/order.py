@@ -8,6 +8,7 @@ of torch is not seen.
 """
 
 import threading
+import traceback
 import weakref
 
 from pretend import plugin
@@ -94,6 +95,8 @@ def function(name, args, given, results, non_blocking):
 
 
 def host_waits(stream=None):
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
+    plugin.note("wait", place=plugin.place_in_project(), functions=functions)
     with LOCK:
         learn(HOST, (stream or plugin.current_stream()).clock)
 
