@@ -36,7 +36,7 @@ if __name__ == "__mp_main__":
 
 # ------------------------------------------------------------------------------------------------------------------
 
-init_from = ""  # a model folder, such as a run's ckpt/step_000100, or a hub name
+init_from = ""  # a model folder, such as a run's ckpt/step_000100, a hub name or a GGUF file
 host = "127.0.0.1"  # reached from this machine only; '0.0.0.0': from others, too
 port = 8000  # 0: any free port
 context = 0  # tokens of a request and its answer; 0: as many as the model has positions
