@@ -50,8 +50,8 @@ device = ""  # 'cpu' or 'cuda'; '': cuda where there is one
 dtype = ""
 threads = 0  # CPU threads of a trainer or an engine; 0: the cores, shared by those that work. Changes no bit
 # the data
-# a hub name, a .jsonl or .parquet file, 'my_file.py:my_function' that returns rows, 'reasoning_gym:countdown'; made
-# here: 'programs', and 'arithmetic', sums of two numbers from 0 up to 99, or 'arithmetic:10:50', from 10 up to 49
+# a hub name, a .jsonl, .json or .parquet file, 'my_file.py:my_function', which returns rows, 'reasoning_gym:countdown';
+# made here: 'programs', and 'arithmetic', sums of two numbers from 0 up to 99, or 'arithmetic:10:50', from 10 up to 49
 dataset = "arithmetic"
 dataset_config = ""  # configuration of a hub data set, such as 'main'; arguments of a function or of a gym's task
 split = "train"
@@ -90,12 +90,12 @@ clip_low = 0.2  # the ratio is clipped to 1 - clip_low ..
 clip_high = 0.2  # .. 1 + clip_high
 entropy_coef = 0.0  # weight of the entropy bonus
 # evaluation
-eval_split = ""  # held-out split of a hub data set, or a file; '': eval_size rows of `split`, first of a fixed shuffle
+eval_split = ""  # a hub data set's split, a file or a function; '': eval_size rows of `split`, first of a fixed shuffle
 eval_size = 256  # held-out prompts; 0: no evaluation
 eval_every = 0  # steps between evaluations; 0: only before the first step and after the last
 eval_samples = 1  # samples per held-out prompt
 eval_temperature = 1.0  # 0: greedy
-pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, for easy and hard groups
+pass_reward = 1.0  # a sample with at least this reward is right: for pass@k, easy and hard groups, a curriculum
 # who does what
 rollout_ranks = 1  # number of ranks, taken from the end, that sample; the others train
 colocate = False  # every rank samples and trains, one after the other (a single process always does)

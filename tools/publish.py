@@ -10,8 +10,8 @@ A run as a repository of the Hugging Face hub, which others load as a model, rea
     *.safetensors, ..   the last checkpoint in bfloat16, without the optimizer's state: what from_pretrained loads
     samples.parquet     every sample: step, prompt, text, tokens, log-probs, reward, advantage where its group gives it
     run/                what verify reads: config.py, the ledgers, metrics, rollout files, and the last --checkpoints
-                        checkpoints in float32, with the optimizer's state; and the Python files that config.py names,
-                        as that of a reward. Other files in the run's folder are left out
+                        checkpoints in float32, with the optimizer's state; and the Python files of config.py's
+                        reward, loss, advantage and agent. Other files in the run's folder are left out
 
 config.py has the run's command, its folders and its judge's address. What looks like a key in there, such as a text
 after API_KEY= or a password in an address, is refused unless --public=API_KEY says that it may go out. Exit status 2:
@@ -160,7 +160,7 @@ def named(name):
 
 
 def code_of(config):
-    """The Python files that a config names, as that of a reward."""
+    """The Python files of a config's reward, loss, advantage and agent."""
     values = " ".join(str(config.get(key, "")) for key in (*OWN, "reward", "agent"))
     files = sorted({*re.findall(r"([^+*\s]+\.py):", values)})
     there = [next(filter(Path.is_file, (Path(file), ROOT / file)), None) for file in files]

@@ -35,7 +35,8 @@ if __name__ == "__mp_main__":
     end_with_parent()  # an engine's process; before anything that takes time
 
 # ------------------------------------------------------------------------------------------------------------------
-init_from = ""  # a model folder, such as a run's ckpt/step_000100, or a hub name
+
+init_from = ""  # a model folder, such as a run's ckpt/step_000100, a hub name or a GGUF file
 host = "127.0.0.1"  # reached from this machine only; '0.0.0.0': from others, too
 port = 8000  # 0: any free port
 context = 0  # tokens of a request and its answer; 0: as many as the model has positions
@@ -46,7 +47,7 @@ threads = 0  # CPU threads; 0: all cores. Changes no bit
 chat_template_args = ""  # such as 'enable_thinking=False'
 tool_call_parser = ""  # SGLang's name for the format of tool calls; '': qwen25, or llama3 for a llama
 ignore_eos = False  # write on until the context is full: for benchmarks
-# the engine; what each key means is in train_grpo.py
+# the engine; `train_grpo.py --help=all` says what each key means
 batch_invariant = True
 tp_split = 1
 rollout_tp = 1

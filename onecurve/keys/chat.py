@@ -1,6 +1,6 @@
 """
 What a chat template gets beside the prompt.
-Code: `encode_prompts` of rewards.py, onecurve/agents/chat.py.
+Code: `encode_prompts` of rewards.py, onecurve/agents/chat.py. Manual: docs/data.md.
 """
 
 from configurator import arguments, untouched

@@ -1,6 +1,6 @@
 """
 PPO's critic, for advantage='gae': a head on the policy's trunk learns each token's value.
-Code: onecurve/algorithms/critic.py.
+Code: onecurve/algorithms/critic.py. Manual: docs/algorithms.md.
 """
 
 from configurator import at_most_1, not_negative, untouched

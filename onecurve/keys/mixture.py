@@ -1,6 +1,6 @@
 """
 A loss for the routers of a mixture of experts.
-Code: onecurve/models/moe.py.
+Code: onecurve/models/moe.py. Manual: docs/scale.md.
 """
 
 from configurator import not_negative

@@ -1,6 +1,6 @@
 """
 A penalty, or no loss, for samples that are too long (DAPO).
-Code: `overlong_penalty` and `samples_of` of train_grpo.py.
+Code: `overlong_penalty` and `samples_of` of train_grpo.py. Manual: docs/algorithms.md.
 """
 
 overlong_cache = 0  # number of tokens before max_new_tokens over which the reward falls by up to 1; 0: no penalty

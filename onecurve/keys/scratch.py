@@ -1,6 +1,6 @@
 """
 The sizes of a model that is made here, for init_from='scratch'.
-Code: `make_scratch_model` of onecurve/models/folders.py.
+Code: `make_scratch_model` of onecurve/models/folders.py. Manual: docs/data.md.
 """
 
 from configurator import arguments, named_arguments

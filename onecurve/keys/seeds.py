@@ -1,6 +1,6 @@
 """
 A seed of its own for each source of chance.
-Code: whoever draws calls `seed_of`.
+Code: whoever draws calls `seed_of`. Manual: docs/run.md.
 """
 
 from configurator import arguments, named_arguments

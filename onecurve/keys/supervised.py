@@ -1,6 +1,6 @@
 """
 Steps on known answers or pairs: a warm-up before RL, or all of mode='sft', 'rm' and 'dpo'.
-Code: onecurve/algorithms/supervised.py, onecurve/algorithms/pairs.py. Manual: docs/run.md.
+Code: onecurve/algorithms/supervised.py, onecurve/algorithms/pairs.py. Manual: docs/run.md, docs/algorithms.md.
 """
 
 from configurator import not_negative, positive, untouched
