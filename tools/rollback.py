@@ -69,9 +69,10 @@ def main():
     for n in range(TURNS + 1):
         after = Path(f"{args.out_dir}_{n + 1}")
         if not (after / "config.py").exists():
-            status = 3 if signal(folder) else run(folder, flags, args.nproc)
-            if status != 3 or n == TURNS:
-                sys.exit(status)
+            status = 0 if signal(folder) else run(folder, flags, args.nproc)
+            alarm = signal(folder)  # torchrun's own status is 1
+            if not alarm or n == TURNS:
+                sys.exit(3 if alarm else status)
             turn_back(folder, after, args.healthy_kl_coef)
         folder = after
 

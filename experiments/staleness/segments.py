@@ -10,6 +10,7 @@ longest of them in a round) that were tokens, which is how full an engine's batc
 are train_grpo.py's.
 """
 
+import argparse
 import json
 import random
 import shutil
@@ -53,6 +54,8 @@ def slots(folder, most):
     return used, there, statistics.fmean(longest)
 
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+_, more = parser.parse_known_args()
 folder = Path(tempfile.mkdtemp(prefix="segments"))
 try:
     write_data(folder)
@@ -60,7 +63,7 @@ try:
     task += ["--eval_size=0", f"--max_new_tokens={LONGEST + 8}", "--prompts_per_step=8", "--lanes=1"]
     task += ["--share_prefixes=False"]  # as when its table was written
     runs.run(folder / "sft", *task, *SFT)
-    task += [f"--init_from={folder}/sft/ckpt/step_000150", *RL, *sys.argv[1:]]
+    task += [f"--init_from={folder}/sft/ckpt/step_000150", *RL, *more]
     print("| | seconds per step | longest draw, tokens | slots | staleness | reward |\n|---|---|---|---|---|---|")
     for name, flags in [*KINDS.items()] * 2:
         steps = [x for x in runs.run(folder / "run", *task, *flags, ranks=2) if x["phase"] == "rl"][4:]
