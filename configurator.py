@@ -43,7 +43,8 @@ def close_bars():
 
 def on_cpu(config):
     """Whether the run will use a CPU, found without torch, which is imported later."""
-    return config["device"] == "cpu" or not (config["device"] or Path("/proc/driver/nvidia").exists())
+    drivers = "/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"  # dxg: of WSL2
+    return config["device"] == "cpu" or not (config["device"] or any(map(os.path.exists, drivers)))
 
 
 def printable(text):

@@ -59,6 +59,8 @@ engine_timeout = 600.0
 DEFAULTS = block(globals())
 if __name__ == "__main__":
     config = configure(globals())
+    if config["device"] == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as in train_grpo.py
 
 with lean_imports():
     import torch

@@ -255,6 +255,7 @@ def bytes_for_cache(self, before):
     """
     from sglang.srt.mem_cache.kv_cache_configurator import get_schedule, get_world_group
 
+    torch.cuda.empty_cache()  # what loading left is free
     share = get_schedule().mem_fraction_static
     wanted = share * before - torch.cuda.memory_reserved() / 2**30
     free = torch.cuda.mem_get_info()[0] / 2**30
