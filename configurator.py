@@ -137,14 +137,15 @@ def configure(namespace, argv=None, features={}):
     return config
 
 
-def resume_config(config, path, free):
+def resume_config(config, path, free_keys):
     """
     (the config saved in `path`, the config to resume with): the saved one with what the command line and its files set
-    for the keys `free`. Ends the run with one line that names the other keys for which they set new values.
+    for its `free_keys`. Ends the run with one line that names the other keys for which they set new values.
     """
     saved = saved_config(path)
     unknown = [key for key in config if key not in saved]
     require(not unknown, f"{path}: has no {', '.join(unknown)}; it was saved by another version of this program")
+    free = free_keys(saved)
     changed = ", ".join(
         f"{key}={config[key]!r} (the run has {saved[key]!r})"
         for key in ORIGINS
@@ -247,6 +248,11 @@ FREE_KEYS = """
     judge judge_tries watch""".split()
 
 
+def free_keys(config):
+    """Of FREE_KEYS those that are free in this run: a curriculum draws prompts by which samples are right."""
+    return {*FREE_KEYS} - ({"pass_reward"} if config.get("curriculum") else set())
+
+
 class Mode(NamedTuple):
     """The tasks of a run of this mode; nothing but this table knows the modes' names."""
 
@@ -308,7 +314,7 @@ def resolve(script, defaults):
         require(path.is_file(), f"init_from='resume': out_dir={config['out_dir']!r} holds no run")
         if by_user:
             del ORIGINS["init_from"]  # it is this command's; the run has its own
-        saved, config = resume_config(config, path, FREE_KEYS)
+        saved, config = resume_config(config, path, free_keys)
         before = MODES[saved["mode"]]
         now = MODES.get(config["mode"], before)
         why = f"mode={config['mode']!r}: the run has {saved['mode']!r}"

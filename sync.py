@@ -35,7 +35,7 @@ from safetensors.numpy import save
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 import kernels
-from configurator import FREE_KEYS, close_bars, error_line, require
+from configurator import close_bars, error_line, free_keys, require
 from kernels import tree_sum
 from onecurve.cpu.host import lend_cores
 
@@ -744,7 +744,7 @@ def content_hash(*parts):
 
 def run_id(config):
     """The hash of the keys that say what is computed: a file made under other values is not this run's."""
-    return content_hash({key: value for key, value in config.items() if key not in FREE_KEYS})
+    return content_hash({key: value for key, value in config.items() if key not in free_keys(config)})
 
 
 FIRST_STEP = "onecurve 1"  # its hash is the first link of a chain: a format's name and version

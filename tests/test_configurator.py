@@ -20,6 +20,7 @@ from conftest import ROOT, flipped
 import configurator
 from configurator import check_config, config_source, configure, fail, require
 from onecurve.run import start, versions
+from sync import run_id
 from train_grpo import DEFAULTS
 
 SCRIPT = ROOT / "train_grpo.py"
@@ -482,7 +483,7 @@ def test_a_resume_takes_the_saved_config_and_the_commands_free_keys(tmp_path, re
     block = dict(steps=1, rate=0.1, name="x")
 
     def resume(*argv, free=("steps",)):
-        return configurator.resume_config(configure(dict(block), list(argv)), saved, free)[1]
+        return configurator.resume_config(configure(dict(block), list(argv)), saved, lambda _: free)[1]
 
     assert resume() == dict(steps=5, rate=0.5, name="run")
     saved.write_text("rate = 0.5\nname = 'run'\nsteps = 5\n")  # the run's order stays: its id is made in that order
@@ -494,6 +495,11 @@ def test_a_resume_takes_the_saved_config_and_the_commands_free_keys(tmp_path, re
     assert line in refusal(resume, "--steps=9", free=["rate", "name"])
     saved.write_text("steps = 5\n")
     assert "has no rate, name; it was saved by another version" in refusal(resume)
+
+
+def test_a_curriculum_has_pass_reward_in_the_run():
+    changed = [run_id(DEFAULTS | dict(curriculum=n, pass_reward=0.5)) for n in (0, 4)]
+    assert [a != run_id(DEFAULTS | dict(curriculum=n)) for n, a in zip((0, 4), changed)] == [False, True]
 
 
 @pytest.mark.parametrize("mode,line", [("server", "use grpo"), ("eval", "the run has 'grpo'; use another out_dir")])
@@ -513,7 +519,7 @@ def test_a_damaged_saved_config_ends_in_one_line_or_is_still_a_config(tmp_path):
         for content in (data[:i], flipped(data, i)):
             saved.write_bytes(content)
             try:
-                config = configurator.resume_config(configure(dict(block), []), saved, ())[1]
+                config = configurator.resume_config(configure(dict(block), []), saved, lambda _: ())[1]
             except SystemExit as ended:
                 assert ended.code == 2
                 refused += 1

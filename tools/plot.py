@@ -28,7 +28,7 @@ import torch
 from runs import check_links, lines, saved_config
 from safetensors.torch import load_file
 
-from configurator import FREE_KEYS, fail, require
+from configurator import fail, free_keys, require
 
 try:
     import matplotlib
@@ -115,7 +115,8 @@ def compare(first, run):
         return f"{run.name} and {first.name} are equal as far as they go: {steps}", None
     x, y, stage, _ = found
     fields = [stage for stage in STAGES if x.get(stage) != y.get(stage)] or [stage]
-    keys = [k for k in first.config.keys() & run.config.keys() - {*FREE_KEYS} if first.config[k] != run.config[k]]
+    both = first.config.keys() & run.config.keys() - free_keys(first.config)
+    keys = [k for k in both if first.config[k] != run.config[k]]
     settings = ", ".join(f"{k} {run.config[k]!r} instead of {first.config[k]!r}" for k in sorted(keys))
     where = f"{run.name} differs from {first.name} first in {x['phase']} step {x['step']}: {', '.join(fields)}"
     return where + f" ({settings})" * bool(keys), x
