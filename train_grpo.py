@@ -626,10 +626,9 @@ class Trainer:
         """What differs of all that was compared since the last call. On a card the host waits for it only here."""
         found = []
         for samples, logprobs, differ in self.compared:
-            if differ.any():
-                counts = [len(s.loss_at) for s in samples]
-                parts = zip(samples, logprobs.cpu().split(counts), differ.cpu().split(counts))
-                found += [mismatch(*part) for part in parts if part[2].any()]
+            counts = [len(s.loss_at) for s in samples]
+            parts = zip(samples, logprobs.cpu().split(counts), differ.cpu().split(counts))
+            found += [mismatch(*part) for part in parts if part[2].any()]
         self.compared = []
         return found
 
