@@ -669,11 +669,11 @@ class Trainer:
         the run, with the weights unchanged, if the norm or the loss is not finite; `where` says in which step.
         """
         # Clip and AdamW are elementwise, and the norm is one tree: it does not matter where the shards are cut.
-        norm = sync.grad_norm(grads, self.shards, self.process_group)
+        norm = float(sync.grad_norm(grads, self.shards, self.process_group))
         found = f"the loss is {loss}, the gradient norm {norm}"
         require(math.isfinite(loss + norm), f"{where}: {found}; the weights are as they were")
         if self.c.grad_clip and norm > self.c.grad_clip:
-            torch._foreach_mul_(grads, (self.c.grad_clip / norm).float())
+            torch._foreach_mul_(grads, self.c.grad_clip / norm)
         for w, g in zip(self.weights, grads):
             w.grad = g
         for group in self.optimizer.param_groups:
@@ -684,7 +684,7 @@ class Trainer:
         stages = grads, self.weights, *([self.optimizer.state[w][k] for w in self.weights] for k in MOMENTS)
         gradients, weights, *moments = (sync.tensor_hashes(x, self.shards, self.process_group) for x in stages)
         optimizer = {name: "".join(moment[name] for moment in moments) for name in weights}
-        return float(norm), dict(gradients=gradients, weights=weights, optimizer=optimizer)
+        return norm, dict(gradients=gradients, weights=weights, optimizer=optimizer)
 
     def update(self, samples, step, lr, objective=POLICY, check=False):
         """
