@@ -493,8 +493,6 @@ class WeightSync:
     def finish(self):
         """Returns when all is sent."""
         if self.deliveries:
-            if shards and self.device == "cuda":
-                torch.cuda.current_stream().synchronize()  # the thread has a stream of its own
             self.deliveries.put(None)
             self.thread.join()
 
