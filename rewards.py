@@ -395,7 +395,7 @@ class WeightedSum:
             shown = written if reward.own and written is not None else prompt
             value, notes = verdict(reward.call(shown, response, answer, **{x: more[x] for x in reward.wants}), name)
             summands.append(weight * value)
-            noted[name] = {"reward": value, **notes}
+            noted[name] = {**notes, "reward": value}
         return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
     @property
@@ -472,11 +472,12 @@ def score_all(reward, row, samples):
 
 def score(reward, prompt, response, answer, where):
     """
-    reward(prompt, response, answer) as a finite float and a dict of notes. Raises RewardError, which names the sample
-    by `where`.
+    reward(prompt, response, answer) as a finite float and a dict of notes, as JSON keeps them. Raises RewardError,
+    which names the sample by `where`.
     """
     try:
-        return verdict(reward(prompt, response, answer), "it")
+        value, notes = verdict(reward(prompt, response, answer), "it")
+        return value, json.loads(json.dumps(notes))
     except (Exception, SystemExit) as error:  # an exit() in a reward would end the run as if it had succeeded
         raise RewardError(f"reward failed on {where}: {describe(error)}; response {response!r:.80}") from error
 

@@ -288,6 +288,15 @@ def test_what_a_function_says_beside_its_number_is_noted_and_counted(write):
     assert reward_metrics([alone]) == reward_metrics([]) == {}
 
 
+def test_notes_may_have_any_names_and_are_what_a_rollout_file_keeps(write):
+    file = write("def f(p, r, g): return 1, dict(verdict='good', reward='high') | {1: (2, 3)}\n")
+    _, noted = score(load_reward(f"exact + {file}:f"), "", "", "b", "here")
+    assert noted[f"{file}:f"] == {"verdict": "good", "reward": 1.0, "1": [2, 3]}
+    assert reward_metrics([({}, {"noted": [noted]})]) == {"reward_exact": 0.0, f"reward_{file}:f": 1.0}
+    unkept = write("def f(p, r, g): return 1, dict(seen={1, 2})\n", "unkept.py")
+    assert "TypeError: Object of type set is not JSON serializable; response" in failure(load_reward(f"{unkept}:f"))
+
+
 def test_functions_of_the_user_run_one_at_a_time(write):
     """They are called from several threads, and need not be thread-safe."""
     lines = "inside.append(1)", "time.sleep(0.01)", "return inside.pop() + len(inside)"
