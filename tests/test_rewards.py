@@ -589,6 +589,8 @@ def test_a_prompt_may_be_messages_which_the_chat_template_writes(write):
     )
     read, _ = load_rows(config)
     assert [row["answer"] for row in read] == ["4", "4"]
+    nested = rewards.row_of(dict(asked=dict(text="1+1=")) | rows[0], config | dict(prompt_column="asked.text"))
+    assert nested["prompt"] == "1+1="
     read.append(rewards.row_of(rows[2], config))
     encoded = encode_prompts(read, "training", tokenizer, config)
     written = ["<system>Think.<user>1+1?", "<system>Be brief.<user>1+1?", "<system>Think.<user>2+2?"]
