@@ -153,7 +153,7 @@ def row_of(example, config):
     if template := config["prompt_template"]:
         try:
             prompt = template.format(**example)
-        except (KeyError, IndexError, ValueError) as e:
+        except (LookupError, ValueError, AttributeError, TypeError) as e:
             problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(sorted(example))}"
             problem += "; a brace that is text is {{ or }}"
             require(False, f"prompt_template={template!r}: {problem}")

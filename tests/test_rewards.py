@@ -656,6 +656,8 @@ def test_a_chat_template_that_the_model_does_not_have_is_refused(refusal):
         (dict(prompt_column="question"), "prompt_column='question': the data set has the columns a, answer, b, prompt"),
         (dict(answer_column="label"), "answer_column='label'"),
         (dict(prompt_template="{q}"), "prompt_template='{q}': KeyError: 'q'; the data set has the columns a"),
+        (dict(prompt_template="{a.b}"), "'{a.b}': AttributeError: 'int' object has no attribute 'b'; the data set"),
+        (dict(prompt_template="{answer[b]}"), "'{answer[b]}': TypeError: string indices must be integers"),
         (dict(dataset="pyproject.toml"), "dataset='pyproject.toml': a file, but not one of .jsonl, .json, .parquet"),
         (dict(dataset="arithmetic:5:5"), "dataset='arithmetic:5:5': has no rows; use another, or another split"),
         (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
