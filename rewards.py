@@ -122,7 +122,7 @@ def load_split(name, configuration, split):
     for made_by in (split, name):
         if ".py:" in made_by:
             try:
-                return find_function(made_by, "data set")(**named_arguments(configuration))
+                return [*map(dict, find_function(made_by, "data set")(**named_arguments(configuration)))]
             except Exception as e:
                 require(False, f"dataset={made_by!r}: {e if isinstance(e, ValueError) else describe(e)}")
     import datasets

@@ -629,15 +629,27 @@ def rows(count=3, held_out=False):
 
 def wrong():
     return [][0]
+
+def nothing():
+    return None
+
+def texts():
+    return ["1?"]
+
+def one_by_one():
+    yield from rows()
 """)
     config = DEFAULTS | dict(dataset=f"{file}:rows", dataset_config="count=5", eval_size=2)
     training, held_out = load_rows(config)
     assert sorted(row["prompt"] for row in training + held_out) == [f"{i}?" for i in range(5)]
     training, held_out = load_rows(config | dict(eval_split=f"{file}:rows", dataset_config=""))
     assert (len(training), len(held_out)) == (3, 2)
+    assert len(load_rows(config | dict(dataset=f"{file}:one_by_one", dataset_config=""))[0]) == 1
     for name, problem in (
         ("no", "has no function 'no'"),
         ("wrong", "IndexError: list index out of range (my_file.py:"),
+        ("nothing", "TypeError: 'NoneType' object is not iterable"),
+        ("texts", "dictionary update sequence element #0 has length 1; 2 is required"),
     ):
         line = refusal(load_rows, config | dict(dataset=f"{file}:{name}", dataset_config=""))
         assert line.startswith(f"error: dataset='{file}:{name}': ") and problem in line
