@@ -206,7 +206,10 @@ def encode_prompts(rows, what, tokenizer, config):
                 messages = [dict(role="user", content=messages)]
             if messages[0]["role"] != "system":
                 messages = system + messages
-            row["prompt_text"] = tokenizer.apply_chat_template(messages, **options)
+            try:
+                row["prompt_text"] = tokenizer.apply_chat_template(messages, **options)
+            except Exception as e:  # a template may raise anything
+                require(False, f"chat_template=True: for prompt {row['prompt']!r:.60}: {reason(e)}")
     ids = prompt_ids([*map(text_of, rows)], tokenizer, config)
     return with_ids(rows, "prompt_tokens", ids, "max_prompt_tokens", f"{what} prompts", config)
 

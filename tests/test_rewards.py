@@ -655,10 +655,14 @@ def one_by_one():
         assert line.startswith(f"error: dataset='{file}:{name}': ") and problem in line
 
 
-def test_a_chat_template_that_the_model_does_not_have_is_refused(refusal):
+def test_a_chat_template_that_cannot_be_used_is_refused(refusal):
     tokenizer = types.SimpleNamespace(chat_template=None)
     line = refusal(encode_prompts, [], "training", tokenizer, DEFAULTS | dict(chat_template=True))
     assert "chat_template=True: the model's tokenizer has none" in line
+    tokenizer.chat_template = "its own"
+    tokenizer.apply_chat_template = lambda *_, **__: {}["system"]
+    line = refusal(encode_prompts, [dict(prompt="1+1?")], "training", tokenizer, DEFAULTS | dict(chat_template=True))
+    assert "chat_template=True: for prompt '1+1?': 'system'" in line
 
 
 @pytest.mark.parametrize(
