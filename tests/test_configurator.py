@@ -493,7 +493,9 @@ def test_a_resume_takes_the_saved_config_and_the_commands_free_keys(tmp_path, re
     line = "steps=9 (the run has 5): cannot change on resume; what can: name, rate"
     assert line in refusal(resume, "--steps=9", free=["rate", "name"])
     saved.write_text("steps = 5\n")
-    assert "has no rate, name; it was saved by another version" in refusal(resume)
+    assert "has no rate, name of the type that is wanted; it was saved by another version" in refusal(resume)
+    saved.write_text("steps = '5'\nrate = 0.5\nname = 'run'\n")
+    assert "has no steps of the type" in refusal(resume)
 
 
 @pytest.mark.parametrize("mode,line", [("server", "use grpo"), ("eval", "the run has 'grpo'; use another out_dir")])
@@ -502,6 +504,9 @@ def test_a_mode_that_the_run_cannot_have_is_refused_on_resume(tmp_path, refusal,
     flags = [f"--out_dir={tmp_path}", "--init_from=resume", f"--mode={mode}"]
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", *flags])
     assert refusal(configurator.resolve, "train_grpo.py", DEFAULTS).startswith(f"error: mode={mode!r}: {line}")
+    (tmp_path / "config.py").write_text(config_source(DEFAULTS | dict(mode="server"), {}))
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", *flags[:2]])
+    assert refusal(configurator.resolve, "train_grpo.py", DEFAULTS).startswith("error: mode='server': use grpo")
 
 
 def test_a_damaged_saved_config_ends_in_one_line_or_is_still_a_config(tmp_path):
