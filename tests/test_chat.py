@@ -18,12 +18,13 @@ import torch
 from conftest import ROOT, SMALLEST
 from transformers import AutoTokenizer
 
+import rollout_server
 import sync
 import train_grpo as train
 from configurator import named_arguments
 from examples.calculator import add
 from onecurve.agents import again, chat, endpoint
-from onecurve.agents.sampler import Agent, counts_of, tensors_of
+from onecurve.agents.sampler import Agent, AgentSampler, counts_of, tensors_of
 from onecurve.algorithms import critic, turns
 from onecurve.graders import sandbox
 from onecurve.models import folders
@@ -619,6 +620,20 @@ def test_a_tool_whose_sandbox_was_killed_is_no_result_either(template, monkeypat
     line = error_of(calling(sandbox.python), [[("python", dict(code="1"))]], template)
     why = "python: the sandbox itself ended with status -9: killed"
     assert line == f"rl step 3, prompt 2, sample 0, turn 0, call 0: {why}"
+
+
+def test_the_journals_of_later_rounds_are_deleted_too(tmp_path, monkeypatch):
+    """The prompts of dynamic sampling's second round have the numbers behind those of the first."""
+    monkeypatch.setattr(rollout_server.Sampler, "sample", lambda *_: None)
+    sampler = object.__new__(AgentSampler)
+    sampler.running = set()
+    sampler.config = CONFIG
+    sampler.engine = types.SimpleNamespace(end=None)
+    for index in (2, 3):
+        sampler._journal_path(tmp_path, index).touch()
+    sync.group_path(tmp_path, 3).touch()
+    sampler.sample(tmp_path, rollout_server.Job("rl", 1, 1, {2: ROW, 3: ROW}, 2, None), ())
+    assert [path.name for path in tmp_path.glob("journal_*")] == ["journal_0002.jsonl"]
 
 
 # ---- rule 7: the second run
