@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -725,6 +726,13 @@ def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, 
     again.check_again(jobs[its_path])
     with pytest.raises(chat.AgentError, match="^rl step 3, prompt 2, sample 0, turn 0: run again, the agent says"):
         again.check_again(jobs[a_set])
+
+
+def test_a_second_run_that_is_killed_is_told_in_one_line(monkeypatch):
+    killed = subprocess.CompletedProcess("", -9, "", "")  # by a system that is short of memory, without a word
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    with pytest.raises(chat.AgentError, match="^the process that runs agents again ended with status -9$"):
+        again.check_again({})
 
 
 # ---- forks, rewards of turns, and what the trainer gets
