@@ -161,7 +161,12 @@ def row_of(example, config):
     cure = "--chat_template, for a list of messages" if messages else "a column of texts, or of lists of messages"
     fits = isinstance(prompt, (str, int, float)) or messages and config["chat_template"]
     require(fits, f"prompt_column={column!r}: no text: {prompt!r:.60}; use {cure}")
-    row = dict(example) if config["agent"] else {}  # an agent gets all columns
+    row = {}
+    if config["agent"]:  # it gets all columns, as its rollout file keeps them
+        try:
+            row = json.loads(json.dumps(example))
+        except (TypeError, ValueError) as e:
+            require(False, f"agent={config['agent']!r}: a column for prompt {prompt!r:.60}: {e}; leave it out")
     if config.get("reads_row"):
         row["columns"] = dict(example)
     row["prompt"] = prompt if messages else str(prompt)

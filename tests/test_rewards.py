@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -613,6 +614,11 @@ def test_a_prompt_may_be_messages_which_the_chat_template_writes(write):
             dict(prompt=["Hi"]),
             dict(chat_template=True),
             "prompt_column='prompt': no text: ['Hi']; use a column of texts",
+        ),
+        (
+            dict(at=date(2026, 1, 1)),
+            dict(agent="x.py:f"),
+            "agent='x.py:f': a column for prompt '1+1=': Object of type date is not JSON serializable; leave it out",
         ),
         (dict(answer=None), {}, "answer_column='answer': for prompt '1+1=' it is no text but None; use a column of "),
         (dict(answer=dict(ground_truth="2")), {}, "for prompt '1+1=' it is no text but {'ground_truth': '2'}; use"),
