@@ -131,9 +131,9 @@ def start_process_groups(trainers, engines, device, tp=1):
     return Ranks(rank, world, trainers, engines, mesh, None if engine < 0 or other else engine, tp, store, control)
 
 
-def listening_store(host, port=0):
-    """A TCPStore that listens at this address alone; torch's listens at all of them, without a key. 0: a free port."""
-    listener = socket.create_server((host, port))
+def listening_store(host):
+    """A TCPStore that listens at this address alone, at a free port; torch's listens at all of them, without a key."""
+    listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, timeout=FOREVER, master_listen_fd=listener.detach())
 
