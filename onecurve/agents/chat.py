@@ -394,7 +394,7 @@ class Episode:
             raise AgentError(f"agent failed on {self.where}: it returned without a turn of the model")
         return value
 
-    async def once(self, chat, at, name, arguments, act, known=True):
+    async def once(self, at, name, arguments, act, known=True):
         """The journal's result of this request to the outside, if `known`; else that of act(), once it is journaled."""
         entry = self.journal.entries.get((self.sample, at))
         asked = json.loads(json.dumps(arguments))
@@ -625,7 +625,7 @@ class Chat:
         known = not method and (not episode.again or getattr(f, "impure", False))
         act = functools.partial(self._run, f, call.arguments, at)
         async with episode.in_order if method else nullcontext():
-            return await episode.once(self, at, call.name, call.arguments, act, known)
+            return await episode.once(at, call.name, call.arguments, act, known)
 
     async def _run(self, f, arguments, at):
         """The text of a tool's result or error."""
@@ -662,4 +662,4 @@ class Chat:
             except (Exception, SystemExit) as error:
                 raise AgentError(f"{self.episode.where}, {at}: {name}: {describe(error)}") from error
 
-        return await self.episode.once(self, at, name, [*arguments], act)
+        return await self.episode.once(at, name, [*arguments], act)
