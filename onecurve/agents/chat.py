@@ -472,7 +472,7 @@ class Chat:
         self.options = {}
         self.hear = None
         self.meta = {}
-        seed = noise_seed(episode.config, *episode.key[:1])
+        seed = noise_seed(episode.config, episode.key[0])
         self.random = random.Random(repr((seed, episode.key, path)))
         episode.chats.append(self)
 

@@ -15,7 +15,7 @@ def seed_of(config, source):
     return named_arguments(config["seeds"]).get(source, config["seed"])
 
 
-def noise_seed(config, stream="rl"):
+def noise_seed(config, stream):
     """The seed of the noise in the samples of a stream: held-out ones have their own."""
     return seed_of(config, "eval" if stream == "eval" else "noise")
 
