@@ -128,6 +128,7 @@ def load_split(name, configuration, split):
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is ours to tell, in one line
     name = split if Path(split).suffix in FILES else name
     kind = FILES.get(Path(name).suffix)
     require(kind or not Path(name).is_file(), f"dataset={name!r}: a file, but not one of {', '.join(FILES)}")
