@@ -672,7 +672,8 @@ class Queue(NamedTuple):
         for i in job.rows:
             path = group_path(folder, i)
             if not appears(path, 60 if self.heartbeats else 0):
-                raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
+                cure = "use an out_dir that all nodes share" if self.heartbeats else "a replay needs fewer max_steps"
+                raise RunError(f"{path}: not found on {socket.gethostname()}; {cure}")
             group = read_group(path, self.vocabulary, prompt=i, **expected)
             found = len(group.tensors["rewards"])
             if found != job.samples:

@@ -570,7 +570,7 @@ def test_a_reader_waits_for_a_hidden_file_and_names_a_missing_one(tmp_path):
     later.start()
     assert sync.appears(path, 5)
     assert not sync.appears(tmp_path / "never", 0.1)
-    with pytest.raises(RunError, match=f"group_0004.safetensors: not found on {socket.gethostname()}"):
+    with pytest.raises(RunError, match=f"group_0004.safetensors: not found on {socket.gethostname()}; a replay"):
         sync.Queue(tmp_path, "abc").take(JOB)
 
 
