@@ -23,3 +23,5 @@ def noise_seed(config, stream):
 def rules(c):
     what = "whole numbers for some of data, noise, init, eval, such as 'data=2, eval=3'"
     yield from arguments(c, "seeds", what, numbers=("data", "noise", "init", "eval"))
+    for key, given in ("seed", [c.seed]), ("seeds", named_arguments(c.seeds).values()):
+        yield key, all(abs(seed) < 2**63 for seed in given), "has more than 64 bits, which torch's seeds have; use less"
