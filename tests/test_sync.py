@@ -683,6 +683,15 @@ def test_evaluations_are_a_chain_of_their_own_that_a_resume_cuts_back(tmp_path):
     assert record_of(saved).evaluations.digest == empty
 
 
+def test_the_logs_are_on_the_disk_before_a_checkpoint_says_how_long_they_are(tmp_path, monkeypatch):
+    """After a power cut a log may lack its end, and a resume refuses one that is shorter than its checkpoint says."""
+    synced = []
+    monkeypatch.setattr("onecurve.run.record.fsync", synced.append)
+    record = Record(tmp_path, {}, types.SimpleNamespace(**DEFAULTS), {}, TASK)
+    sizes = record.state()["bytes"]
+    assert {path.name for path in synced} == sizes.keys()
+
+
 def made_group(i, rewards):
     """Group i of a step, of three samples; those of group 0 are cut off."""
     tensors = dict(
