@@ -4,6 +4,7 @@ The model's part is a script; templates and tokenizers are real ones. test_laws.
 """
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from functools import partial
 
 import pytest
@@ -237,6 +239,28 @@ async def refusal_of_tool(name, template):
     with pytest.raises(endpoint.Refusal) as refused:
         await endpoint.Session(chat.Chat(episode_of(["x"], template))).answer(*endpoint.read(body), b"", False).task
     return refused.value.status, str(refused.value)
+
+
+def test_a_tool_that_is_made_for_an_episode_goes_with_it(template):
+    made = []
+
+    async def solve(chat, row):
+        def look_up(x: int) -> str:
+            """Looks x up in the row.
+
+            Args:
+                x: a place
+            """
+            return row["prompt"][x]
+
+        made.append(weakref.ref(look_up))
+        chat.user("go")
+        await chat.generate(tools=[look_up])
+        return 0.0
+
+    play(solve, ["x"], template)
+    gc.collect()
+    assert [tool() for tool in made] == [None]
 
 
 def test_a_template_without_tools_is_refused_early_but_not_the_docs_one(thinking, tmp_path, capsys, refusal):

@@ -44,6 +44,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from configurator import require
 from onecurve.graders.sandbox import SandboxError
@@ -278,7 +279,7 @@ def tools_of(tools):
     return {f["function"]["name"] if isinstance(f, dict) else f.__name__: f for f in tools}
 
 
-schemas = {}  # {function: schema}
+schemas = WeakKeyDictionary()  # {function: schema}; an agent may make functions for each episode
 
 
 def schema_of(function):
