@@ -69,6 +69,8 @@ def load_rows(config):
     size = config["eval_size"]
     data, held_out = read_data(config)
     require(len(data), f"dataset={config['dataset']!r}: has no rows; use another, or another split")
+    there = not size or held_out is None or len(held_out)
+    require(there, f"eval_split={config['eval_split']!r}: has no rows; use another, or --eval_size=0")
     used = ["prompt_column", *(f"{side}_column" for side in sides(config["mode"]))]
     if config["sft_column"]:
         used.append("sft_column")

@@ -639,6 +639,9 @@ def wrong():
 def nothing():
     return None
 
+def empty():
+    return []
+
 def texts():
     return ["1?"]
 
@@ -650,6 +653,9 @@ def one_by_one():
     assert sorted(row["prompt"] for row in training + held_out) == [f"{i}?" for i in range(5)]
     training, held_out = load_rows(config | dict(eval_split=f"{file}:rows", dataset_config=""))
     assert (len(training), len(held_out)) == (3, 2)
+    none = config | dict(eval_split=f"{file}:empty", dataset=f"{file}:rows", dataset_config="")
+    assert f"error: eval_split='{file}:empty': has no rows" in refusal(load_rows, none)
+    assert load_rows(none | dict(eval_size=0))[1] == []
     assert len(load_rows(config | dict(dataset=f"{file}:one_by_one", dataset_config=""))[0]) == 1
     for name, problem in (
         ("no", "has no function 'no'"),
