@@ -413,8 +413,11 @@ class WeightSync:
         """ours() in a trainer, and the engine's method `theirs` for each group: a rank may have to do both at once."""
         with ThreadPoolExecutor(1) as thread:
             entering = thread.submit(ours) if self.ranks.mesh is not None else None
-            for name in self.groups if self.engine else ():
-                getattr(self.engine, theirs)(name, *args)
+            try:
+                for name in self.groups if self.engine else ():
+                    getattr(self.engine, theirs)(name, *args)
+            except RunError as e:  # ours() waits for the engine, and Python's end would wait for ours()
+                self.engine.end(str(e).removeprefix("error: "))
             return entering and entering.result()
 
     def _join(self):

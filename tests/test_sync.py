@@ -574,6 +574,25 @@ def test_a_reader_waits_for_a_hidden_file_and_names_a_missing_one(tmp_path):
         sync.Queue(tmp_path, "abc").take(JOB)
 
 
+def test_an_engine_that_cannot_join_ends_the_run_although_our_end_waits_for_it():
+    class Refusing:
+        def join(self, name):
+            raise RunError(f"engine 0: cannot join {name}")
+
+        def end(self, line):
+            lines.append(line)
+            entered.set()
+
+    lines = []
+    entered = threading.Event()
+    weights = object.__new__(sync.WeightSync)
+    weights.ranks = types.SimpleNamespace(mesh=0)
+    weights.groups = ["weights 0"]
+    weights.engine = Refusing()
+    assert weights._at_both_ends(lambda: entered.wait(5), "join")
+    assert lines == ["engine 0: cannot join weights 0"]
+
+
 def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
     """Its work takes three times the timeout; after that nobody touches a sign, and the wait ends."""
     signs = [tmp_path / "engine_0.alive", tmp_path / "engine_1.alive"]
