@@ -143,8 +143,9 @@ def resume_config(config, path, free_keys):
     for its `free_keys`. Ends the run with one line that names the other keys for which they set new values.
     """
     saved = saved_config(path)
-    unknown = [key for key in config if key not in saved]
-    require(not unknown, f"{path}: has no {', '.join(unknown)}; it was saved by another version of this program")
+    unknown = [key for key, x in config.items() if type(saved.get(key)) is not type(x)]
+    why = "it was saved by another version of this program, or edited"
+    require(not unknown, f"{path}: has no {', '.join(unknown)} of the type that is wanted; {why}")
     free = free_keys(saved)
     changed = ", ".join(
         f"{key}={config[key]!r} (the run has {saved[key]!r})"
@@ -315,7 +316,7 @@ def resolve(script, defaults):
         if by_user:
             del ORIGINS["init_from"]  # it is this command's; the run has its own
         saved, config = resume_config(config, path, free_keys)
-        before = MODES[saved["mode"]]
+        before = MODES.get(saved["mode"], Mode())
         now = MODES.get(config["mode"], before)
         why = f"mode={config['mode']!r}: the run has {saved['mode']!r}"
         fits = now.scores == before.scores and now.trains >= before.trains  # a reward model is no policy

@@ -69,6 +69,8 @@ def load_rows(config):
     size = config["eval_size"]
     data, held_out = read_data(config)
     require(len(data), f"dataset={config['dataset']!r}: has no rows; use another, or another split")
+    there = not size or held_out is None or len(held_out)
+    require(there, f"eval_split={config['eval_split']!r}: has no rows; use another, or --eval_size=0")
     used = ["prompt_column", *(f"{side}_column" for side in sides(config["mode"]))]
     if config["sft_column"]:
         used.append("sft_column")
@@ -122,12 +124,13 @@ def load_split(name, configuration, split):
     for made_by in (split, name):
         if ".py:" in made_by:
             try:
-                return find_function(made_by, "data set")(**named_arguments(configuration))
+                return [*map(dict, find_function(made_by, "data set")(**named_arguments(configuration)))]
             except Exception as e:
                 require(False, f"dataset={made_by!r}: {e if isinstance(e, ValueError) else describe(e)}")
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is ours to tell, in one line
     name = split if Path(split).suffix in FILES else name
     kind = FILES.get(Path(name).suffix)
     require(kind or not Path(name).is_file(), f"dataset={name!r}: a file, but not one of {', '.join(FILES)}")
@@ -149,11 +152,11 @@ def load_split(name, configuration, split):
 def row_of(example, config):
     """The row of a data set's example. Its prompt is a text, or with chat_template a list of messages."""
     column = config["prompt_column"]
-    prompt = example[column]
+    prompt = cell(example, column)
     if template := config["prompt_template"]:
         try:
             prompt = template.format(**example)
-        except (KeyError, IndexError, ValueError) as e:
+        except (LookupError, ValueError, AttributeError, TypeError) as e:
             problem = f"{type(e).__name__}: {e}; the data set has the columns {', '.join(sorted(example))}"
             problem += "; a brace that is text is {{ or }}"
             require(False, f"prompt_template={template!r}: {problem}")
@@ -161,7 +164,12 @@ def row_of(example, config):
     cure = "--chat_template, for a list of messages" if messages else "a column of texts, or of lists of messages"
     fits = isinstance(prompt, (str, int, float)) or messages and config["chat_template"]
     require(fits, f"prompt_column={column!r}: no text: {prompt!r:.60}; use {cure}")
-    row = dict(example) if config["agent"] else {}  # an agent gets all columns
+    row = {}
+    if config["agent"]:  # it gets all columns, as its rollout file keeps them
+        try:
+            row = json.loads(json.dumps(example))
+        except (TypeError, ValueError) as e:
+            require(False, f"agent={config['agent']!r}: a column for prompt {prompt!r:.60}: {e}; leave it out")
     if config.get("reads_row"):
         row["columns"] = dict(example)
     row["prompt"] = prompt if messages else str(prompt)
@@ -206,7 +214,10 @@ def encode_prompts(rows, what, tokenizer, config):
                 messages = [dict(role="user", content=messages)]
             if messages[0]["role"] != "system":
                 messages = system + messages
-            row["prompt_text"] = tokenizer.apply_chat_template(messages, **options)
+            try:
+                row["prompt_text"] = tokenizer.apply_chat_template(messages, **options)
+            except Exception as e:  # a template may raise anything
+                require(False, f"chat_template=True: for prompt {row['prompt']!r:.60}: {reason(e)}")
     ids = prompt_ids([*map(text_of, rows)], tokenizer, config)
     return with_ids(rows, "prompt_tokens", ids, "max_prompt_tokens", f"{what} prompts", config)
 
@@ -395,7 +406,7 @@ class WeightedSum:
             shown = written if reward.own and written is not None else prompt
             value, notes = verdict(reward.call(shown, response, answer, **{x: more[x] for x in reward.wants}), name)
             summands.append(weight * value)
-            noted[name] = {"reward": value, **notes}
+            noted[name] = {**notes, "reward": value}
         return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
     @property
@@ -472,11 +483,12 @@ def score_all(reward, row, samples):
 
 def score(reward, prompt, response, answer, where):
     """
-    reward(prompt, response, answer) as a finite float and a dict of notes. Raises RewardError, which names the sample
-    by `where`.
+    reward(prompt, response, answer) as a finite float and a dict of notes, as JSON keeps them. Raises RewardError,
+    which names the sample by `where`.
     """
     try:
-        return verdict(reward(prompt, response, answer), "it")
+        value, notes = verdict(reward(prompt, response, answer), "it")
+        return value, json.loads(json.dumps(notes))
     except (Exception, SystemExit) as error:  # an exit() in a reward would end the run as if it had succeeded
         raise RewardError(f"reward failed on {where}: {describe(error)}; response {response!r:.80}") from error
 

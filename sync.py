@@ -131,9 +131,9 @@ def start_process_groups(trainers, engines, device, tp=1):
     return Ranks(rank, world, trainers, engines, mesh, None if engine < 0 or other else engine, tp, store, control)
 
 
-def listening_store(host, port=0):
-    """A TCPStore that listens at this address alone; torch's listens at all of them, without a key. 0: a free port."""
-    listener = socket.create_server((host, port))
+def listening_store(host):
+    """A TCPStore that listens at this address alone, at a free port; torch's listens at all of them, without a key."""
+    listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, timeout=FOREVER, master_listen_fd=listener.detach())
 
@@ -413,8 +413,11 @@ class WeightSync:
         """ours() in a trainer, and the engine's method `theirs` for each group: a rank may have to do both at once."""
         with ThreadPoolExecutor(1) as thread:
             entering = thread.submit(ours) if self.ranks.mesh is not None else None
-            for name in self.groups if self.engine else ():
-                getattr(self.engine, theirs)(name, *args)
+            try:
+                for name in self.groups if self.engine else ():
+                    getattr(self.engine, theirs)(name, *args)
+            except RunError as e:  # ours() waits for the engine, and Python's end would wait for ours()
+                self.engine.end(str(e).removeprefix("error: "))
             return entering and entering.result()
 
     def _join(self):
@@ -493,8 +496,6 @@ class WeightSync:
     def finish(self):
         """Returns when all is sent."""
         if self.deliveries:
-            if shards and self.device == "cuda":
-                torch.cuda.current_stream().synchronize()  # the thread has a stream of its own
             self.deliveries.put(None)
             self.thread.join()
 
@@ -674,7 +675,8 @@ class Queue(NamedTuple):
         for i in job.rows:
             path = group_path(folder, i)
             if not appears(path, 60 if self.heartbeats else 0):
-                raise RunError(f"{path}: not found on {socket.gethostname()}; use an out_dir that all nodes share")
+                cure = "use an out_dir that all nodes share" if self.heartbeats else "a replay needs fewer max_steps"
+                raise RunError(f"{path}: not found on {socket.gethostname()}; {cure}")
             group = read_group(path, self.vocabulary, prompt=i, **expected)
             found = len(group.tensors["rewards"])
             if found != job.samples:

@@ -467,7 +467,7 @@ def policy_step_loss(output, leaf, c, samples, tokens):
 POLICY = Objective("rl", policy_step_loss)
 
 
-def check_bits(leaf, logprobs, age=0):
+def check_bits(leaf, logprobs, age):
     """
     The promise of this project: where trainer and engine used the same weights, which is at tokens of staleness `age`,
     their log-probs (M,) have the same bits. Returns which loss tokens of a Leaf or a Sample differ (M,).

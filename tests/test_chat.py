@@ -4,13 +4,16 @@ The model's part is a script; templates and tokenizers are real ones. test_laws.
 """
 
 import asyncio
+import gc
 import json
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
 import types
+import weakref
 from functools import partial
 
 import pytest
@@ -18,12 +21,13 @@ import torch
 from conftest import ROOT, SMALLEST
 from transformers import AutoTokenizer
 
+import rollout_server
 import sync
 import train_grpo as train
 from configurator import named_arguments
 from examples.calculator import add
 from onecurve.agents import again, chat, endpoint
-from onecurve.agents.sampler import Agent, counts_of, tensors_of
+from onecurve.agents.sampler import Agent, AgentSampler, counts_of, tensors_of
 from onecurve.algorithms import critic, turns
 from onecurve.graders import sandbox
 from onecurve.models import folders
@@ -235,6 +239,28 @@ async def refusal_of_tool(name, template):
     with pytest.raises(endpoint.Refusal) as refused:
         await endpoint.Session(chat.Chat(episode_of(["x"], template))).answer(*endpoint.read(body), b"", False).task
     return refused.value.status, str(refused.value)
+
+
+def test_a_tool_that_is_made_for_an_episode_goes_with_it(template):
+    made = []
+
+    async def solve(chat, row):
+        def look_up(x: int) -> str:
+            """Looks x up in the row.
+
+            Args:
+                x: a place
+            """
+            return row["prompt"][x]
+
+        made.append(weakref.ref(look_up))
+        chat.user("go")
+        await chat.generate(tools=[look_up])
+        return 0.0
+
+    play(solve, ["x"], template)
+    gc.collect()
+    assert [tool() for tool in made] == [None]
 
 
 def test_a_template_without_tools_is_refused_early_but_not_the_docs_one(thinking, tmp_path, capsys, refusal):
@@ -621,6 +647,20 @@ def test_a_tool_whose_sandbox_was_killed_is_no_result_either(template, monkeypat
     assert line == f"rl step 3, prompt 2, sample 0, turn 0, call 0: {why}"
 
 
+def test_the_journals_of_later_rounds_are_deleted_too(tmp_path, monkeypatch):
+    """The prompts of dynamic sampling's second round have the numbers behind those of the first."""
+    monkeypatch.setattr(rollout_server.Sampler, "sample", lambda *_: None)
+    sampler = object.__new__(AgentSampler)
+    sampler.running = set()
+    sampler.config = CONFIG
+    sampler.engine = types.SimpleNamespace(end=None)
+    for index in (2, 3):
+        sampler._journal_path(tmp_path, index).touch()
+    sync.group_path(tmp_path, 3).touch()
+    sampler.sample(tmp_path, rollout_server.Job("rl", 1, 1, {2: ROW, 3: ROW}, 2, None), ())
+    assert [path.name for path in tmp_path.glob("journal_*")] == ["journal_0002.jsonl"]
+
+
 # ---- rule 7: the second run
 
 
@@ -710,6 +750,13 @@ def test_the_second_run_is_in_a_process_where_sets_have_another_order(template, 
     again.check_again(jobs[its_path])
     with pytest.raises(chat.AgentError, match="^rl step 3, prompt 2, sample 0, turn 0: run again, the agent says"):
         again.check_again(jobs[a_set])
+
+
+def test_a_second_run_that_is_killed_is_told_in_one_line(monkeypatch):
+    killed = subprocess.CompletedProcess("", -9, "", "")  # by a system that is short of memory, without a word
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    with pytest.raises(chat.AgentError, match="^the process that runs agents again ended with status -9$"):
+        again.check_again({})
 
 
 # ---- forks, rewards of turns, and what the trainer gets

@@ -494,7 +494,9 @@ def test_a_resume_takes_the_saved_config_and_the_commands_free_keys(tmp_path, re
     line = "steps=9 (the run has 5): cannot change on resume; what can: name, rate"
     assert line in refusal(resume, "--steps=9", free=["rate", "name"])
     saved.write_text("steps = 5\n")
-    assert "has no rate, name; it was saved by another version" in refusal(resume)
+    assert "has no rate, name of the type that is wanted; it was saved by another version" in refusal(resume)
+    saved.write_text("steps = '5'\nrate = 0.5\nname = 'run'\n")
+    assert "has no steps of the type" in refusal(resume)
 
 
 def test_a_curriculum_has_pass_reward_in_the_run():
@@ -508,6 +510,9 @@ def test_a_mode_that_the_run_cannot_have_is_refused_on_resume(tmp_path, refusal,
     flags = [f"--out_dir={tmp_path}", "--init_from=resume", f"--mode={mode}"]
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", *flags])
     assert refusal(configurator.resolve, "train_grpo.py", DEFAULTS).startswith(f"error: mode={mode!r}: {line}")
+    (tmp_path / "config.py").write_text(config_source(DEFAULTS | dict(mode="server"), {}))
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", *flags[:2]])
+    assert refusal(configurator.resolve, "train_grpo.py", DEFAULTS).startswith("error: mode='server': use grpo")
 
 
 def test_a_damaged_saved_config_ends_in_one_line_or_is_still_a_config(tmp_path):
@@ -555,7 +560,10 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         "--device=cuda --dtype=float32 --batch_invariant=False": "dtype='float32': on a card it needs",
         "--max_new_tokens=0": "max_new_tokens=0",
         "--engine_args=max_total_tokens=512": "engine_args='max_total_tokens=512': one sample may take",
+        "--engine_args=max_total_tokens=None": "engine_args='max_total_tokens=None': one sample may take",
         "--weight_sync=pigeon": "weight_sync='pigeon'",
+        f"--seed={2**63}": f"seed={2**63}: has more than 64 bits",
+        f"--seeds=init=-{2**63}": f"seeds='init=-{2**63}': has more than 64 bits",
         "--mode=replay --queue_dir=no/queue": "queue_dir='no/queue': mode='replay' needs",
         "--queue_dir=out/x": "queue_dir='out/x': is for --mode=replay",
         "--mode=server": "mode='server': use grpo, replay, sft",

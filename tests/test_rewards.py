@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -286,6 +287,15 @@ def test_what_a_function_says_beside_its_number_is_noted_and_counted(write):
     assert list(metrics.values()) == [5.0] and next(iter(metrics)).endswith(":f")
     alone = ({}, {"noted": [score(load_reward("exact"), "", "a", "b", "here")[1]]})
     assert reward_metrics([alone]) == reward_metrics([]) == {}
+
+
+def test_notes_may_have_any_names_and_are_what_a_rollout_file_keeps(write):
+    file = write("def f(p, r, g): return 1, dict(verdict='good', reward='high') | {1: (2, 3)}\n")
+    _, noted = score(load_reward(f"exact + {file}:f"), "", "", "b", "here")
+    assert noted[f"{file}:f"] == {"verdict": "good", "reward": 1.0, "1": [2, 3]}
+    assert reward_metrics([({}, {"noted": [noted]})]) == {"reward_exact": 0.0, f"reward_{file}:f": 1.0}
+    unkept = write("def f(p, r, g): return 1, dict(seen={1, 2})\n", "unkept.py")
+    assert "TypeError: Object of type set is not JSON serializable; response" in failure(load_reward(f"{unkept}:f"))
 
 
 def test_functions_of_the_user_run_one_at_a_time(write):
@@ -580,6 +590,8 @@ def test_a_prompt_may_be_messages_which_the_chat_template_writes(write):
     )
     read, _ = load_rows(config)
     assert [row["answer"] for row in read] == ["4", "4"]
+    nested = rewards.row_of(dict(asked=dict(text="1+1=")) | rows[0], config | dict(prompt_column="asked.text"))
+    assert nested["prompt"] == "1+1="
     read.append(rewards.row_of(rows[2], config))
     encoded = encode_prompts(read, "training", tokenizer, config)
     written = ["<system>Think.<user>1+1?", "<system>Be brief.<user>1+1?", "<system>Think.<user>2+2?"]
@@ -603,6 +615,11 @@ def test_a_prompt_may_be_messages_which_the_chat_template_writes(write):
             dict(chat_template=True),
             "prompt_column='prompt': no text: ['Hi']; use a column of texts",
         ),
+        (
+            dict(at=date(2026, 1, 1)),
+            dict(agent="x.py:f"),
+            "agent='x.py:f': a column for prompt '1+1=': Object of type date is not JSON serializable; leave it out",
+        ),
         (dict(answer=None), {}, "answer_column='answer': for prompt '1+1=' it is no text but None; use a column of "),
         (dict(answer=dict(ground_truth="2")), {}, "for prompt '1+1=' it is no text but {'ground_truth': '2'}; use"),
     ],
@@ -618,24 +635,46 @@ def rows(count=3, held_out=False):
 
 def wrong():
     return [][0]
+
+def nothing():
+    return None
+
+def empty():
+    return []
+
+def texts():
+    return ["1?"]
+
+def one_by_one():
+    yield from rows()
 """)
     config = DEFAULTS | dict(dataset=f"{file}:rows", dataset_config="count=5", eval_size=2)
     training, held_out = load_rows(config)
     assert sorted(row["prompt"] for row in training + held_out) == [f"{i}?" for i in range(5)]
     training, held_out = load_rows(config | dict(eval_split=f"{file}:rows", dataset_config=""))
     assert (len(training), len(held_out)) == (3, 2)
+    none = config | dict(eval_split=f"{file}:empty", dataset=f"{file}:rows", dataset_config="")
+    assert f"error: eval_split='{file}:empty': has no rows" in refusal(load_rows, none)
+    assert load_rows(none | dict(eval_size=0))[1] == []
+    assert len(load_rows(config | dict(dataset=f"{file}:one_by_one", dataset_config=""))[0]) == 1
     for name, problem in (
         ("no", "has no function 'no'"),
         ("wrong", "IndexError: list index out of range (my_file.py:"),
+        ("nothing", "TypeError: 'NoneType' object is not iterable"),
+        ("texts", "dictionary update sequence element #0 has length 1; 2 is required"),
     ):
         line = refusal(load_rows, config | dict(dataset=f"{file}:{name}", dataset_config=""))
         assert line.startswith(f"error: dataset='{file}:{name}': ") and problem in line
 
 
-def test_a_chat_template_that_the_model_does_not_have_is_refused(refusal):
+def test_a_chat_template_that_cannot_be_used_is_refused(refusal):
     tokenizer = types.SimpleNamespace(chat_template=None)
     line = refusal(encode_prompts, [], "training", tokenizer, DEFAULTS | dict(chat_template=True))
     assert "chat_template=True: the model's tokenizer has none" in line
+    tokenizer.chat_template = "its own"
+    tokenizer.apply_chat_template = lambda *_, **__: {}["system"]
+    line = refusal(encode_prompts, [dict(prompt="1+1?")], "training", tokenizer, DEFAULTS | dict(chat_template=True))
+    assert "chat_template=True: for prompt '1+1?': 'system'" in line
 
 
 @pytest.mark.parametrize(
@@ -645,6 +684,8 @@ def test_a_chat_template_that_the_model_does_not_have_is_refused(refusal):
         (dict(prompt_column="question"), "prompt_column='question': the data set has the columns a, answer, b, prompt"),
         (dict(answer_column="label"), "answer_column='label'"),
         (dict(prompt_template="{q}"), "prompt_template='{q}': KeyError: 'q'; the data set has the columns a"),
+        (dict(prompt_template="{a.b}"), "'{a.b}': AttributeError: 'int' object has no attribute 'b'; the data set"),
+        (dict(prompt_template="{answer[b]}"), "'{answer[b]}': TypeError: string indices must be integers"),
         (dict(dataset="pyproject.toml"), "dataset='pyproject.toml': a file, but not one of .jsonl, .json, .parquet"),
         (dict(dataset="arithmetic:5:5"), "dataset='arithmetic:5:5': has no rows; use another, or another split"),
         (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),

@@ -570,8 +570,27 @@ def test_a_reader_waits_for_a_hidden_file_and_names_a_missing_one(tmp_path):
     later.start()
     assert sync.appears(path, 5)
     assert not sync.appears(tmp_path / "never", 0.1)
-    with pytest.raises(RunError, match=f"group_0004.safetensors: not found on {socket.gethostname()}"):
+    with pytest.raises(RunError, match=f"group_0004.safetensors: not found on {socket.gethostname()}; a replay"):
         sync.Queue(tmp_path, "abc").take(JOB)
+
+
+def test_an_engine_that_cannot_join_ends_the_run_although_our_end_waits_for_it():
+    class Refusing:
+        def join(self, name):
+            raise RunError(f"engine 0: cannot join {name}")
+
+        def end(self, line):
+            lines.append(line)
+            entered.set()
+
+    lines = []
+    entered = threading.Event()
+    weights = object.__new__(sync.WeightSync)
+    weights.ranks = types.SimpleNamespace(mesh=0)
+    weights.groups = ["weights 0"]
+    weights.engine = Refusing()
+    assert weights._at_both_ends(lambda: entered.wait(5), "join")
+    assert lines == ["engine 0: cannot join weights 0"]
 
 
 def test_engines_are_waited_for_as_long_as_one_shows_that_it_lives(tmp_path):
@@ -681,6 +700,15 @@ def test_evaluations_are_a_chain_of_their_own_that_a_resume_cuts_back(tmp_path):
     del saved["bytes"][path.name]
     path.unlink()  # of a run that was begun before there was one
     assert record_of(saved).evaluations.digest == empty
+
+
+def test_the_logs_are_on_the_disk_before_a_checkpoint_says_how_long_they_are(tmp_path, monkeypatch):
+    """After a power cut a log may lack its end, and a resume refuses one that is shorter than its checkpoint says."""
+    synced = []
+    monkeypatch.setattr("onecurve.run.record.fsync", synced.append)
+    record = Record(tmp_path, {}, types.SimpleNamespace(**DEFAULTS), {}, TASK)
+    sizes = record.state()["bytes"]
+    assert {path.name for path in synced} == sizes.keys()
 
 
 def made_group(i, rewards):

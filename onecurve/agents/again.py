@@ -135,4 +135,5 @@ run_again(job)
     job = job | dict(path=sys.path)
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps(job), env=env, text=True, capture_output=True)
     if done.returncode:
-        raise AgentError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+        said = done.stderr.strip() or f"the process that runs agents again ended with status {done.returncode}"
+        raise AgentError(said.splitlines()[-1].removeprefix("error: "))

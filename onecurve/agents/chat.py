@@ -44,6 +44,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from configurator import require
 from onecurve.graders.sandbox import SandboxError
@@ -278,7 +279,7 @@ def tools_of(tools):
     return {f["function"]["name"] if isinstance(f, dict) else f.__name__: f for f in tools}
 
 
-schemas = {}  # {function: schema}
+schemas = WeakKeyDictionary()  # {function: schema}; an agent may make functions for each episode
 
 
 def schema_of(function):
@@ -394,7 +395,7 @@ class Episode:
             raise AgentError(f"agent failed on {self.where}: it returned without a turn of the model")
         return value
 
-    async def once(self, chat, at, name, arguments, act, known=True):
+    async def once(self, at, name, arguments, act, known=True):
         """The journal's result of this request to the outside, if `known`; else that of act(), once it is journaled."""
         entry = self.journal.entries.get((self.sample, at))
         asked = json.loads(json.dumps(arguments))
@@ -472,7 +473,7 @@ class Chat:
         self.options = {}
         self.hear = None
         self.meta = {}
-        seed = noise_seed(episode.config, *episode.key[:1])
+        seed = noise_seed(episode.config, episode.key[0])
         self.random = random.Random(repr((seed, episode.key, path)))
         episode.chats.append(self)
 
@@ -625,7 +626,7 @@ class Chat:
         known = not method and (not episode.again or getattr(f, "impure", False))
         act = functools.partial(self._run, f, call.arguments, at)
         async with episode.in_order if method else nullcontext():
-            return await episode.once(self, at, call.name, call.arguments, act, known)
+            return await episode.once(at, call.name, call.arguments, act, known)
 
     async def _run(self, f, arguments, at):
         """The text of a tool's result or error."""
@@ -662,4 +663,4 @@ class Chat:
             except (Exception, SystemExit) as error:
                 raise AgentError(f"{self.episode.where}, {at}: {name}: {describe(error)}") from error
 
-        return await self.episode.once(self, at, name, [*arguments], act)
+        return await self.episode.once(at, name, [*arguments], act)

@@ -132,7 +132,7 @@ class AgentSampler(Sampler):
         except chat.AgentError as error:
             self.engine.fail(str(error))
         there = os.listdir(folder)  # not `exists`, which a network file system would remember (sync.Queue)
-        for index in range(len(job.rows)):  # a process that was killed may have left one beside its group file
+        for index in job.rows:  # a process that was killed may have left one beside its group file
             if group_path(folder, index).name in there:
                 self._journal_path(folder, index).unlink(missing_ok=True)
 

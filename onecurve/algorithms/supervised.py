@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 import rewards
-from configurator import MODES
 from onecurve.algorithms.answers import encode_answers
 from onecurve.algorithms.pairs import evaluate_pairs, number_of_pairs, pair_loss, sides
 from onecurve.run.setup import due
@@ -59,8 +58,7 @@ def teach(trainer, run, task, make_sample, learning_rate_at):
     which cannot be imported from there: it is the running program. Collective over the trainers.
     """
     c = trainer.c
-    does = MODES[c.mode]
-    alone = does.steps == "supervised"  # else it is the warm-up before RL
+    alone = run.supervised  # else it is the warm-up before RL
     steps = c.max_steps if alone else c.warmup_sft_steps
     schedule = c.sft_learning_rate, 20, 0, 0.0  # peak, warm-up, decay, minimum
     if alone:
@@ -68,13 +66,13 @@ def teach(trainer, run, task, make_sample, learning_rate_at):
     encode = partial(encode_answers, tokenizer=run.tokenizer, stop_tokens=run.stop_tokens, config=vars(c))
     agent = task.agent
     answered = task.train_rows if agent else {name: encode(rows) for name, rows in task.train_rows.items()}
-    objective = PAIRS._replace(phase=c.mode) if does.pairs else ANSWERS
+    objective = PAIRS._replace(phase=c.mode) if run.does.pairs else ANSWERS
 
-    def samples_of(rows, demonstrate=None):
-        samples = supervised_samples(rows, c, make_sample, demonstrate)
+    def samples_of(rows):
+        samples = supervised_samples(rows, c, make_sample, agent and agent.demonstrate)  # no agent learns from pairs
         return trainer.forward_only(samples) if c.mode == "dpo" else samples  # with the reference's log-probs
 
-    held_out = samples_of(encode(task.eval_rows)) if does.pairs and task.eval_rows else []
+    held_out = samples_of(encode(task.eval_rows)) if run.does.pairs and task.eval_rows else []
     for i in range(run.start, steps + 1):  # i steps are done
         if i > run.start or not run.saved:
             if held_out and due(i, c.eval_every, steps):
@@ -83,7 +81,7 @@ def teach(trainer, run, task, make_sample, learning_rate_at):
                 run.save(trainer, i)
         if i < steps:
             chosen = [answered[name][k] for name, k in rewards.draw_rows(answered, c.sft_batch, i, c, "sft")]
-            samples = samples_of(chosen, agent and agent.demonstrate)
+            samples = samples_of(chosen)
             metrics, hashes = trainer.update(samples, i, learning_rate_at(i, *schedule), objective)
             if run.record:
                 run.record.supervised(objective.phase, i, samples, metrics, hashes)

@@ -48,7 +48,7 @@ def text_metrics(groups):
     )
 
 
-def nothing_to_learn(steps, advantage="grpo", template_skipped=False):
+def nothing_to_learn(steps, advantage, template_skipped):
     """
     A line with the likeliest cause, after each WATCHED RL steps in which no weight moved, or in which every group had
     equal rewards and `advantage` compares within groups only; else ''. steps: as in `hacking`.

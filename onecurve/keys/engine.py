@@ -27,7 +27,8 @@ def rules(c):
     yield from arguments(c, "engine_args", "arguments of SGLang's ServerArgs, such as 'max_running_requests=64'")
     tokens = c.max_prompt_tokens + c.max_new_tokens + 1
     cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
-    yield "engine_args", cache >= tokens, f"one sample may take max_total_tokens={tokens}; use more"
+    fits = type(cache) is int and cache >= tokens
+    yield "engine_args", fits, f"one sample may take max_total_tokens={tokens}; use more"
     trainers, engines = roles(vars(c), c.world)
     why = "engine and trainer must be one process; use --colocate or another transport"
     yield "weight_sync", c.weight_sync != "ipc" or trainers == engines == c.world, why

@@ -15,7 +15,7 @@ def seed_of(config, source):
     return named_arguments(config["seeds"]).get(source, config["seed"])
 
 
-def noise_seed(config, stream="rl"):
+def noise_seed(config, stream):
     """The seed of the noise in the samples of a stream: held-out ones have their own."""
     return seed_of(config, "eval" if stream == "eval" else "noise")
 
@@ -23,3 +23,5 @@ def noise_seed(config, stream="rl"):
 def rules(c):
     what = "whole numbers for some of data, noise, init, eval, such as 'data=2, eval=3'"
     yield from arguments(c, "seeds", what, numbers=("data", "noise", "init", "eval"))
+    for key, given in ("seed", [c.seed]), ("seeds", named_arguments(c.seeds).values()):
+        yield key, all(abs(seed) < 2**63 for seed in given), "has more than 64 bits, which torch's seeds have; use less"

@@ -16,8 +16,8 @@ from traceback import extract_tb
 import torch
 
 from configurator import printable, require, suggestion
+from onecurve.run.versions import ROOT
 
-ROOT = Path(__file__).parents[2]
 # The config of the run that calls the user's function: `code`, `python` and `judge` of onecurve/graders/ use it.
 CONFIG = ContextVar("CONFIG")
 

@@ -20,7 +20,17 @@ from onecurve.graders.watch import nothing_to_learn, text_metrics
 from onecurve.run.checkpoint import healthy_checkpoint
 from onecurve.run.scores import reward_metrics
 from onecurve.run.versions import provenance
-from sync import FIRST_EVALUATION, Ledger, RunError, appears, content_hash, cut_back, from_all_ranks, write_atomic
+from sync import (
+    FIRST_EVALUATION,
+    Ledger,
+    RunError,
+    appears,
+    content_hash,
+    cut_back,
+    from_all_ranks,
+    fsync,
+    write_atomic,
+)
 
 LOGS = ("ledger.jsonl", "evaluations.jsonl", "metrics.jsonl", "samples.md")  # what a step adds lines to
 
@@ -142,7 +152,9 @@ class Record:
         self.bar = tqdm(total=steps, initial=start, disable=not steps, unit="step", mininterval=0.5)
 
     def state(self):
-        """A checkpoint's record of the run and of its logs."""
+        """A checkpoint's record of the run and of its logs, which are then on the disk as it has them."""
+        for name in LOGS:
+            fsync(self.folder / name)
         sizes = {name: (self.folder / name).stat().st_size for name in LOGS}
         return self.origin | dict(digest=self.ledger.digest, bytes=sizes)
 

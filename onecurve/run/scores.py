@@ -17,7 +17,7 @@ def reward_metrics(groups):
     metrics = {}
     for name in names if len(names) > 1 else ():
         metrics[f"reward_{name}"] = fmean(terms[name]["reward"] for terms in noted if name in terms)
-    limited = [notes for terms in noted for notes in terms.values() if "verdict" in notes]
+    limited = [notes for terms in noted for notes in terms.values() if {"verdict", "near_limit"} <= notes.keys()]
     if limited:
         metrics["limits"] = sum(notes["verdict"] == "limit" for notes in limited)
         metrics["near_limit"] = sum(notes["near_limit"] for notes in limited)
