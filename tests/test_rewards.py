@@ -484,6 +484,7 @@ def test_pass_rates_are_means_over_prompts_with_their_interval():
         spread = math.sqrt(sum((x - mean) ** 2 for x in chances) / 2)
         assert rates[f"pass@{k}"] == pytest.approx(mean)
         assert rates[f"pass@{k}_ci95"] == pytest.approx(1.96 * spread / math.sqrt(3))
+    assert pass_rates(rewards[:1], 0.5)["pass@1_ci95"] == 1  # and not NaN, which JSON has not
 
 
 def test_jsonl_and_parquet_give_rows_by_named_columns_and_a_template(write, tmp_path):

@@ -42,13 +42,14 @@ def pass_at_k(n, right, k):
 
 def pass_rates(rewards, pass_reward):
     """{metric: value} of rewards (P, n): the mean, and pass@k for k = 1, 2, 4 .. n with 95 % intervals over prompts."""
-    n = rewards.shape[1]
+    P, n = rewards.shape
     right = (rewards >= pass_reward).sum(1).tolist()
     scores = {"eval_reward_mean": float(rewards.double().mean())}
     for i in range(n.bit_length()):
         k = 2**i
         chances = torch.tensor([pass_at_k(n, m, k) for m in right], dtype=torch.float64)
         scores[f"pass@{k}"] = float(chances.mean())
-        # 95 % of the normal distribution of a mean over prompts: Miller 2024 (arXiv:2411.00640), section 2
-        scores[f"pass@{k}_ci95"] = 1.96 * float(chances.std()) / math.sqrt(len(right))
+        # 95 % of the normal distribution of a mean over prompts: Miller 2024 (arXiv:2411.00640), section 2.
+        # One prompt says nothing.
+        scores[f"pass@{k}_ci95"] = 1.96 * float(chances.std()) / math.sqrt(P) if P > 1 else 1.0
     return scores
