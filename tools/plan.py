@@ -3,7 +3,7 @@ A plan of a run, before there are the cards for it: memory per role, seconds per
 a model on paper: nothing is started, and every figure for a GPU is an estimate.
 
     python tools/plan.py config/qwen3_8b.py --gpus=8
-    python tools/plan.py config/qwen3_8b.py --gpus=16 --card=H200 --lanes=8 --max_new_tokens=4096
+    python tools/plan.py config/qwen3_8b.py --gpus=16 --card=H200 --rollout_ranks=8 --lanes=8
     python tools/plan.py config/qwen3_8b.py --init_from=Qwen/Qwen3-32B --lora_rank=32    # or a folder, its config.json
     python tools/plan.py --check    # on a CPU: seconds of real runs beside those that the model says, 20 minutes
 
