@@ -43,9 +43,13 @@ class Study:
         parser.add_argument("--out", type=Path, default=ROOT / "out" / "experiments", help="where runs are kept")
         parser.add_argument("--write", action="store_true", help="write the digests and the picture beside the page")
         self.args, self.flags = parser.parse_known_args()
+        require(self.args.jobs > 0, f"--jobs={self.args.jobs}: must be more than 0")
         self.quick = self.args.quick
         self.out = self.args.out.resolve() / self.home.name
-        self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            require(False, f"--out={self.args.out}: {e.strerror}; use a folder that can be made there")
         self.folders = []
         self.problems = []
 
