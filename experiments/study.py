@@ -79,7 +79,7 @@ class Study:
         """The checkpoint of a warm-up of experiments/sums.py, for runs that have it in common."""
         steps = 120 if self.quick else 257
         flags = "config/tiny.py experiments/sums.py --mode=sft --learning_rate=1e-3 --warmup_steps=20".split()
-        return self.make({"start": [*flags, f"--max_steps={steps}"]})["start"] / "ckpt" / f"step_{steps:06d}"
+        return max(self.make({"start": [*flags, f"--max_steps={steps}"]})["start"].glob("ckpt/step_*"))
 
     def branch(self, name, run, weight="", **changes):
         """
