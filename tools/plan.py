@@ -503,6 +503,8 @@ def report(s, c, card):
     row("held", "weights", made.weights)
     row("held", "reward models", reward_bytes(c))
     row("held", f"cache, {made.room:,.0f} tokens", made.cache)
+    if made.room < c.max_prompt_tokens + c.max_new_tokens:
+        print("  no room for one whole sample: use a larger card; the seconds of rollout below are of no run")
     print()
     table("seconds of a step", (f"{way}, {x.trainers} + {x.cards}" for way, x in every.items()))
     table("---", ["---"] * len(every))
@@ -624,4 +626,5 @@ def check():
 
 
 if __name__ == "__main__":
+    require("--check" not in sys.argv or len(sys.argv) == 2, "--check: goes alone, without files and flags")
     check() if sys.argv[1:] == ["--check"] else report(*read(sys.argv[1:]))
