@@ -43,9 +43,13 @@ class Study:
         parser.add_argument("--out", type=Path, default=ROOT / "out" / "experiments", help="where runs are kept")
         parser.add_argument("--write", action="store_true", help="write the digests and the picture beside the page")
         self.args, self.flags = parser.parse_known_args()
+        require(self.args.jobs > 0, f"--jobs={self.args.jobs}: must be more than 0")
         self.quick = self.args.quick
         self.out = self.args.out.resolve() / self.home.name
-        self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            require(False, f"--out={self.args.out}: {e.strerror}; use a folder that can be made there")
         self.folders = []
         self.problems = []
 
@@ -75,7 +79,7 @@ class Study:
         """The checkpoint of a warm-up of experiments/sums.py, for runs that have it in common."""
         steps = 120 if self.quick else 257
         flags = "config/tiny.py experiments/sums.py --mode=sft --learning_rate=1e-3 --warmup_steps=20".split()
-        return self.make({"start": [*flags, f"--max_steps={steps}"]})["start"] / "ckpt" / f"step_{steps:06d}"
+        return max(self.make({"start": [*flags, f"--max_steps={steps}"]})["start"].glob("ckpt/step_*"))
 
     def branch(self, name, run, weight="", **changes):
         """

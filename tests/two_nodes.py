@@ -80,8 +80,13 @@ def finish(agents, folder, timeout=300):
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     with two_nodes() as nodes:
         folder = Path(sys.argv[1]).resolve()
         folder.parent.mkdir(parents=True, exist_ok=True)
+        failed = False
         for name, (status, output) in zip(HOSTS, finish(start(nodes, folder, *sys.argv[2:]), folder)):
             print(f"{name}: status {status}\n{output}")
+            failed |= bool(status)
+    sys.exit(failed)

@@ -28,7 +28,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from runs import ROOT, run
+from runs import ROOT, require, run
 
 sys.path.insert(0, str(ROOT / "tests"))  # where gpu_bits.py is, for its shapes and how it compares
 # of the end-to-end runs on a GPU: config/one_gpu.py's model, whose head dim the kernels know
@@ -63,7 +63,10 @@ def measure(args, *more, warm_up=4):
     (folder / "reward.py").write_text("def length(prompt, response, answer):\n    return float(len(set(response)))\n")
     reward = f"--reward={folder / 'reward.py'}:length"
     try:
-        return run(folder / "run", reward, *flags_of(args), *more, ranks=args.ranks)[warm_up:]
+        made = run(folder / "run", reward, *flags_of(args), *more, ranks=args.ranks)
+        steps = [line for line in made if line["phase"] == "rl"][warm_up:]
+        require(steps, f"no RL steps after the first {warm_up}, which warm up; use --steps=5 or more, and mode='grpo'")
+        return steps
     finally:
         shutil.rmtree(folder)
 
@@ -271,6 +274,7 @@ def main():
     parser.add_argument("--sandbox", action="store_true", help="programs in the sandbox beside bare Python")
     parser.add_argument("--experts", action="store_true", help="products of a mixture beside dense ones, on a CPU")
     args, args.flags = parser.parse_known_args()
+    require(args.ranks > 0, f"--ranks={args.ranks}: must be more than 0")
     if args.onoff:
         flags = ((f"--batch_invariant={on}", f"--strict={on}") for on in (True, False))
         alternately(args, dict(zip(("batch-invariant", "off"), flags)))

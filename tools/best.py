@@ -34,6 +34,7 @@ def main():
     parser.add_argument("run", type=Path, help="its folder")
     parser.add_argument("--count", type=int, default=1, help="samples of a group, at most")
     args = parser.parse_args()
+    require(args.count > 0, f"--count={args.count}: must be more than 0")
     sys.excepthook = report_error
     config = saved_config(args.run)
     require(not config["agent"], f"{args.run}: its samples are an agent's; best.py takes those of one turn")

@@ -108,6 +108,7 @@ def main():
     said = {key: config[key] for key in configurator.ORIGINS if key in config}
     check_trusted(run, saved, {key: saved[key] for key in said})  # another value will do: the branch has that one
     steps = len(lines(run, "ledger.jsonl", "rl"))
+    require(steps, f"{run}: has no RL steps to branch from; name a run that has")
     require(0 <= step < steps, f"--step={step}: the run has steps 0 to {steps - 1}")
     require(folder != run and not folder.exists(), f"--out_dir={folder}: choose a folder that is not there yet")
     changed = [f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in saved if config[key] != saved[key]]

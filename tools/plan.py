@@ -3,7 +3,7 @@ A plan of a run, before there are the cards for it: memory per role, seconds per
 a model on paper: nothing is started, and every figure for a GPU is an estimate.
 
     python tools/plan.py config/qwen3_8b.py --gpus=8
-    python tools/plan.py config/qwen3_8b.py --gpus=16 --card=H200 --lanes=8 --max_new_tokens=4096
+    python tools/plan.py config/qwen3_8b.py --gpus=16 --card=H200 --rollout_ranks=8 --lanes=8
     python tools/plan.py config/qwen3_8b.py --init_from=Qwen/Qwen3-32B --lora_rank=32    # or a folder, its config.json
     python tools/plan.py --check    # on a CPU: seconds of real runs beside those that the model says, 20 minutes
 
@@ -503,6 +503,8 @@ def report(s, c, card):
     row("held", "weights", made.weights)
     row("held", "reward models", reward_bytes(c))
     row("held", f"cache, {made.room:,.0f} tokens", made.cache)
+    if made.room < c.max_prompt_tokens + c.max_new_tokens:
+        print("  no room for one whole sample: use a larger card; the seconds of rollout below are of no run")
     print()
     table("seconds of a step", (f"{way}, {x.trainers} + {x.cards}" for way, x in every.items()))
     table("---", ["---"] * len(every))
@@ -624,4 +626,5 @@ def check():
 
 
 if __name__ == "__main__":
+    require("--check" not in sys.argv or len(sys.argv) == 2, "--check: goes alone, without files and flags")
     check() if sys.argv[1:] == ["--check"] else report(*read(sys.argv[1:]))

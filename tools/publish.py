@@ -231,6 +231,7 @@ def write_folder(run, name, out, kept, public=()):
     sealed = checkpoints(run / "ckpt")
     require(sealed, f"{run}: no checkpoint in it, and so no model to publish (--checkpoint_every)")
     read = plot.read_run(run, name)
+    require(read.ledger, f"{run}: its ledger is empty, and so there is no digest to publish")
     shutil.rmtree(out, ignore_errors=True)
     (out / "run" / "ckpt").mkdir(parents=True)
     export(sealed[-1], out)

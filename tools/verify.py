@@ -262,6 +262,7 @@ def main():
         require(mode in MODES and mode != "replay", why)
         phase = "rl" if MODES[mode].steps == "rl" else mode
         everything = [line["step"] for line in ledger if line["phase"] == phase]
+        require(everything or evaluates, f"{run}: its ledger has no step of mode={mode!r}, and so nothing to verify")
         fits = ledger[-1]["phase"] == phase and everything == [*range(len(everything))]
         require(fits or evaluates, f"{run}/ledger.jsonl: its steps are not those of a run with mode={mode!r}")
         start = starts_of(run).get(args.trust)

@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from study import lines
+from study import lines, require
 
 WINDOW = 10  # steps of a point
 
@@ -22,6 +22,7 @@ def mean_points(runs):
 
 def fit(entropies, rewards):
     """(the law as a function of H, R2): by least squares."""
+    require(len(entropies) > 1, f"a fit wants two points of {WINDOW} steps; use --max_steps={2 * WINDOW} or more")
     exps = [math.exp(h) for h in entropies]
     line = statistics.linear_regression(exps, rewards)
     return lambda h: line.intercept + line.slope * math.exp(h), statistics.correlation(exps, rewards) ** 2

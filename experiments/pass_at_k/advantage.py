@@ -2,6 +2,7 @@
 
 import torch
 
+from configurator import require
 from onecurve.run.scores import pass_at_k
 from train_grpo import advantages_of
 
@@ -15,6 +16,7 @@ def pass_at_4(rewards, **_):
     Walder and Karkhanis 2025 (arXiv:2505.15201), equations 6 and 7 without their common factor.
     """
     n = rewards.shape[1]
+    require(n >= K, f"group_size={n}: pass@{K} is of a group of at least {K}; use {K} or more")
     chance = [pass_at_k(n - 1, min(right, n - 1), K - 1) for right in range(n + 1)]
     others = torch.tensor(chance)[rewards.sum(1).long()]
     return advantages_of(torch.where(rewards > 0, 1.0, others[:, None]), "dr_grpo")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import ROOT, Study, content_hash, label_ends, lines, panels, plot, read_group  # noqa: E402
+from study import ROOT, Study, content_hash, label_ends, lines, panels, plot, read_group, require  # noqa: E402
 
 # The task of every track, as flags: they win over an entry.
 HELD = """
@@ -60,6 +60,8 @@ study = Study(Path(__file__).parent / track / "speedrun.py")
 mine = [Path(flag) for flag in study.flags if flag.endswith(".py")]
 study.flags = [flag for flag in study.flags if not flag.endswith(".py") and flag != "--track=chat"]
 entries = [os.path.relpath(path.resolve(), ROOT) for path in mine or sorted(study.home.glob("[0-9]*.py"))]
+for entry in entries:
+    require((ROOT / entry).is_file(), f"{entry}: no such entry; copy one of those in {study.home}")
 entries = entries[: 1 if study.quick else None]
 task = [*base.split(), *shlex.split(HELD + own)]
 if not track:
@@ -80,7 +82,7 @@ for entry, color in zip(entries, plot.COLORS):
     curve = [x["pass@1"] for x in evaluations]
     axis.plot([tokens[x["step"]] / 1000 for x in evaluations], curve, "o-", color=color, linewidth=1.5, markersize=3)
     ends[Path(entry).stem] = curve[-1], color
-    what = ast.get_docstring(ast.parse((ROOT / entry).read_text())).partition("\n")[0]
+    what = (ast.get_docstring(ast.parse((ROOT / entry).read_text())) or "").partition("\n")[0]
     verdict = f"{tokens[-1]:,}" if curve[-1] >= enough else f"none: {tokens[-1]:,} were not enough"
     rows.append([f"[{Path(entry).stem}]({Path(entry).name})", what, f"{curve[-1]:.3f}", verdict])
 study.table(["entry", "what is new", "pass@1", "sampled tokens"], rows)

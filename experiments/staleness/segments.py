@@ -51,6 +51,7 @@ def slots(folder, most):
             used += sum(tokens)
             there += len(tokens) * max(tokens)
             longest.append(max(tokens))
+    runs.require(longest, "no step after the first four, which are not counted; use --max_steps=5 or more")
     return used, there, statistics.fmean(longest)
 
 

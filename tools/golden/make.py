@@ -22,7 +22,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from referee_hypotheses import Reference, bfloat16, logits
-from runs import ROOT
+from runs import ROOT, require
 from tqdm import tqdm
 
 import kernels
@@ -100,6 +100,7 @@ def main():
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--every", type=int, default=1, help="of every so many-th row only, which are not written")
     args = parser.parse_args()
+    require(args.every > 0, f"--every={args.every}: must be more than 0")
     sys.excepthook = report_error
     kernels.enable_batch_invariant(os.cpu_count())
     folder = folder_of(args.model)
