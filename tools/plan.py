@@ -44,6 +44,7 @@ from configurator import check_config, configure, load_features, named_arguments
 from kernels import CHUNK
 from onecurve.keys.scratch import scratch_sizes
 from onecurve.models.dense import check_model
+from onecurve.models.folders import fetch_model
 from onecurve.models.moe import KIND
 from onecurve.run.machine import MOST_COPIED, least_memory, machine_memory
 from onecurve.run.past import max_staleness
@@ -177,8 +178,10 @@ def shape_of(c, key="init_from", name=None):
         *sizes, experts, active = scratch_sizes(vars(c)).values()
         dense = Shape(*sizes, vocab, True, "qwen3", 4096)
         return dense._replace(tied=False, experts=experts, active=active) if experts else dense
+    if name.endswith(".gguf"):
+        name = fetch_model(name, key)
     file, known = Path(name, "config.json"), ", ".join(MODELS)
-    require(file.is_file(), f"{key}={name!r}: a folder with a config.json, scratch, or one of {known}")
+    require(file.is_file(), f"{key}={name!r}: use a folder with a config.json, a GGUF file, scratch, or one of {known}")
     hf = check_model(name, vars(c) | dict(device="cpu"), key)  # whatever card this machine has
     heads = hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads

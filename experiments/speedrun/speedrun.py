@@ -59,6 +59,7 @@ base, own, enough = TRACKS[track]
 study = Study(Path(__file__).parent / track / "speedrun.py")
 mine = [Path(flag) for flag in study.flags if flag.endswith(".py")]
 study.flags = [flag for flag in study.flags if not flag.endswith(".py") and flag != "--track=chat"]
+study.changed = bool(mine or study.flags)
 entries = [os.path.relpath(path.resolve(), ROOT) for path in mine or sorted(study.home.glob("[0-9]*.py"))]
 for entry in entries:
     require((ROOT / entry).is_file(), f"{entry}: no such entry; copy one of those in {study.home}")
