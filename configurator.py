@@ -191,7 +191,7 @@ def _run_file(name, folder, defaults):
     require(path, f"{name}: no such config file, in {folders}")
     try:
         scope = run_path(str(path))
-    except Exception as error:  # the file's code may raise anything
+    except (Exception, SystemExit) as error:  # the file's code may raise anything
         lines = [getattr(error, "lineno", "?")]  # of a syntax error, which has no frame in the file
         lines += [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
         require(False, f"{name}:{lines[-1]}: {type(error).__name__}: {getattr(error, 'msg', error)}")

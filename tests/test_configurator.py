@@ -292,6 +292,7 @@ def test_a_missing_file_is_refused_in_one_line(refuse, tmp_path):
         ("import json\nsteps = json.loads('')\n", "2: JSONDecodeError: Expecting value"),
         ("raise ValueError('two\\nlines')\n", "1: ValueError: two lines"),
         ("exec('1 +')\n", "1: SyntaxError: invalid syntax"),
+        ("import sys\nsys.exit(0)\n", "2: SystemExit: 0"),
     ],
 )
 def test_an_error_inside_a_file_names_the_file_and_the_line(refuse, write, source, complaint):
