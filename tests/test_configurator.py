@@ -529,6 +529,8 @@ def test_a_damaged_saved_config_ends_in_one_line_or_is_still_a_config(tmp_path):
 BAD = {  # on so many ranks: {flags: the beginning of the line}
     1: {
         "--group_size=1": "group_size=1",
+        f"--seed={2**64}": f"seed={2**64}: beyond torch's 64 bits",
+        f"--seeds=init={2**64}": f"seeds='init={2**64}': beyond torch's 64 bits",
         "--lanes=6": "lanes=6: not a power of two",
         "--tp_split=6": "tp_split=6: not a power of two",
         "--sources=a=3": "sources='a=3': a: use names with a dictionary each, of weight, dataset",
