@@ -29,7 +29,7 @@ from runpy import run_path
 from traceback import extract_tb
 from typing import NamedTuple
 
-WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
+WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string in UTF-8 without NUL"}
 ORIGINS = {}  # key -> the config file or "command line" that last set it, filled by configure
 NO_LITERAL = ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError  # literal_eval raises them
 
@@ -160,7 +160,7 @@ def saved_config(path):
         strange = [key for key, x in saved.items() if type(x) not in WANTED or "\0" in str(x)]
         config_source(saved)  # raises for numbers of more digits than Python prints
         if strange:
-            raise ValueError(f"{strange}: wants {', '.join(WANTED.values())} without NUL")
+            raise ValueError(f"{strange}: wants {', '.join(WANTED.values())}")
         return saved
     except (OSError, AttributeError, *NO_LITERAL) as error:
         require(False, f"{path}: not only lines 'key = literal', as a run saves them: {error}")
@@ -179,6 +179,8 @@ def _typed(value, kind, is_text):
     typed = kind(value)  # 1 will do for a float, 1e3 for an int; True is no number, and 1 is not True
     same = typed == value and isinstance(value, bool) == (kind is bool)
     if not same or literal_eval(repr(typed)) != typed:  # inf and nan have no literal to be saved as
+        raise ValueError
+    if kind is str and b"\0" in typed.encode():  # which raises for what is not UTF-8
         raise ValueError
     return typed
 
