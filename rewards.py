@@ -397,7 +397,7 @@ class WeightedSum:
             shown = written if reward.own and written is not None else prompt
             value, notes = verdict(reward.call(shown, response, answer, **{x: more[x] for x in reward.wants}), name)
             summands.append(weight * value)
-            noted[name] = {"reward": value, **notes}
+            noted[name] = {**notes, "reward": value}
         return math.fsum(summands), noted  # it rounds once, at the end; sum() gives other bits in Python 3.12
 
     @property
@@ -486,6 +486,7 @@ def score(reward, prompt, response, answer, where):
 def verdict(returned, name):
     """(finite float, notes) of the return value of the function `name`: a number, or a number and a dict of notes."""
     value, notes = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    json.dumps(notes, sort_keys=True)  # raises for what the rollout file cannot hold
     return finite(value, name), notes
 
 

@@ -263,6 +263,7 @@ def test_a_parameter_row_gets_all_columns_and_other_rows_keep_none(write):
         ("def f(p, r, a): pass", "my_file.py:f returned None, not a finite number"),
         ("def f(p, r, a): return a['x']", "TypeError: string indices must be integers, not 'str' (my_file.py:1)"),
         ("def f(p, r, a, row): return row['missing']", "KeyError: 'missing' (my_file.py:1)"),
+        ("def f(p, r, a): return 1, dict(x={1})", "TypeError: Object of type set is not JSON serializable"),
     ],
 )
 def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, refusal, monkeypatch):
