@@ -20,7 +20,7 @@ def reward_metrics(groups):
     limited = [notes for terms in noted for notes in terms.values() if "verdict" in notes]
     if limited:
         metrics["limits"] = sum(notes["verdict"] == "limit" for notes in limited)
-        metrics["near_limit"] = sum(notes["near_limit"] for notes in limited)
+        metrics["near_limit"] = sum(notes.get("near_limit", False) for notes in limited)
     for source, own in by_source(groups).items():
         metrics[f"{source}/reward_mean"] = fmean(group.tensors["rewards"].mean().item() for group in own)
     return metrics
