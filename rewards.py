@@ -123,7 +123,7 @@ def load_split(name, configuration, split):
         if ".py:" in made_by:
             try:
                 return find_function(made_by, "data set")(**named_arguments(configuration))
-            except Exception as e:
+            except (Exception, SystemExit) as e:
                 require(False, f"dataset={made_by!r}: {e if isinstance(e, ValueError) else describe(e)}")
     import datasets
 

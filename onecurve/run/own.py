@@ -89,7 +89,7 @@ def own_function(key, name):
             if call is function:
                 # raises unless all have one shape
                 torch.stack([inputs["logprobs"], *returned] if key == "loss" else [inputs["rewards"], returned])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             require(False, f"{key}={name!r}: {describe(error)}")
         return returned
 
