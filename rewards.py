@@ -151,7 +151,7 @@ def load_split(name, configuration, split):
 def row_of(example, config):
     """The row of a data set's example. Its prompt is a text, or with chat_template a list of messages."""
     column = config["prompt_column"]
-    prompt = example[column]
+    prompt = cell(example, column)
     if template := config["prompt_template"]:
         try:
             prompt = template.format(**example)

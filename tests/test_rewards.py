@@ -605,6 +605,7 @@ def test_a_prompt_may_be_messages_which_the_chat_template_writes(write):
             "prompt_column='prompt': no text: ['Hi']; use a column of texts",
         ),
         (dict(answer=None), {}, "answer_column='answer': for prompt '1+1=' it is no text but None; use a column of "),
+        (dict(q=dict(text="")), dict(prompt_column="q.other"), "prompt_column='q.other': no text: None; use a column"),
         (dict(answer=dict(ground_truth="2")), {}, "for prompt '1+1=' it is no text but {'ground_truth': '2'}; use"),
     ],
 )
