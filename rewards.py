@@ -122,7 +122,10 @@ def load_split(name, configuration, split):
     for made_by in (split, name):
         if ".py:" in made_by:
             try:
-                return find_function(made_by, "data set")(**named_arguments(configuration))
+                rows = list(find_function(made_by, "data set")(**named_arguments(configuration)))
+                if not all(isinstance(row, dict) and all(isinstance(key, str) for key in row) for row in rows):
+                    raise ValueError("wants rows that are dicts, such as {'prompt': '1+2=', 'answer': '3'}")
+                return rows
             except (Exception, SystemExit) as e:
                 require(False, f"dataset={made_by!r}: {e if isinstance(e, ValueError) else describe(e)}")
     import datasets

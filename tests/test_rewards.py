@@ -620,6 +620,9 @@ def rows(count=3, held_out=False):
 
 def wrong():
     return [][0]
+
+def texts():
+    yield "1?"
 """)
     config = DEFAULTS | dict(dataset=f"{file}:rows", dataset_config="count=5", eval_size=2)
     training, held_out = load_rows(config)
@@ -629,6 +632,7 @@ def wrong():
     for name, problem in (
         ("no", "has no function 'no'"),
         ("wrong", "IndexError: list index out of range (my_file.py:"),
+        ("texts", "wants rows that are dicts, such as"),
     ):
         line = refusal(load_rows, config | dict(dataset=f"{file}:{name}", dataset_config=""))
         assert line.startswith(f"error: dataset='{file}:{name}': ") and problem in line
