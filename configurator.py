@@ -29,7 +29,7 @@ from runpy import run_path
 from traceback import extract_tb
 from typing import NamedTuple
 
-WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
+WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string in UTF-8 without NUL"}
 ORIGINS = {}  # key -> the config file or "command line" that last set it, filled by configure
 NO_LITERAL = ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError  # literal_eval raises them
 
@@ -163,7 +163,7 @@ def saved_config(path):
         strange = [key for key, x in saved.items() if type(x) not in WANTED or "\0" in str(x)]
         config_source(saved)  # raises for numbers of more digits than Python prints
         if strange:
-            raise ValueError(f"{strange}: wants {', '.join(WANTED.values())} without NUL")
+            raise ValueError(f"{strange}: wants {', '.join(WANTED.values())}")
         return saved
     except (OSError, AttributeError, *NO_LITERAL) as error:
         require(False, f"{path}: not only lines 'key = literal', as a run saves them: {error}")
@@ -183,6 +183,8 @@ def _typed(value, kind, is_text):
     same = typed == value and isinstance(value, bool) == (kind is bool)
     if not same or literal_eval(repr(typed)) != typed:  # inf and nan have no literal to be saved as
         raise ValueError
+    if kind is str and b"\0" in typed.encode():  # which raises for what is not UTF-8
+        raise ValueError
     return typed
 
 
@@ -194,7 +196,7 @@ def _run_file(name, folder, defaults):
     require(path, f"{name}: no such config file, in {folders}")
     try:
         scope = run_path(str(path))
-    except Exception as error:  # the file's code may raise anything
+    except (Exception, SystemExit) as error:  # the file's code may raise anything
         lines = [getattr(error, "lineno", "?")]  # of a syntax error, which has no frame in the file
         lines += [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
         require(False, f"{name}:{lines[-1]}: {type(error).__name__}: {getattr(error, 'msg', error)}")

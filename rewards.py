@@ -124,8 +124,11 @@ def load_split(name, configuration, split):
     for made_by in (split, name):
         if ".py:" in made_by:
             try:
-                return [*map(dict, find_function(made_by, "data set")(**named_arguments(configuration)))]
-            except Exception as e:
+                rows = [*find_function(made_by, "data set")(**named_arguments(configuration))]
+                if not all(isinstance(row, dict) and all(isinstance(key, str) for key in row) for row in rows):
+                    raise ValueError("wants rows that are dicts, such as {'prompt': '1+2=', 'answer': '3'}")
+                return rows
+            except (Exception, SystemExit) as e:
                 require(False, f"dataset={made_by!r}: {e if isinstance(e, ValueError) else describe(e)}")
     import datasets
 
@@ -138,7 +141,9 @@ def load_split(name, configuration, split):
     require(there, f"dataset={name!r}: no such file, or an empty one")
     try:
         if kind:
-            return datasets.load_dataset(kind, data_files=name, split="train")
+            rows = datasets.load_dataset(kind, data_files=name, split="train")
+            rows.data.validate(full=True)  # of texts that are not UTF-8 it raises, as their rows would later
+            return rows
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as e:
         for i, line in enumerate(Path(name).read_bytes().split(b"\n") if name.endswith(".jsonl") else (), 1):
@@ -146,7 +151,7 @@ def load_split(name, configuration, split):
                 json.loads(line or b"{}")
             except ValueError as broken:
                 require(False, f"dataset={name!r}: line {i}: {getattr(broken, 'msg', broken)}")
-        require(False, f"dataset={name!r}: cannot load split {split!r}: {reason(e)}")
+        require(False, f"dataset={name!r}: cannot load split {split!r}: {reason(kind and e.__cause__ or e)}")
 
 
 def row_of(example, config):

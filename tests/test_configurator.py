@@ -193,7 +193,7 @@ def test_a_flag_takes_the_type_of_its_default(block, flag, value):
         ("--strict=1", "true or false, as in --strict=True"),
         ("--strict=", "true or false"),
         ("--steps", "a whole number, as in --steps=100"),
-        ("--out_dir", "a string, as in --out_dir='out'"),
+        ("--out_dir", "a string in UTF-8 without NUL, as in --out_dir='out'"),
     ],
 )
 def test_a_flag_of_another_type_is_refused_with_an_example(refuse, flag, wants):
@@ -231,6 +231,7 @@ def test_a_value_in_a_file_takes_the_type_of_its_default(block, write, source, c
         ("strict = 'false'", "strict='false': wants true or false"),
         ("out_dir = 1", "out_dir=1: wants a string"),
         ("import pathlib\nout_dir = pathlib", "out_dir=<module"),
+        (r"out_dir = 'a\udcff'", r"out_dir='a\udcff': wants a string in UTF-8"),
     ],
 )
 def test_a_value_of_another_type_in_a_file_is_refused(refuse, write, source, complaint):
@@ -293,6 +294,7 @@ def test_a_missing_file_is_refused_in_one_line(refuse, tmp_path):
         ("import json\nsteps = json.loads('')\n", "2: JSONDecodeError: Expecting value"),
         ("raise ValueError('two\\nlines')\n", "1: ValueError: two lines"),
         ("exec('1 +')\n", "1: SyntaxError: invalid syntax"),
+        ("import sys\nsys.exit(0)\n", "2: SystemExit: 0"),
     ],
 )
 def test_an_error_inside_a_file_names_the_file_and_the_line(refuse, write, source, complaint):
@@ -334,7 +336,7 @@ def test_origins_do_not_outlive_their_configure(block):
 
 
 def test_the_saved_source_reruns_to_the_same_config(block, write):
-    odd = 'it\'s "odd" # \\ \n\t {x} \u00e9 \udc80'
+    odd = 'it\'s "odd" # \\ \n\t {x} \u00e9'
     flags = ["--learning_rate=0.1234567890123456789", "--steps=1e20", "--strict=false"]
     config = configure(dict(block), [*flags, f"--out_dir={odd}"])
     rerun = configure(dict(block), [write(config_source(config), "config.py")])
@@ -539,6 +541,8 @@ def test_a_damaged_saved_config_ends_in_one_line_or_is_still_a_config(tmp_path):
 BAD = {  # on so many ranks: {flags: the beginning of the line}
     1: {
         "--group_size=1": "group_size=1",
+        f"--seed={2**64}": f"seed={2**64}: beyond torch's 64 bits",
+        f"--seeds=init={2**64}": f"seeds='init={2**64}': beyond torch's 64 bits",
         "--lanes=6": "lanes=6: not a power of two",
         "--tp_split=6": "tp_split=6: not a power of two",
         "--sources=a=3": "sources='a=3': a: use names with a dictionary each, of weight, dataset",

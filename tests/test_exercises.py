@@ -310,7 +310,8 @@ def test_a_function_without_an_end_is_ended(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text, line", [
-    ("def gae(:", "SyntaxError"), ("x = 1", "defines none of advantages_of"), ("1 / 0", "line 1: ZeroDivisionError")
+    ("def gae(:", "SyntaxError"), ("x = 1", "defines none of advantages_of"), ("1 / 0", "line 1: ZeroDivisionError"),
+    ("raise SystemExit(0)", "line 1: SystemExit: 0"),
 ])  # fmt: skip
 def test_a_file_that_answers_nothing_is_refused_in_one_line(tmp_path, capsys, text, line):
     (tmp_path / "mine.py").write_text(text)

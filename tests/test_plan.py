@@ -372,7 +372,7 @@ def test_side_by_side_a_step_is_the_longer_side_and_in_turn_both():
         ("--mode=eval", "mode='eval': a plan is of RL steps; use 'grpo'"),
         ("--dtype=float32", "dtype='float32': a plan is of bfloat16; leave it out"),
         ("--response_tokens=2000", "response_tokens=2000.0: the longest has 1024; use 0 .. 1024"),
-        ("--init_from=nobody/nothing", "init_from='nobody/nothing': use a folder with a config.json, a GGUF file, scratch, or one"),
+        ("--init_from=nobody/nothing", "init_from='nobody/nothing': use a folder with a config.json, a GGUF file"),
         ("--gpu=8", "--gpu: no such key; did you mean gpus?"),
     ],
 )

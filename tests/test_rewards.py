@@ -264,6 +264,7 @@ def test_a_parameter_row_gets_all_columns_and_other_rows_keep_none(write):
         ("def f(p, r, a): pass", "my_file.py:f returned None, not a finite number"),
         ("def f(p, r, a): return a['x']", "TypeError: string indices must be integers, not 'str' (my_file.py:1)"),
         ("def f(p, r, a, row): return row['missing']", "KeyError: 'missing' (my_file.py:1)"),
+        ("def f(p, r, a): return 1, dict(x={1})", "TypeError: Object of type set is not JSON serializable"),
     ],
 )
 def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, refusal, monkeypatch):
@@ -622,6 +623,7 @@ def test_a_prompt_may_be_messages_which_the_chat_template_writes(write):
             "agent='x.py:f': a column for prompt '1+1=': Object of type date is not JSON serializable; leave it out",
         ),
         (dict(answer=None), {}, "answer_column='answer': for prompt '1+1=' it is no text but None; use a column of "),
+        (dict(q=dict(text="")), dict(prompt_column="q.other"), "prompt_column='q.other': no text: None; use a column"),
         (dict(answer=dict(ground_truth="2")), {}, "for prompt '1+1=' it is no text but {'ground_truth': '2'}; use"),
     ],
 )
@@ -662,7 +664,7 @@ def one_by_one():
         ("no", "has no function 'no'"),
         ("wrong", "IndexError: list index out of range (my_file.py:"),
         ("nothing", "TypeError: 'NoneType' object is not iterable"),
-        ("texts", "dictionary update sequence element #0 has length 1; 2 is required"),
+        ("texts", "wants rows that are dicts, such as"),
     ):
         line = refusal(load_rows, config | dict(dataset=f"{file}:{name}", dataset_config=""))
         assert line.startswith(f"error: dataset='{file}:{name}': ") and problem in line

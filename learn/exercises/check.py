@@ -53,7 +53,7 @@ def answers_in(path):
     sys.modules["answers"] = module  # where numba looks for what it compiles
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file that exits with status 0 would be right
         fail(f"{path}: {where(error, path)}{type(error).__name__}: {error}")
     answers = {name: value for name, value in vars(module).items() if name in EXERCISES and callable(value)}
     require(answers, f"{path}: defines none of {', '.join(EXERCISES)}")
@@ -105,7 +105,7 @@ def result_of(exercise, answer, case, path):
         return result
     except NotImplementedError:
         raise Wrong("the hole is still there") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Wrong(f"{where(error, path)}{type(error).__name__}: {error}\n  for ({shown(case)})") from error
     finally:
         signal.alarm(0)

@@ -23,5 +23,5 @@ def noise_seed(config, stream):
 def rules(c):
     what = "whole numbers for some of data, noise, init, eval, such as 'data=2, eval=3'"
     yield from arguments(c, "seeds", what, numbers=("data", "noise", "init", "eval"))
-    for key, given in ("seed", [c.seed]), ("seeds", named_arguments(c.seeds).values()):
-        yield key, all(abs(seed) < 2**63 for seed in given), "has more than 64 bits, which torch's seeds have; use less"
+    for key, seeds in dict(seed=[c.seed], seeds=named_arguments(c.seeds).values()).items():
+        yield key, all(-(2**63) <= seed < 2**64 for seed in seeds), "beyond torch's 64 bits; use a smaller number"

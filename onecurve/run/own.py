@@ -89,7 +89,9 @@ def own_function(key, name):
             if call is function:
                 # raises unless all have one shape
                 torch.stack([inputs["logprobs"], *returned] if key == "loss" else [inputs["rewards"], returned])
-        except Exception as error:
+                if key == "loss" and inputs["logprobs"].requires_grad > returned[0].requires_grad:
+                    raise ValueError("its loss has no gradient; compute it from logprobs, without detach() or item()")
+        except (Exception, SystemExit) as error:
             require(False, f"{key}={name!r}: {describe(error)}")
         return returned
 

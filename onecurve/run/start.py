@@ -13,6 +13,8 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+from configurator import require
+
 
 def end_with_parent():
     """
@@ -40,20 +42,24 @@ def lean_imports(aloud=False):
     """
     Inside, importing torch, transformers and SGLang takes half as long: without packages that the latter two import
     only because they are installed, and without garbage collection among the modules, now and at the process's end.
-    aloud: a line says what is being waited for, if that takes long.
+    aloud: a line says what is being waited for, if that takes long, and what a Ctrl-C ends.
     """
     line = "waiting for the imports of torch, transformers and SGLang, which read 1 GB at a first start"
     said = threading.Timer(PATIENCE, print, [line], dict(flush=True))
     if aloud:
         said.start()
     gc.disable()
-    import torch
-
-    unused = () if torch.cuda.is_available() else ("flashinfer", "sklearn", "torchao")
-    hidden = dict.fromkeys(name for name in unused if name not in sys.modules)
-    sys.modules.update(hidden)  # None: as if they were not installed
+    hidden = {}
     try:
+        import torch
+
+        unused = () if torch.cuda.is_available() else ("flashinfer", "sklearn", "torchao")
+        hidden |= dict.fromkeys(name for name in unused if name not in sys.modules)
+        sys.modules.update(hidden)  # None: as if they were not installed
         yield
+    except KeyboardInterrupt:
+        require(not aloud, "interrupted; nothing was written; start again")
+        raise
     finally:
         said.cancel()
         gc.freeze()
