@@ -124,7 +124,7 @@ def load_split(name, configuration, split):
     for made_by in (split, name):
         if ".py:" in made_by:
             try:
-                rows = [*find_function(made_by, "data set")(**named_arguments(configuration))]
+                rows = list(find_function(made_by, "data set")(**named_arguments(configuration)))
                 if not all(isinstance(row, dict) and all(isinstance(key, str) for key in row) for row in rows):
                     raise ValueError("wants rows that are dicts, such as {'prompt': '1+2=', 'answer': '3'}")
                 return rows

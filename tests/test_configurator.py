@@ -566,8 +566,6 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         "--engine_args=max_total_tokens=512": "engine_args='max_total_tokens=512': one sample may take",
         "--engine_args=max_total_tokens=None": "engine_args='max_total_tokens=None': one sample may take",
         "--weight_sync=pigeon": "weight_sync='pigeon'",
-        f"--seed={2**63}": f"seed={2**63}: has more than 64 bits",
-        f"--seeds=init=-{2**63}": f"seeds='init=-{2**63}': has more than 64 bits",
         "--mode=replay --queue_dir=no/queue": "queue_dir='no/queue': mode='replay' needs",
         "--queue_dir=out/x": "queue_dir='out/x': is for --mode=replay",
         "--mode=server": "mode='server': use grpo, replay, sft",
