@@ -673,7 +673,19 @@ def test_a_ledger_goes_on_from_a_byte_and_later_lines_must_recur(tmp_path):
 
 # ---- the record
 
-TASK = types.SimpleNamespace(agent=None, template_skipped=False)
+TASK = types.SimpleNamespace(agent=None, template_skipped=False, train_rows={})
+
+
+def test_a_resume_with_other_rows_says_so(tmp_path, capsys):
+    def record(answer, saved):
+        task = types.SimpleNamespace(**vars(TASK) | dict(train_rows={"": [dict(prompt="1+1=", answer=answer)]}))
+        return Record(tmp_path, saved, types.SimpleNamespace(**DEFAULTS), {}, task)
+
+    saved = record("2", {}).state()
+    record("2", saved)
+    assert capsys.readouterr().err == ""
+    record("3", saved)
+    assert capsys.readouterr().err.startswith("warning: the data has other rows")
 
 
 def test_evaluations_are_a_chain_of_their_own_that_a_resume_cuts_back(tmp_path):

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import ORIGINS, config_source, fail, require
+from onecurve.algorithms.pairs import sides
 from onecurve.graders.watch import nothing_to_learn, text_metrics
 from onecurve.run.checkpoint import healthy_checkpoint
 from onecurve.run.scores import reward_metrics
@@ -144,6 +145,10 @@ class Record:
         self.evaluations = Ledger(path, sizes[path.name], strict=False, first=FIRST_EVALUATION)
         for name in ("metrics.jsonl", "samples.md"):
             cut_back(folder / name, sizes[name])
+        texts = "prompt", *sides(c.mode)
+        self.rows = content_hash([[row[x] for x in texts] for rows in task.train_rows.values() for row in rows])
+        if self.rows != saved.get("rows", self.rows):
+            print("warning: the data has other rows than before: from here on this is another curve", file=sys.stderr)
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         self.steps = [line for line in lines if line["phase"] == "rl"]
 
@@ -156,7 +161,7 @@ class Record:
         for name in LOGS:
             fsync(self.folder / name)
         sizes = {name: (self.folder / name).stat().st_size for name in LOGS}
-        return self.origin | dict(digest=self.ledger.digest, bytes=sizes)
+        return self.origin | dict(digest=self.ledger.digest, bytes=sizes, rows=self.rows)
 
     def metrics(self, **line):
         with open(self.folder / "metrics.jsonl", "a") as f:
