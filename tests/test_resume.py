@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import digest, error_line, finish, launch_warm, wait_for
+from safetensors import SafetensorError
 from trials import ROOT, command_of, interrupt, is_rank, lines, of_this_commit, processes_of, replay_of
 
 from onecurve.run.checkpoint import checkpoints, read_checkpoint
@@ -106,6 +107,11 @@ def test_disk_errors_lost_nodes_and_ctrl_c_are_a_line_others_a_traceback(capsys)
         return capsys.readouterr().err
 
     assert "No space left on device" in error_line(last_word(lambda: print(1, file=open("/dev/full", "w"), flush=True)))
+
+    def in_rust():
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    assert "writing to out_dir: No space left on device; " in error_line(last_word(in_rust))
     ctrl_c = partial(signal.default_int_handler, 2, None)
     assert error_line(last_word(ctrl_c)).endswith("; nothing written is lost; resume with --init_from=resume")
     before = dict(kept="nothing was written", cure="start again")  # before a run has its folder

@@ -589,12 +589,6 @@ def test_a_scratch_model_that_no_memory_holds_is_refused_at_once(sizes, tmp_path
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_scratch_model_that_cannot_be_written_is_told_in_one_line(tmp_path, refusal):
-    (tmp_path / "model.safetensors").mkdir()
-    line = refusal(train.folders.make_scratch_model, tmp_path, DEFAULTS)
-    assert line.startswith(f"error: {tmp_path}: Error while serializing: I/O error: ")
-
-
 class Segments:
     """In a queue's place: group n, in the order of the data, takes `draws(n)` segments until it is finished."""
 
