@@ -416,14 +416,14 @@ class RolloutEngine:
         errors = re.findall(r"^\w*(?:Error|Exception)(: .+)", log, re.M)
         self.end(f"{self.name}: the SGLang process died{''.join(errors[-1:])}; see {self.log}")
 
-    def fail(self, line):
+    def fail(self, line, status=2):
         """
-        Ends the run at once, with status 2, for a mistake of the user's code. An exception would first wait for the
+        Ends the run at once, for a mistake of the user's code or a Ctrl-C. An exception would first wait for the
         rewards and tools that are still at work, and one of them may wait for a judge.
         """
         close_bars()
         sys.stdout.flush()
-        self.end(line, 2)
+        self.end(line, status)
 
     def end(self, line, status=1):
         """Ends the process, whatever its threads wait for."""
@@ -438,7 +438,10 @@ class RolloutEngine:
 
     def run(self, coroutines, when):
         """The results of coroutines, run side by side. Raises RunError if SGLang falls silent meanwhile."""
-        return self.loop.run_until_complete(self._watched(coroutines, when))
+        try:
+            return self.loop.run_until_complete(self._watched(coroutines, when))
+        except KeyboardInterrupt:
+            self.fail("interrupted; nothing written is lost; resume with --init_from=resume", 1)
 
     async def ask(self, request):
         """The result of one of SGLang's coroutines."""
