@@ -299,6 +299,8 @@ def named_arguments(text):
     call = parse(f"dict({text})", mode="eval").body
     if call.args:
         raise ValueError("no name=value")
+    if len(call.keywords) > len({keyword.arg for keyword in call.keywords}):
+        raise ValueError("a name twice")
     return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
 
 

@@ -543,6 +543,7 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         "--group_size=1": "group_size=1",
         f"--seed={2**64}": f"seed={2**64}: beyond torch's 64 bits",
         f"--seeds=init={2**64}": f"seeds='init={2**64}': beyond torch's 64 bits",
+        "--seeds=data=1,data=2": "seeds='data=1,data=2': a name twice; use whole numbers",
         "--lanes=6": "lanes=6: not a power of two",
         "--tp_split=6": "tp_split=6: not a power of two",
         "--sources=a=3": "sources='a=3': a: use names with a dictionary each, of weight, dataset",
