@@ -584,6 +584,7 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         "--lora_rank=8 --lora_alpha=0.0": "lora_alpha=0.0: must be more than 0",
         "--lora_rank=8 --mode=eval": "lora_rank=8: mode='eval': adapters are trained here; to use them first make",
         "--lora_rank=8 --mode=rm": "lora_rank=8: is not for --mode=rm; use 0",
+        "--router_aux_loss_coef=0.1 --mode=rm": "router_aux_loss_coef=0.1: is not for --mode=rm or dpo; use 0.0",
         "--watch=stop --mode=sft": "watch='stop': is not for --mode=sft, rm, dpo or eval; use ''",
         "--loss=gspo": "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation",
         "--loss=pg --updates_per_batch=2": "updates_per_batch=2: is not for --loss=pg; use 1",
