@@ -259,6 +259,9 @@ class Sampler:
         seconds = time.time() - began
         texts = [self.decode(sample.tokens) for sample in samples]
         finished = all(map(self._is_finished, samples))
+        if not (finished or job.tokens):  # SGLang cuts what its cache has no room for, and says nothing
+            why = f"a sample of prompt {index} ended too early; give its cache more: engine_memory, max_total_tokens"
+            raise RunError(f"{self.engine.name}: {why}")
         scored = [(0.0, {})] * len(samples)
         if finished:
             where = f"{job.stream} step {job.step}, prompt {index}, sample "

@@ -564,7 +564,7 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         "--device=cpu --dtype=bfloat16": "dtype='bfloat16': is for cards, and this run is on a CPU; use float32",
         "--device=cuda --dtype=float32 --batch_invariant=False": "dtype='float32': on a card it needs",
         "--max_new_tokens=0": "max_new_tokens=0",
-        "--engine_args=max_total_tokens=512": "engine_args='max_total_tokens=512': one sample may take",
+        "--engine_args=max_total_tokens=519": "engine_args='max_total_tokens=519': one sample may take",
         "--engine_args=max_total_tokens=None": "engine_args='max_total_tokens=None': one sample may take",
         "--weight_sync=pigeon": "weight_sync='pigeon'",
         "--mode=replay --queue_dir=no/queue": "queue_dir='no/queue': mode='replay' needs",

@@ -19,6 +19,7 @@ import torch
 
 from configurator import named_arguments
 from onecurve.cpu import host
+from onecurve.keys.engine import SPARE
 from onecurve.sglang.patches import ATTENTION_BACKEND, run_scheduler
 from onecurve.sglang.start import started_early
 from sync import content_hash, listening_store
@@ -81,7 +82,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
         skip_tokenizer_init=True,
         enable_deterministic_inference=True,
         sampling_backend="pytorch",
-        context_length=tokens + 8,
+        context_length=tokens + SPARE,
         random_seed=config["seed"] % 2**31,
         base_gpu_id=gpu,
         tp_size=config["rollout_tp"],
@@ -96,7 +97,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     )
     if device == "cpu":
         args |= dict(
-            max_total_tokens=samples * (tokens + 1),
+            max_total_tokens=max(samples * (tokens + 1), tokens + SPARE),
             max_running_requests=samples,
             disable_cuda_graph=True,
             disable_overlap_schedule=True,
