@@ -586,6 +586,7 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         "--lora_rank=8 --mode=rm": "lora_rank=8: is not for --mode=rm; use 0",
         "--router_aux_loss_coef=0.1 --mode=rm": "router_aux_loss_coef=0.1: is not for --mode=rm or dpo; use 0.0",
         "--watch=stop --mode=sft": "watch='stop': is not for --mode=sft, rm, dpo or eval; use ''",
+        "--group_size=1 --prompts_per_step=1 --advantage=reinforce++": "group_size=1: the baseline of advantage=",
         "--loss=gspo": "loss='gspo': its ratio is a sequence's, not a token's; --loss_aggregation",
         "--loss=pg --updates_per_batch=2": "updates_per_batch=2: is not for --loss=pg; use 1",
         "--updates_per_batch=0": "updates_per_batch=0: must be more than 0",
