@@ -396,6 +396,9 @@ class RolloutEngine:
                 self.manager = self.sglang.tokenizer_manager
                 self.io_struct = io_struct
                 self.loop.run_until_complete(self._take_signals_back(on_sigterm))
+                if device == "cpu":  # the first tokens wait for the loops to compile: before anybody counts silence
+                    params = dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True)
+                    self.sglang.generate(input_ids=[0], sampling_params=params, return_logprob=True)
                 self.flush()  # sends a first message over each of its sockets
                 self.check_weights({})
         except Exception as e:

@@ -63,9 +63,6 @@ def start_engine(config, model_path, device, dtype, gpu, lends, cores, inv_freq,
         sglang = EngineInRank(**arguments | dict(nccl_port=store.port))
         sglang.store = store  # lives as long
     unlink_shared_memory(sglang.get_all_child_pids())
-    if device == "cpu":  # the first tokens wait for the loops to compile: before anybody counts seconds of silence
-        params = dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True)
-        sglang.generate(input_ids=[0], sampling_params=params, return_logprob=True)
     return sglang
 
 
