@@ -299,6 +299,8 @@ def named_arguments(text):
     call = parse(f"dict({text})", mode="eval").body
     if call.args:
         raise ValueError("no name=value")
+    if len(call.keywords) > len({keyword.arg for keyword in call.keywords}):
+        raise ValueError("a name twice")
     return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
 
 
@@ -399,6 +401,9 @@ def block_rules(c):
     yield "eval_size", c.eval_size > 0 or MODES[c.mode].steps, why
     why = f"the baseline of advantage={c.advantage!r} is the mean of the group; use at least 2"
     yield "group_size", c.group_size > 1 or c.advantage not in GROUP_BASELINES or MODES[c.mode].steps != "rl", why
+    why = f"the baseline of advantage={c.advantage!r} is the mean of the batch; use at least 2 samples"
+    alone = c.group_size * c.prompts_per_step == 1 and MODES[c.mode].steps == "rl"
+    yield "group_size", not (alone and c.advantage == "reinforce++"), why
     per_sequence = c.loss != "gspo" or c.loss_aggregation == "sequence"
     yield "loss", per_sequence, "its ratio is a sequence's, not a token's; --loss_aggregation=sequence"
     why = f"the cosine begins after warmup_steps={c.warmup_steps}; use more, or 0: constant"

@@ -47,7 +47,8 @@ from sync import content_hash, reason
 def load_sources(config, scored_by={}):
     """
     ({source: training rows}, held-out rows of all sources): `load_rows`, and with names a row says its source.
-    scored_by: {source: its reward}; where that reads rows, "columns" has a row as it is in the data set.
+    scored_by: {source: its reward}; where that reads rows, or with an agent, "columns" has a row as it is in the data
+    set.
     """
     training = {}
     held_out = []
@@ -170,12 +171,12 @@ def row_of(example, config):
     fits = isinstance(prompt, (str, int, float)) or messages and config["chat_template"]
     require(fits, f"prompt_column={column!r}: no text: {prompt!r:.60}; use {cure}")
     row = {}
-    if config["agent"]:  # it gets all columns, as its rollout file keeps them
+    if config["agent"]:  # it gets all columns, as its rollout file keeps them, and no field of ours
         try:
-            row = json.loads(json.dumps(example))
+            row["columns"] = json.loads(json.dumps(example))
         except (TypeError, ValueError) as e:
             require(False, f"agent={config['agent']!r}: a column for prompt {prompt!r:.60}: {e}; leave it out")
-    if config.get("reads_row"):
+    elif config.get("reads_row"):
         row["columns"] = dict(example)
     row["prompt"] = prompt if messages else str(prompt)
     texts = sides(config["mode"])
@@ -188,6 +189,8 @@ def row_of(example, config):
         row[side] = str(text)
     if config["sft_column"]:
         row["shown_answer"] = str(cell(example, config["sft_column"]))
+    if config["agent"]:
+        row["columns"] |= dict(prompt=row["prompt"], answer=row["answer"])
     return row
 
 

@@ -259,6 +259,9 @@ class Sampler:
         seconds = time.time() - began
         texts = [self.decode(sample.tokens) for sample in samples]
         finished = all(map(self._is_finished, samples))
+        if not (finished or job.tokens):  # SGLang cuts what its cache has no room for, and says nothing
+            why = f"a sample of prompt {index} ended too early; give its cache more: engine_memory, max_total_tokens"
+            raise RunError(f"{self.engine.name}: {why}")
         scored = [(0.0, {})] * len(samples)
         if finished:
             where = f"{job.stream} step {job.step}, prompt {index}, sample "
@@ -393,6 +396,9 @@ class RolloutEngine:
                 self.manager = self.sglang.tokenizer_manager
                 self.io_struct = io_struct
                 self.loop.run_until_complete(self._take_signals_back(on_sigterm))
+                if device == "cpu":  # the first tokens wait for the loops to compile: before anybody counts silence
+                    params = dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True)
+                    self.sglang.generate(input_ids=[0], sampling_params=params, return_logprob=True)
                 self.flush()  # sends a first message over each of its sockets
                 self.check_weights({})
         except Exception as e:

@@ -27,7 +27,7 @@ from itertools import chain
 from time import monotonic
 from typing import NamedTuple
 
-from configurator import block, keys_of, load_features, require, resolve
+from configurator import MODES, block, keys_of, load_features, require, resolve
 from onecurve.run.start import end_with_parent, lean_imports
 from onecurve.run.versions import check_versions
 from onecurve.sglang.start import start_engine_early
@@ -498,7 +498,8 @@ class Trainer:
 
     def __init__(self, c, ranks, hf, folder, device, checkpoint=None, saved={}):
         self.c = c
-        self.sampling = sampling_of(c)
+        # Of a data set's pairs nothing was drawn: like answers they are scored without a rule, at temperature 1.
+        self.sampling = sampling_of(c) if MODES[c.mode].steps == "rl" else kernels.Sampling()
         self.mesh = ranks.mesh
         self.device = device
         self.rank = ranks.rank

@@ -277,7 +277,7 @@ def test_the_teacher_of_sdpo_is_the_policy_that_has_seen_a_right_sibling(ranks, 
 # ---- DPO
 
 
-DPO = dict(mode="dpo", kl_coef=0.3, group_size=3)
+DPO = dict(mode="dpo", kl_coef=0.3, group_size=3, temperature=0.5, top_k=3)  # no text was drawn by this rule
 
 
 def make_pairs(n):

@@ -206,9 +206,11 @@ def test_a_run_turns_back_to_its_healthy_step_and_repeats_the_ledger(tmp_path, g
 
 
 def test_a_run_that_cannot_learn_hears_the_likeliest_cause_now_and_then():
-    def told(n=10, advantage="grpo", skipped=False, **change):
-        step = dict(zero_std_groups=8, groups=8, reward_std=0.0, reward_mean=0.0, truncated_fraction=0.1)
-        return nothing_to_learn([step | change] * n, advantage, skipped)
+    config = dict(prompts_per_step=8, advantage="grpo", kl_in_reward=False, overlong_cache=0, credit="sample")
+
+    def told(n=10, skipped=False, keys={}, **change):
+        step = dict(zero_std_groups=8, groups=16, reward_std=0.0, reward_mean=0.0, truncated_fraction=0.1)
+        return nothing_to_learn([step | change] * n, types.SimpleNamespace(**config | keys), skipped)
 
     assert told().endswith("all are 0; is the reward made for these answers?")
     assert "are 1;" in told(reward_mean=1.0)
@@ -221,9 +223,10 @@ def test_a_run_that_cannot_learn_hears_the_likeliest_cause_now_and_then():
     # equal rewards in a group say nothing of a batch's, a critic's or a teacher's; weights that stay say all
     moving = dict(lr=1e-3, grad_norm=0.5)
     assert told(**moving)
-    for kind in ("distill", "mine.py:f"):
-        assert not told(advantage=kind, **moving)
-    assert told(advantage="gae", lr=1e-3, grad_norm=0.0)
+    others = dict(kl_in_reward=True), dict(overlong_cache=2), dict(credit="turn")
+    for keys in (dict(advantage="distill"), dict(advantage="mine.py:f"), *others):
+        assert not told(keys=keys, **moving)
+    assert told(keys=dict(advantage="gae"), lr=1e-3, grad_norm=0.0)
     unequal = moving | dict(zero_std_groups=7)
     assert not told(**unequal)
     assert "no weight moved: learning_rate is 0" in told(**unequal | dict(lr=0.0))

@@ -27,6 +27,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from configurator import block, check_config, configure, named_arguments, on_cpu, require
+from onecurve.keys.engine import SPARE
 from onecurve.run.start import end_with_parent, lean_imports
 from onecurve.run.versions import library_versions
 from onecurve.sglang.start import start_schedulers
@@ -118,7 +119,7 @@ def engine_config(config, positions):
     require(1 < tokens <= positions - 8, f"context={tokens}: {fits}")
     lengths = dict(max_prompt_tokens=tokens - 1, max_new_tokens=1, max_turns=2**31)
     if "max_total_tokens" not in config["engine_args"] and config["device"] == "cpu":
-        lengths["engine_args"] = f"max_total_tokens={max(tokens + 1, LEAST_CACHE)}, {config['engine_args']}"
+        lengths["engine_args"] = f"max_total_tokens={max(tokens + SPARE, LEAST_CACHE)}, {config['engine_args']}"
     full = train_grpo.DEFAULTS | config | lengths | dict(mode="rollout", agent="serve")
     check_config(full, config["rollout_tp"], train_grpo.DEFAULTS)
     return full

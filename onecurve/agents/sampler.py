@@ -67,6 +67,7 @@ class Agent:
 
     async def _demonstrate(self, rows):
         known = []
+        rows = [row["columns"] for row in rows]
         for i, row in enumerate(rows):
             script = again.scripted(self.replies(row), self.template)
             journal = types.SimpleNamespace(entries={}, write=lambda entry: None)
@@ -142,7 +143,7 @@ class AgentSampler(Sampler):
     async def _group(self, folder, index, job):
         began = time.time()
         journal = chat.Journal(self._journal_path(folder, index), self.run)
-        row = {key: value for key, value in job.rows[index].items() if key != "prompt_tokens"}
+        row = job.rows[index]["columns"]
         used = dict(num_retractions=0, cached_tokens=0, prompt_tokens=0)  # as SGLang counts, over all turns
         episodes = []
         for g in range(job.samples):

@@ -48,15 +48,16 @@ def text_metrics(groups):
     )
 
 
-def nothing_to_learn(steps, advantage, template_skipped):
+def nothing_to_learn(steps, c, template_skipped):
     """
     A line with the likeliest cause, after each WATCHED RL steps in which no weight moved, or in which every group had
-    equal rewards and `advantage` compares within groups only; else ''. steps: as in `hacking`.
+    equal rewards and nothing else is compared; else ''. steps: as in `hacking`; c: the config.
     """
     last = steps[-WATCHED:]
-    equal = all(x["zero_std_groups"] == x["groups"] for x in last)
+    equal = all(x["zero_std_groups"] == c.prompts_per_step for x in last)
     still = all(x.get("lr") == 0 or x.get("grad_norm") == 0 for x in last)
-    in_groups = advantage in GROUP_BASELINES  # a file's may be anything
+    in_groups = c.advantage in GROUP_BASELINES  # a file's may be anything
+    in_groups &= not (c.kl_in_reward or c.overlong_cache or c.credit == "turn")  # equal rewards then count unequally
     if not last or len(steps) % WATCHED or not (still or (equal and in_groups)):
         return ""
     cause = "the prompts are too easy or too hard for this model"

@@ -14,6 +14,8 @@ engine_timeout = 600.0  # seconds of silence after which an engine counts as dea
 # 'broadcast' or 'ipc' (to an engine of the same rank); '': ipc if colocated on CUDA, else broadcast
 weight_sync = ""
 
+SPARE = 8  # tokens beside a sample's that SGLang wants in its context and its cache: with fewer it cuts the sample
+
 
 def rules(c):
     yield from choice(c, "weight_sync", "broadcast ipc")
@@ -25,7 +27,7 @@ def rules(c):
     why = f"does not divide tp_split={c.tp_split}, the parts of a sum; use a tp_split of which it is a divisor"
     yield "rollout_tp", c.tp_split % c.rollout_tp == 0, why
     yield from arguments(c, "engine_args", "arguments of SGLang's ServerArgs, such as 'max_running_requests=64'")
-    tokens = c.max_prompt_tokens + c.max_new_tokens + 1
+    tokens = c.max_prompt_tokens + c.max_new_tokens + SPARE
     cache = named_arguments(c.engine_args).get("max_total_tokens", tokens)
     fits = type(cache) is int and cache >= tokens
     yield "engine_args", fits, f"one sample may take max_total_tokens={tokens}; use more"

@@ -16,8 +16,8 @@ SCRATCH = (
 
 
 def scratch_sizes(config):
-    """{name: size} of a scratch model; of two sizes of one name the last."""
-    return named_arguments(f"{SCRATCH}, {config['scratch_args']}")
+    """{name: size} of a scratch model."""
+    return named_arguments(SCRATCH) | named_arguments(config["scratch_args"])
 
 
 def rules(c):

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 import kernels
-from configurator import require
+from configurator import MODES, require
 from onecurve.keys.seeds import seed_of
 from onecurve.models.folders import FullWeights, load_weights
 from onecurve.run.checkpoint import write_file
@@ -134,7 +134,7 @@ class Adapters(FullWeights):
     def anchor(self):
         """The adapters in the config's `reference`, or zeros; None if it names a whole model."""
         anchor = [s._replace(data=torch.zeros_like(s.data)) for s in self.policy]
-        if folder := self.c.reference:
+        if folder := self.c.reference or MODES[self.c.mode].pairs and self.c.lora:  # DPO's is where the run began
             if not Path(folder, "adapter_config.json").exists():
                 return None
             load_adapters(anchor, folder, self.c, self.base)

@@ -223,7 +223,7 @@ class Record:
             observer.write(self.folder / f"queue/rl_{step:06d}")
         self.bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
         self.bar.update()
-        if why := nothing_to_learn(self.steps, c.advantage, self.template_skipped):
+        if why := nothing_to_learn(self.steps, c, self.template_skipped):
             tqdm.write(f"warning: {why}", file=sys.stderr)
         if c.sample_every and step % c.sample_every == 0:
             self.samples(step, *batch.groups[0])

@@ -77,7 +77,7 @@ class Task:
             self.agent = Agent(config, model_path, tokenizer, stop_tokens)
         self.train_rows, eval_rows = rewards.load_sources(config, self.scored_by)
         if self.agent:
-            self.agent.check_tools(next(chain(*self.train_rows.values(), eval_rows)))
+            self.agent.check_tools(next(chain(*self.train_rows.values(), eval_rows))["columns"])
         elif self.scored_by:
             checks.check_answers(self.scored_by, chain(*self.train_rows.values(), eval_rows), config)
         for name, rows in self.train_rows.items():

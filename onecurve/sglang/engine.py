@@ -19,6 +19,7 @@ import torch
 
 from configurator import named_arguments
 from onecurve.cpu import host
+from onecurve.keys.engine import SPARE
 from onecurve.sglang.patches import ATTENTION_BACKEND, run_scheduler
 from onecurve.sglang.start import started_early
 from sync import content_hash, listening_store
@@ -62,9 +63,6 @@ def start_engine(config, model_path, device, dtype, gpu, lends, cores, inv_freq,
         sglang = EngineInRank(**arguments | dict(nccl_port=store.port))
         sglang.store = store  # lives as long
     unlink_shared_memory(sglang.get_all_child_pids())
-    if device == "cpu":  # the first tokens wait for the loops to compile: before anybody counts seconds of silence
-        params = dict(max_new_tokens=2, sampling_seed=0, ignore_eos=True)
-        sglang.generate(input_ids=[0], sampling_params=params, return_logprob=True)
     return sglang
 
 
@@ -81,7 +79,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
         skip_tokenizer_init=True,
         enable_deterministic_inference=True,
         sampling_backend="pytorch",
-        context_length=tokens + 8,
+        context_length=tokens + SPARE,
         random_seed=config["seed"] % 2**31,
         base_gpu_id=gpu,
         tp_size=config["rollout_tp"],
@@ -96,7 +94,7 @@ def engine_arguments(config, model_path, device, dtype, gpu, lends, died):
     )
     if device == "cpu":
         args |= dict(
-            max_total_tokens=samples * (tokens + 1),
+            max_total_tokens=max(samples * (tokens + 1), tokens + SPARE),
             max_running_requests=samples,
             disable_cuda_graph=True,
             disable_overlap_schedule=True,
