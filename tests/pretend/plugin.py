@@ -47,7 +47,7 @@ def note(event, **what):
 def place_in_project():
     """'train_grpo.py:100' of the innermost frame that is the project's own; '' where there is none."""
     for frame, line in traceback.walk_stack(None):
-        _, _, file = frame.f_code.co_filename.partition(f"{ROOT}/")
+        _, _, file = os.path.abspath(frame.f_code.co_filename).partition(f"{ROOT}/")
         if file and not file.startswith(("tests/", ".venv/")):
             return f"{file}:{line}"
     return ""
