@@ -1314,7 +1314,7 @@ def packed_plan(lengths, device=None, ids=None):
     first, row = torch.tensor(alike).unique(return_inverse=True)
     ends = torch.searchsorted(first, lengths.cumsum(0))  # a sequence's first ones are its last tokens
     q_lens = ends.diff(prepend=ends.new_zeros(1))
-    return Plan(*map(there, (q_lens, lengths)), first=there(first), row=there(row))
+    return Plan(there(q_lens), there(lengths), first=there(first), row=there(row))
 
 
 def paged_plan(q_lens, kv_lens, page_table, requests):

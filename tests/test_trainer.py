@@ -183,7 +183,7 @@ def groups_of_samples():
 
 
 @pytest.mark.parametrize("more", ["", ", num_experts=4"])
-def test_a_beginning_alike_is_computed_once_to_the_same_logprobs(ranks, tmp_path, monkeypatch, more):
+def test_a_beginning_alike_is_computed_once_to_the_same_logprobs(ranks, tmp_path, more):
     torch.manual_seed(0)
     model = {"scratch_args": DEFAULTS["scratch_args"] + more}
     make_scratch_model(tmp_path, DEFAULTS | model)

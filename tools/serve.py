@@ -114,9 +114,10 @@ def fingerprint(model):
 
 def engine_config(config, positions):
     """The config of the engine, with the keys of train_grpo.py. Ends the process with one line if it cannot be."""
-    tokens = config["context"] or positions - 8
-    fits = f"the model has {positions} positions, of which 8 are to spare; use at most {positions - 8}"
-    require(1 < tokens <= positions - 8, f"context={tokens}: {fits}")
+    most = positions - SPARE
+    tokens = config["context"] or most
+    fits = f"the model has {positions} positions, of which {SPARE} are to spare; use at most {most}"
+    require(1 < tokens <= most, f"context={tokens}: {fits}")
     lengths = dict(max_prompt_tokens=tokens - 1, max_new_tokens=1, max_turns=2**31)
     if "max_total_tokens" not in config["engine_args"] and config["device"] == "cpu":
         lengths["engine_args"] = f"max_total_tokens={max(tokens + SPARE, LEAST_CACHE)}, {config['engine_args']}"

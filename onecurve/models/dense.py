@@ -16,6 +16,7 @@ from torch import Tensor
 import kernels
 from configurator import MODES, require
 from onecurve.cpu import host
+from onecurve.keys.engine import SPARE
 from onecurve.models import moe
 from onecurve.models.adapters import add_adapters, read_adapter_config
 from onecurve.run.machine import MOST_COPIED, least_memory, machine_memory
@@ -55,8 +56,8 @@ def check_model(folder, config, key="init_from"):
     require(not sliding, f"{name}: sliding-window attention is not supported; use a model without it")
     tokens = config["max_prompt_tokens"] + config["max_new_tokens"]
     most = hf.max_position_embeddings
-    why = f"{tokens} tokens with the prompt, and 8 to spare; the model has {most} positions; use less"
-    require(tokens + 8 <= most, f"max_new_tokens={config['max_new_tokens']}: {why}")
+    why = f"{tokens} tokens with the prompt, and {SPARE} to spare; the model has {most} positions; use less"
+    require(tokens + SPARE <= most, f"max_new_tokens={config['max_new_tokens']}: {why}")
     if key == "reward":
         require(gives_scores(hf), f"{name}: a language model; a reward model is wanted, such as --mode=rm trains")
         require(hf.num_labels == 1, f"{name}: it gives {hf.num_labels} numbers; a reward model gives one")
