@@ -946,7 +946,9 @@ def test_a_history_may_have_turns_that_are_not_the_models(template):
 
 
 @pytest.mark.parametrize("wrong", [{}, dict(messages=[]), dict(messages=[user("9" * 9999)])])
-def test_an_agent_uses_openais_client_and_a_wrong_request_is_no_zero(template, wrong):
+def test_an_agent_uses_openais_client_and_a_wrong_request_is_no_zero(template, wrong, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody listens
+
     async def solve(chat, row):
         async with chat.openai() as client:
             asked = dict(model="policy", messages=[user("a")])

@@ -951,13 +951,13 @@ async def openai(chat):
     OpenAI's asynchronous client, whose requests are this sample's turns: for frameworks that can be given a client.
     An invalid request ends the run at the block's end, even if the framework continues.
     """
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
     async with session_of(chat) as (_, where):
+        url, key = where["OPENAI_BASE_URL"], where["OPENAI_API_KEY"]
+        direct = DefaultAsyncHttpxClient(trust_env=False)  # by no proxy: we are on this machine
         # no clock: agent_timeout and engine_timeout say when something hangs
-        async with AsyncOpenAI(
-            base_url=where["OPENAI_BASE_URL"], api_key=where["OPENAI_API_KEY"], timeout=None, max_retries=0
-        ) as client:
+        async with AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=0, http_client=direct) as client:
             yield client
 
 
