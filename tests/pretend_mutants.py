@@ -39,6 +39,12 @@ MUTANTS = dict(
         "            pass",
         f"{ORDER} and overlapped",
     ),
+    sent_before_it_is_copied=(
+        "sync.py",
+        '            if shards and self.device == "cuda":\n                torch.cuda.current_stream().synchronize()',
+        "",
+        "test_L17",
+    ),
     lends_what_is_in_use=(
         "onecurve/sglang/patches.py",
         "    torch.cuda.synchronize()  # kernels after",

@@ -221,16 +221,17 @@ def test_a_trainer_holds_what_the_account_says(alone, overlapped, adapted):
         assert expected <= max(held.values()) < expected + 16_000, (held, expected)
 
 
-def test_L17_in_float32_a_pretended_card_has_the_digest_of_a_cpu(once, alone, tmp_path, assert_it_learned):
-    flags = "--dtype=float32", "--eval_size=0"
-    folder, output = once("pretend_float32", lambda folder: pretend(folder, *flags))
-    assert_it_learned(folder, steps=2)
+def test_L17_in_float32_pretended_cards_have_the_digest_of_a_cpu(once, overlapped, tmp_path, assert_it_learned):
+    flags = *LAG, "--dtype=float32"
+    folder, output = once("pretend_float32", lambda folder: pretend(folder, *flags, ranks=3))
+    assert_it_learned(folder, steps=3)
     on_cpu = *FLAGS, *flags, "--device=cpu"
     assert digest(finish(tmp_path / "run", *on_cpu)) == digest(output)
-    assert ledger(tmp_path / "run") == ledger(folder) != ledger(alone[0])
-    shutil.copytree(folder, tmp_path / "resumed")  # by a CPU, from the card's first checkpoint on
-    shutil.rmtree(tmp_path / "resumed" / "ckpt" / "step_000002")
-    shutil.rmtree(tmp_path / "resumed" / "queue" / "rl_000001")
+    assert ledger(tmp_path / "run") == ledger(folder) != ledger(overlapped[0])
+    shutil.copytree(folder, tmp_path / "resumed")  # by a CPU, from the cards' first checkpoint on
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / f"resumed/ckpt/step_{step:06}")
+        shutil.rmtree(tmp_path / f"resumed/queue/rl_{step - 1:06}")
     finish(tmp_path / "resumed", *on_cpu, "--init_from=resume")
     assert ledger(tmp_path / "resumed") == ledger(folder)
     assert not noted(folder, "mixed", "race", "freed early")
