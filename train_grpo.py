@@ -589,7 +589,7 @@ class Trainer:
         that after the last token.
         """
         mine = {}
-        for chosen, leaf, found in self.passes(samples, model, weights=weights):
+        for chosen, leaf, found in [*self.passes(samples, model, weights=weights)]:  # all are begun first
             kept = split_kept(leaf.kept if found.kept is None else found.kept, leaf.counts)
             columns = [found.logprobs.cpu().split(leaf.counts), kept]
             if found.values is not None:

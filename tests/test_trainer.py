@@ -240,6 +240,20 @@ def test_samples_of_a_prompt_are_in_one_leaf_while_leaves_are_even(ranks, scratc
     assert sum(loads) == sum(len(s.tokens) for s in samples)
 
 
+def test_all_leaves_without_gradients_are_begun_before_the_host_waits_for_one(ranks, scratch, monkeypatch):
+    trainer = make_trainer(ranks, scratch, lanes=4)
+    order = []
+
+    def noted(name, function):
+        return lambda *args: order.append(name) or function(*args)
+
+    monkeypatch.setattr(train, "split_kept", noted("read", train.split_kept))
+    model = types.SimpleNamespace(token_logprobs=noted("begun", trainer.model.token_logprobs))
+    assert len(trainer.outputs(groups_of_samples(), model)) == 25
+    leaves = len(order) // 2
+    assert leaves >= 4 and order == ["begun"] * leaves + ["read"] * leaves
+
+
 def test_leaves_add_to_the_same_bits_on_any_ranks_and_in_a_plain_loop_not():
     torch.manual_seed(0)
     leaves = torch.randn(24, 1000)  # three rows of 8 lanes
