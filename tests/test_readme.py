@@ -14,6 +14,8 @@ import re
 import shlex
 import sys
 import tokenize
+import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,13 @@ def test_the_pages_have_what_is_checked():
 def test_every_page_of_docs_is_linked_from_the_readme():
     linked = {file for file, _ in LINK.findall(README.read_text())}
     assert {f"docs/{page.name}" for page in DOCS} <= linked
+
+
+def test_the_first_command_needs_no_compiler():
+    compiled_here = {d.name for d in distributions() if re.search("Tag: .*-linux_", d.read_text("WHEEL") or "")}
+    assert compiled_here <= {"pycosat"}  # which reasoning-gym wants
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    assert {"include-group": "gym"} not in groups["dev"]
 
 
 def test_the_glossary_has_every_metric_of_a_run(two_ranks, lagged, agents):
