@@ -39,5 +39,5 @@ def rules(c):
     else:
         yield "dtype", c.dtype != "float32" or c.batch_invariant, "on a card it needs --batch_invariant=True"
     machine = os.uname().machine
-    why = f"SGLang's engine has run on x86_64 only, and this is {machine}; use a mode without an engine, such as sft"
-    yield "device", machine == "x86_64" or not (engines and on_cpu(vars(c))), why
+    why = f"SGLang has engines for x86_64 and aarch64, and this is {machine}; use a mode without an engine, such as sft"
+    yield "device", machine in ("x86_64", "aarch64") or not (engines and on_cpu(vars(c))), why

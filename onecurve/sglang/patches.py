@@ -57,6 +57,9 @@ def patches(config, device, enable, inv_freq, lends):
         yield "layers.rotary_embedding.base:_is_cpu", True
         # it makes groups for a CUDA device
         yield "distributed.parallel_state:GroupCoordinator.__init__", Around(group_on_cpu)
+        # on ARM it calls a library that it does not bring
+        yield "distributed.bootstrap:_is_cpu_arm64", False
+        yield "distributed.parallel_state:is_shm_available", lambda *_: False
     else:
         # SGLang has nvcc compile these at the first steps. Keys and values are now written by two index_put of torch's
         # a layer instead of one kernel, inside the graph of a decode step; both copy rows.
