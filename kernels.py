@@ -2285,7 +2285,7 @@ def adamw(groups, **options):
 
 # ------------------------------------------------------------------------------------------------------------------
 # what formulas in plain torch need: sum and mean, which torch cuts into parts for a GPU's SMs or a CPU's vectors; on a
-# CPU also exp, log and std, which follow the width of its vectors. Sums are `row_sums` in float64, rounded once.
+# CPU also exp, log, std and sqrt, which follow its vectors or its maker. Sums are `row_sums` in float64, rounded once.
 
 
 def _reduction(of_rows, its_own):
@@ -2351,6 +2351,7 @@ def enable_batch_invariant(cpu_threads=1, cores=""):
     on_cpu = {
         "exp": lambda x: _loops().aten_exp(x),
         "log": lambda x: _loops().aten_log(x),
+        "sqrt": lambda x: _loops().aten_sqrt(x),
         "std.correction": _reduction(_std, torch.std),
         "pow.Scalar": lambda base, exponents: _loops().aten_pow(base, exponents),
     }

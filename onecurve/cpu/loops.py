@@ -880,11 +880,17 @@ def cpu_log(x, y):
         y[i] = log(np.float64(x[i]))
 
 
-def element_wise(compute, its_own):
-    """An aten operator on float32, whose numbers compute(x, y) writes to y; other types are left to torch."""
+@loop
+def cpu_sqrt(x, y):
+    for i in range(len(x)):
+        y[i] = np.sqrt(x[i])
+
+
+def element_wise(compute, its_own, *dtypes):
+    """An aten operator, whose numbers compute(x, y) writes to y; other types are left to torch."""
 
     def operator(x):
-        if x.dtype != torch.float32:
+        if x.dtype not in dtypes:
             return its_own(x, out=torch.empty_like(x, dtype=x.dtype if x.is_floating_point() else torch.float32))
         x = x.contiguous()
         y = torch.empty_like(x)
@@ -894,8 +900,10 @@ def element_wise(compute, its_own):
     return operator
 
 
-aten_exp = element_wise(lambda x, y: cpu_exp(host.flat(x), host.flat(y)), torch.exp)
-aten_log = element_wise(lambda x, y: cpu_log(host.flat(x), host.flat(y)), torch.log)
+aten_exp = element_wise(lambda x, y: cpu_exp(host.flat(x), host.flat(y)), torch.exp, torch.float32)
+aten_log = element_wise(lambda x, y: cpu_log(host.flat(x), host.flat(y)), torch.log, torch.float32)
+# MKL's, which is torch's on x86, is not always the float next to the root
+aten_sqrt = element_wise(lambda x, y: cpu_sqrt(host.flat(x), host.flat(y)), torch.sqrt, torch.float32, torch.float64)
 
 
 def aten_pow(base, exponents):
