@@ -228,6 +228,7 @@ def test_an_altered_line_of_the_ledger_does_not_fit_its_chain(tool, two_ranks, t
 def test_nothing_to_verify_is_status_2(refused, two_ranks, tmp_path):
     assert "no config.py in it, and so nothing to verify" in refused("verify", tmp_path)
     assert "--steps=0: a number or all" in refused("verify", two_ranks[0], "--steps=0")
+    assert "--trust=24: the run's last checkpoint" in refused("verify", two_ranks[0], "--trust=24", "--threads=1")
 
 
 ASKS = [

@@ -268,6 +268,7 @@ def main():
         start = starts_of(run).get(args.trust)
         require(start or args.trust is None, f"--trust={args.trust}: the run has no checkpoint of that step")
         rest = [step for step in everything if not start or step >= args.trust]
+        require(rest or evaluates, f"--trust={args.trust}: the run's last checkpoint; nothing to verify after it")
         steps = chosen(args.seed, rest, len(rest) if args.steps == "all" else int(args.steps))
         print(f"the samples of steps {', '.join(map(str, steps))} are made again (--seed={args.seed})", flush=True)
         folder = args.keep or Path(scratch) / "again"
