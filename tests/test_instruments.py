@@ -380,6 +380,7 @@ def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_rank
         assert (x["phase"], x["step"], stage) == ("rl", 20, differs)
         assert x["tokens"] == y["tokens"]
         assert len(a) == len(b)
+        assert verify.branched(tmp_path / str(i)) == 20 and not verify.branched(run)
 
 
 def test_what_cannot_be_branched_is_one_line(refused, two_ranks, tmp_path):
