@@ -10,14 +10,14 @@ The last one is the comparison: the same data and numbers of steps, one turn and
 
 | run | held-out pass@1 after the warm-up | after 60 RL steps | digest |
 |---|---|---|---|
-| with the tool, seed 1 | 0.305 | 0.840 | 8e35f08e |
-| with the tool, seed 2 | 0.074 | 0.430 | 4996ee34 |
+| with the tool, seed 1 | 0.305 | 0.840 | fa5ca89c |
+| with the tool, seed 2 | 0.074 | 0.430 | ba491260 |
 | no tool, seed 1 | 0.004 | 0.012 | d44a0eb3 |
 
 256 held-out sums, sampled at temperature 1.0: +- 0.06. No log-prob differed in any step. RL first finds out that the
 tool pays, with seed 1 in 0.32 calls a sample in the first step and in 0.93 twenty steps later (calls_mean in
 metrics.jsonl), and then makes fewer mistakes in copying the numbers, which is what seed 2 still lacks. 2026-11-22,
-torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 2.3 min.
+the digests 2026-11-29, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 2.3 min.
 """
 
 out_dir = "out/calculator"

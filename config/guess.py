@@ -10,12 +10,13 @@ gets 0.60 of the games right and a mean reward of 0.49; halving what is left get
 
 | seed | after the warm-up: pass@1, mean reward | after 120 RL steps | in training: first, last 20 steps | digest |
 |---|---|---|---|---|
-| 1 | 0.539, 0.439 | 0.645, 0.504 | 0.448, 0.508 | f56afe4f |
-| 2 | 0.496, 0.411 | 0.578, 0.455 | 0.420, 0.515 | 86d47056 |
+| 1 | 0.539, 0.439 | 0.645, 0.504 | 0.448, 0.508 | 0ba43931 |
+| 2 | 0.496, 0.411 | 0.578, 0.455 | 0.420, 0.515 | b6fe1edc |
 
 256 held-out rows, sampled at temperature 1.0: +- 0.06 of pass@1, so its rise is no more than likely with seed 2; 20
 training steps are 2560 games. Play gets a little better than what was shown, and stays far from halving. No log-prob
-differed in any step. 2026-11-22, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD EPYC, 1 thread: 3.8 min.
+differed in any step. 2026-11-22, the digests 2026-11-29, torch 2.11.0, sglang 0.5.17, 2 cores of an AMD
+EPYC, 1 thread: 3.8 min.
 """
 
 out_dir = "out/guess"

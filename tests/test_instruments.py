@@ -228,6 +228,7 @@ def test_an_altered_line_of_the_ledger_does_not_fit_its_chain(tool, two_ranks, t
 def test_nothing_to_verify_is_status_2(refused, two_ranks, tmp_path):
     assert "no config.py in it, and so nothing to verify" in refused("verify", tmp_path)
     assert "--steps=0: a number or all" in refused("verify", two_ranks[0], "--steps=0")
+    assert "--trust=24: the run's last checkpoint" in refused("verify", two_ranks[0], "--trust=24", "--threads=1")
 
 
 ASKS = [
@@ -379,6 +380,7 @@ def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_rank
         assert (x["phase"], x["step"], stage) == ("rl", 20, differs)
         assert x["tokens"] == y["tokens"]
         assert len(a) == len(b)
+        assert verify.branched(tmp_path / str(i)) == 20 and not verify.branched(run)
 
 
 def test_what_cannot_be_branched_is_one_line(refused, two_ranks, tmp_path):

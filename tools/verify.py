@@ -11,6 +11,7 @@ ledger, every evaluation, metrics.jsonl except times, the weights and moments of
 here and now, so that whoever publishes a run cannot know them; --seed, which is printed, draws the same ones again.
 
 With --trust=40 all begins at the checkpoint of step 40, and nothing says that its weights came from the steps before.
+A branch (tools/branch.py) needs it, as another config made its past.
 
 The run may be a stranger's. Its files are read, none is executed; if its config would run code here or call other
 machines (an agent, a reward, loss or advantage in a file, a judge, a model of the hub, sources, arguments of SGLang),
@@ -87,6 +88,12 @@ def starts_of(run):
         require(versions == library_versions(), why)
         found[step] = folder
     return found
+
+
+def branched(run):
+    """The step from which on tools/branch.py gave this run a config of its own; 0 if it had it from the beginning."""
+    found = re.match(r"# branched from .*, at step (\d{1,9})\n", (run / "config.py").read_text())
+    return int(found[1]) if found else 0
 
 
 def whole_experts(tensors):
@@ -268,11 +275,14 @@ def main():
         start = starts_of(run).get(args.trust)
         require(start or args.trust is None, f"--trust={args.trust}: the run has no checkpoint of that step")
         rest = [step for step in everything if not start or step >= args.trust]
+        require(rest or evaluates, f"--trust={args.trust}: the run's last checkpoint; nothing to verify after it")
         steps = chosen(args.seed, rest, len(rest) if args.steps == "all" else int(args.steps))
         print(f"the samples of steps {', '.join(map(str, steps))} are made again (--seed={args.seed})", flush=True)
         folder = args.keep or Path(scratch) / "again"
         if where := parted(run, folder, start, ledger, steps, flags, args.nproc):
             print(f"parted: {printable(where)}")
+            if (step := branched(run)) and not start:
+                print(f"a branch: another config made its steps before {step}; --trust begins at a later checkpoint")
             return 1
         repeated = {line["step"] for line in evaluations(folder)}
         after = [

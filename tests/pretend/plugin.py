@@ -589,6 +589,16 @@ def patch_sync(module):
         own(self, version, *args)
 
     module.WeightSync.publish = publish
+    bit_sums = module.kernels.bit_sums
+
+    def seen(numbers):  # its launch has them as addresses
+        tensors = [x for each in numbers for x in each]
+        check_places(bit_sums, tensors)
+        if IN_ORDER and some_marked(tensors):
+            order.access(tensors, [])
+        return bit_sums(numbers)
+
+    module.kernels.bit_sums = seen
 
 
 PATCHES = {
