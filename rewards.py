@@ -154,6 +154,10 @@ def load_split(name, configuration, split):
     require(kind or not Path(name).is_file(), f"dataset={name!r}: a file, but not one of {', '.join(FILES)}")
     there = not kind or Path(name).is_file() and Path(name).stat().st_size
     require(there, f"dataset={name!r}: no such file, or an empty one")
+    if kind == "json":
+        with open(name, "rb") as file:
+            null = re.match(rb"[\s\[\xef\xbb\xbf]*null", file.read(99))
+        require(not null, f"dataset={name!r}: its first row is null")  # a segmentation fault of pyarrow's
     try:
         if kind:
             rows = datasets.load_dataset(kind, data_files=name, split="train")

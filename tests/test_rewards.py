@@ -705,3 +705,5 @@ def test_a_broken_line_of_a_file_is_named(write, refusal):
     name = write('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2}\n', "x.jsonl")
     line = refusal(load_rows, DEFAULTS | dict(dataset=name))
     assert line == f"error: dataset={name!r}: line 3: Unterminated string starting at"
+    name = write('null\n{"prompt": "1", "answer": "1"}\n', "x.jsonl")  # a segmentation fault of pyarrow's
+    assert refusal(load_rows, DEFAULTS | dict(dataset=name)) == f"error: dataset={name!r}: its first row is null"
