@@ -356,9 +356,9 @@ def not_negative(c, keys):
         yield key, vars(c)[key] >= 0, "use 0 or more"
 
 
-def at_most_1(c, keys):
+def at_most(c, most, keys):
     for key in keys.split():
-        yield key, vars(c)[key] <= 1, "use 1 or less"
+        yield key, vars(c)[key] <= most, f"use {most} or less"
 
 
 def power_of_2(c, key):
@@ -395,6 +395,7 @@ def block_rules(c):
         yield from choice(c, key, known)
     yield from positive(c, POSITIVE)
     yield from not_negative(c, NOT_NEGATIVE)
+    yield from at_most(c, 512, "threads lanes")  # a slip: the run would stand still, without a word
     for key in ("beta1", "beta2"):
         yield key, vars(c)[key] < 1, "the part of a mean that each step keeps; use less than 1"
     why = f"mode={c.mode!r} is of held-out prompts; use more than 0"

@@ -545,6 +545,8 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         f"--seeds=init={2**64}": f"seeds='init={2**64}': beyond torch's 64 bits",
         "--seeds=data=1,data=2": "seeds='data=1,data=2': a name twice; use whole numbers",
         "--lanes=6": "lanes=6: not a power of two",
+        "--lanes=1024": "lanes=1024: use 512 or less",
+        "--threads=100000": "threads=100000: use 512 or less",
         "--tp_split=6": "tp_split=6: not a power of two",
         "--sources=a=3": "sources='a=3': a: use names with a dictionary each, of weight, dataset",
         "--sources=a={'learning_rate':1}": "sources=\"a={'learning_rate':1}\": a: use names with a dictionary",
