@@ -577,6 +577,7 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         "--mode=rm --agent=examples/guess.py:solve": "agent='examples/guess.py:solve': is not for --mode=rm or dpo",
         "--watch=rewind": "watch='rewind': use stop",
         "--scratch_args=hidden=64": "scratch_args='hidden=64': use whole numbers, of a scratch model that has else",
+        "--scratch_args=hidden_size=x": "scratch_args='hidden_size=x': x is no literal; use whole numbers",
         "--scratch_args=hidden_size=6.4": "scratch_args='hidden_size=6.4': use whole numbers",
         "--scratch_args=hidden_size=0": "scratch_args='hidden_size=0': sizes must be more than 0",
         "--scratch_args=num_experts=1": "scratch_args='num_experts=1': sizes must be more than 0, and a token's",
