@@ -30,7 +30,7 @@ import plot
 import pyarrow
 import pyarrow.parquet
 import torch
-from runs import ROOT, check_links, evaluations, saved_config
+from runs import ROOT, check_links, evaluations, lines, saved_config
 from safetensors.torch import load_file
 from verify import checked_digest
 
@@ -231,7 +231,7 @@ def write_folder(run, name, out, kept, public=()):
     sealed = checkpoints(run / "ckpt")
     require(sealed, f"{run}: no checkpoint in it, and so no model to publish (--checkpoint_every)")
     read = plot.read_run(run, name)
-    require(read.ledger, f"{run}: its ledger is empty, and so there is no digest to publish")
+    require(lines(run, "ledger.jsonl"), f"{run}: its ledger is empty, and so there is no digest to publish")
     shutil.rmtree(out, ignore_errors=True)
     (out / "run" / "ckpt").mkdir(parents=True)
     export(sealed[-1], out)
