@@ -555,6 +555,7 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         "--sources=a={'weight':0}": "sources=\"a={'weight':0}\": all weights are 0",
         "--sources=a={'weight':-1}": "sources=\"a={'weight':-1}\": a weight is 0, for held-out prompts only",
         "--sources=a={'weight':2},b={}": "prompts_per_step=8: the weights of sources add up to 3; use a",
+        f"--curriculum={10**17}": f"curriculum={10**17}: use 1000000 or less",
         "--curriculum=2 --segment_tokens=1 --groups_in_flight=8": "curriculum=2: is not for --segment_tokens; use 0",
         "--tp_split=2 --batch_invariant=False": "tp_split=2: is for --batch_invariant=True",
         "--rollout_tp=0": "rollout_tp=0: must be more than 0",
