@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import types
-from ast import literal_eval, parse
+from ast import literal_eval, parse, unparse
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -159,7 +159,7 @@ def resume_config(config, path, free_keys):
 def saved_config(path):
     """{key: value} of a file that `config_source` wrote: it is read and not executed, as it may be a stranger's."""
     try:
-        saved = {line.targets[0].id: literal_eval(line.value) for line in parse(path.read_bytes()).body}
+        saved = {line.targets[0].id: _literal(line.value) for line in parse(path.read_bytes()).body}
         strange = [key for key, x in saved.items() if type(x) not in WANTED or "\0" in str(x)]
         config_source(saved)  # raises for numbers of more digits than Python prints
         if strange:
@@ -173,6 +173,14 @@ def config_source(config, origins=ORIGINS):
     """`config` as the source of a config file that reruns the run; a comment behind each override says its origin."""
     comments = {key: f"  # {origin}" for key, origin in origins.items()}
     return "".join(f"{key} = {value!r}{comments.get(key, '')}\n" for key, value in config.items())
+
+
+def _literal(node):
+    """The value of a node of ast's; its own error of what is no literal would show the node as an object."""
+    try:
+        return literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{unparse(node):.60} is no literal")
 
 
 def _typed(value, kind, is_text):
@@ -301,7 +309,7 @@ def named_arguments(text):
         raise ValueError("no name=value")
     if len(call.keywords) > len({keyword.arg for keyword in call.keywords}):
         raise ValueError("a name twice")
-    return {keyword.arg: literal_eval(keyword.value) for keyword in call.keywords}
+    return {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
 
 
 def resolve(script, defaults):
@@ -356,9 +364,9 @@ def not_negative(c, keys):
         yield key, vars(c)[key] >= 0, "use 0 or more"
 
 
-def at_most_1(c, keys):
+def at_most(c, most, keys):
     for key in keys.split():
-        yield key, vars(c)[key] <= 1, "use 1 or less"
+        yield key, vars(c)[key] <= most, f"use {most} or less"
 
 
 def power_of_2(c, key):
@@ -395,6 +403,7 @@ def block_rules(c):
         yield from choice(c, key, known)
     yield from positive(c, POSITIVE)
     yield from not_negative(c, NOT_NEGATIVE)
+    yield from at_most(c, 512, "threads lanes")  # a slip: the run would stand still, without a word
     for key in ("beta1", "beta2"):
         yield key, vars(c)[key] < 1, "the part of a mean that each step keeps; use less than 1"
     why = f"mode={c.mode!r} is of held-out prompts; use more than 0"

@@ -94,15 +94,24 @@ def load_rows(config):
 def read_data(config):
     """(all rows of a source as its data set has them, its held-out rows, or None where these are a part of them)."""
     name = config["dataset"]
-    if sums := re.fullmatch(SUMS, name):
-        data = arithmetic(*map(int, filter(None, sums.groups())))
-        return [with_wrong_sum(row) for row in data] if MODES[config["mode"]].pairs else data, None
-    if name == "programs":
-        return resolve_name("onecurve.graders.sandbox:programs")(), None
-    if name.startswith("reasoning_gym:"):
-        return resolve_name("onecurve.graders.gym:rows")(name, config["dataset_config"]), None
+    sums = re.fullmatch(SUMS, name)
+    made_here = sums or name == "programs" or name.startswith("reasoning_gym:")
+    for key, default in dict(split="train", eval_split="").items():  # or what is trained on could be held out
+        fits = config[key] == default or is_own(config[key]) or not (made_here or is_own(name))
+        why = f"dataset={name!r} has no splits; use {default!r}, or a file or function with these rows"
+        require(fits, f"{key}={config[key]!r}: {why}")
     load = partial(load_split, name, config["dataset_config"])
-    return load(config["split"]), load(config["eval_split"]) if config["eval_split"] else None
+    held_out = load(config["eval_split"]) if config["eval_split"] else None
+    if sums:
+        data = arithmetic(*map(int, filter(None, sums.groups())))
+        data = [with_wrong_sum(row) for row in data] if MODES[config["mode"]].pairs else data
+    elif name == "programs":
+        data = resolve_name("onecurve.graders.sandbox:programs")()
+    elif made_here:
+        data = resolve_name("onecurve.graders.gym:rows")(name, config["dataset_config"])
+    else:
+        data = load(config["split"])
+    return data, held_out
 
 
 def arithmetic(low=0, high=100):
@@ -115,6 +124,11 @@ def arithmetic(low=0, high=100):
 
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # as `datasets` calls their formats
+
+
+def is_own(name):
+    """Whether a data set, or a split, is a file or a function in one."""
+    return ".py:" in name or Path(name).suffix in FILES
 
 
 def load_split(name, configuration, split):
@@ -140,6 +154,10 @@ def load_split(name, configuration, split):
     require(kind or not Path(name).is_file(), f"dataset={name!r}: a file, but not one of {', '.join(FILES)}")
     there = not kind or Path(name).is_file() and Path(name).stat().st_size
     require(there, f"dataset={name!r}: no such file, or an empty one")
+    if kind == "json":
+        with open(name, "rb") as file:
+            null = re.match(rb"[\s\[\xef\xbb\xbf]*null", file.read(99))
+        require(not null, f"dataset={name!r}: its first row is null")  # a segmentation fault of pyarrow's
     try:
         if kind:
             rows = datasets.load_dataset(kind, data_files=name, split="train")

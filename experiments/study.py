@@ -76,11 +76,12 @@ class Study:
                 raise
         return folders
 
-    def start(self):
-        """The checkpoint of a warm-up of experiments/sums.py, for runs that have it in common."""
-        steps = 120 if self.quick else 257
-        flags = "config/tiny.py experiments/sums.py --mode=sft --learning_rate=1e-3 --warmup_steps=20".split()
-        return max(self.make({"start": [*flags, f"--max_steps={steps}"]})["start"].glob("ckpt/step_*"))
+    def start(self, *flags, name="start"):
+        """The last checkpoint of a run that others begin with; without flags of a warm-up of experiments/sums.py."""
+        if not flags:
+            flags = "config/tiny.py experiments/sums.py --mode=sft --learning_rate=1e-3 --warmup_steps=20".split()
+            flags.append(f"--max_steps={120 if self.quick else 257}")
+        return max(self.make({name: [*flags]})[name].glob("ckpt/step_*"))
 
     def branch(self, name, run, weight="", **changes):
         """

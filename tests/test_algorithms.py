@@ -117,7 +117,7 @@ def test_rollout_mode_samples_as_the_run_and_its_best_become_data(two_ranks, tmp
     """Of the weights of version 16: the prompts, seeds and so the samples of step 16."""
     start = f"--init_from={two_ranks[0]}/ckpt/step_000016"
     folder = tmp_path / "best"
-    finish(folder, "--mode=rollout", start, "--max_steps=17")
+    assert "mismatch=-" in finish(folder, "--mode=rollout", start, "--max_steps=17")
     *_, before, ours = lines(folder, "ledger.jsonl", "rl")
     theirs = lines(two_ranks[0], "ledger.jsonl", "rl")[16]
     for stage in ("prompts", "tokens", "logprobs", "rewards"):

@@ -401,6 +401,8 @@ def test_keys_routes_and_bodies_are_checked(address):
         # an id that does not exist would end the engine
         for prompt in ("", [], [10**6], [-1], [[]], ["a", 1], [""], None):
             assert status("POST", "/completions", json=dict(prompt=prompt, max_tokens=1)) == 400
+        said = http.post("/completions", json=dict(prompt=[10**6], max_tokens=1)).json()["error"]["message"]
+        assert "the prompt cannot be made into tokens: ValueError: there is no token 1000000" in said
         assert status("POST", "/completions", json=dict(prompt=[1], max_tokens=1)) == 200
         assert status("POST", "/reward", json={"reward": 1}) == 404  # of which session?
         assert status("DELETE", address.replace("/v1", "/s/no_such_session")) == 404

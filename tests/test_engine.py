@@ -15,6 +15,7 @@ import re
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ import kernels
 import sync
 import train_grpo as train
 from kernels import Sampling
+from onecurve.agents.sampler import AgentSampler
 from onecurve.cpu import host
 from onecurve.cpu.loops import murmur_hash32
 from onecurve.models import dense, folders
@@ -616,6 +618,14 @@ def test_a_model_that_the_operators_cannot_compute_is_refused_in_one_line(device
 
     config = Qwen3Config(**dict(num_key_value_heads=8) | change)
     assert refusal(dense.rope_frequencies, config, device).startswith(f"error: init_from: {message}")
+
+
+def test_a_parser_that_sglang_does_not_have_is_refused(refusal):
+    """Every call of a tool was then read as text, without a word."""
+    agent = SimpleNamespace(template=SimpleNamespace(tokenizer=None))
+    engine = SimpleNamespace(manager=SimpleNamespace(), model_type="qwen3")
+    line = refusal(AgentSampler, agent, engine, CONFIG | dict(tool_call_parser="hermess"), "", 1, {}, None, [])
+    assert line.startswith("error: tool_call_parser='hermess': SGLang has no such; use ") and " hermes," in line
 
 
 def test_the_noise_hash_is_murmurhash3():

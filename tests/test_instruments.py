@@ -390,6 +390,7 @@ def test_what_cannot_be_branched_is_one_line(refused, two_ranks, tmp_path):
         (f"{run} --step=99 --out_dir={tmp_path}/x", "--step=99: the run has steps 0 to 23"),
         (f"{run} --step=9", "choose a folder that is not there yet"),
         (f"{run} --step=9 --learning_rat=1", "--learning_rat: no such key; did you mean learning_rate?"),
+        (f"{run} --step=16 --out_dir={tmp_path}/x --group_size=1", "group_size=1: the baseline"),
         (f"{run} --step=16 --out_dir={tmp_path}/x --ulp=lm.weight[0]", "has no such weight"),
         (f"{run} --step=16 --out_dir={tmp_path}/y --ulp=model.norm.weight[64]", "has the shape [64]"),
         ("", "wants a run, a step and flags"),

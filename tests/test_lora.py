@@ -142,10 +142,12 @@ def test_new_adapters_keep_every_bit_of_the_base_on_any_number_of_ranks(trainer)
         assert torch.equal(part.data, s.data[part.first : part.first + len(part.data)])
 
 
-def test_the_merged_folder_gives_the_trainers_logprobs_and_gradients(trainer, adapted, base, tmp_path):
+def test_the_merged_folder_gives_the_trainers_logprobs_and_gradients(trainer, adapted, base, tmp_path, refusal):
     """dB = s dW A^T and dA = s B^T dW, from the merged weights' gradient dW, which a LoRA trainer never makes."""
     samples = make_samples(9)
-    merge_folder(str(base), save(adapted, tmp_path / "adapters"), tmp_path / "merged")
+    folder = save(adapted, tmp_path / "adapters")
+    merge_folder(str(base), folder, tmp_path / "merged")
+    assert "was trained beside another base" in refusal(merge_folder, tmp_path / "merged", folder, tmp_path / "twice")
     full = trainer(tmp_path / "merged")
     assert same_bits(logprobs(full, samples), logprobs(adapted, samples))
     assert not same_bits(logprobs(trainer(), samples), logprobs(adapted, samples))

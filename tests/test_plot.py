@@ -220,6 +220,11 @@ def test_a_step_that_is_different_is_named_with_its_fields_and_settings(draw, tm
     assert "b differs from a first in rl step 2: rewards (seed 2 instead of 1)" in draw(run, other)[0]
     shorter = make_run(tmp_path / "c", ["a"], steps=2)
     assert "c and a are equal as far as they go: 2 RL steps, and 3 RL steps" in draw(run, shorter)[0]
+    for folder in (run, other):  # of mode='eval' the only ledger is that of evaluations
+        ledger = [x | dict(phase="eval") for x in lines(folder, "ledger.jsonl")]
+        (folder / "evaluations.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in ledger))
+        (folder / "ledger.jsonl").write_text("")
+    assert "b differs from a first in eval step 2: rewards" in draw(run, other)[0]
 
 
 def test_two_runs_of_one_name_are_told_apart_by_their_paths(draw, tmp_path):
@@ -237,7 +242,8 @@ def test_advantages_that_a_groups_rewards_do_not_give_are_not_shown(draw, tmp_pa
 def test_a_page_does_without_a_tokenizer_and_says_if_rollouts_are_gone(draw, tmp_path):
     run = make_run(tmp_path / "run", ["a"])
     shutil.rmtree(run / "model")
-    assert "‹1›" in draw(run)[1] and "Its rollout files are not kept" in draw(run, "--steps=7")[1]
+    said, page, _ = draw(run, "--steps=7")
+    assert "step 7: no rollout files" in said and "Its rollout files are not kept" in page and "‹1›" in draw(run)[1]
 
 
 def test_samples_come_from_the_runs_own_folder_whatever_its_config_names(draw, tmp_path):

@@ -296,6 +296,7 @@ def say(text, file="config.py", instead=None):
     (say("agent = 'env SEARCH_KEY=abc python x.py'"), "user/name", "what follows SEARCH_KEY looks like a key"),
     (say("# train_grpo.py --judge=http://me:pw@host/v1"), "user/name", "what follows ://me looks like a key"),
     (say("0.95", "evaluations.jsonl", "0.15"), "user/name", "evaluations.jsonl: line 2 is altered"),
+    (say('{"phase": "rl"', "ledger.jsonl"), "user/name", "ledger.jsonl: line 85 is altered or torn"),
     (lambda run: None, "name", "name: not the name of a repository; use user/name"),
     (lambda run: (run / "ckpt" / "link").symlink_to("/etc"), "user/name", "ckpt/link: a symbolic link"),
     (lambda run: shutil.rmtree(run / "ckpt"), "user/name", "no checkpoint in it, and so no model to publish"),

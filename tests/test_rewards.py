@@ -516,6 +516,8 @@ def test_a_split_of_its_own_is_held_out_up_to_eval_size(write, tmp_path, refusal
     assert [r["prompt"] for r in held_out] == [f"test {i}" for i in range(3)]
     files = dict(dataset=str(tmp_path / "train.jsonl"), eval_split=str(tmp_path / "test.jsonl"), eval_size=3)
     assert load_rows(DEFAULTS | files) == (data, held_out)
+    sums, others = load_rows(DEFAULTS | files | dict(dataset="arithmetic"))
+    assert (len(sums), others) == (10_000, held_out)
     (tmp_path / "test.jsonl").write_text('{"prompt": "1+1="}\n')
     assert load_rows(DEFAULTS | files | dict(eval_size=0)) == (data, [])
     line = refusal(load_rows, DEFAULTS | files)
@@ -690,6 +692,9 @@ def test_a_chat_template_that_cannot_be_used_is_refused(refusal):
         (dict(dataset="pyproject.toml"), "dataset='pyproject.toml': a file, but not one of .jsonl, .json, .parquet"),
         (dict(dataset="arithmetic:5:5"), "dataset='arithmetic:5:5': has no rows; use another, or another split"),
         (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
+        (dict(eval_split="test"), "eval_split='test': dataset='arithmetic' has no splits; use '', or a file or"),
+        (dict(dataset="x.jsonl", eval_split="test"), "eval_split='test': dataset='x.jsonl' has no splits"),
+        (dict(dataset="a.py:f", split="test"), "split='test': dataset='a.py:f' has no splits; use 'train', or"),
     ],
 )
 def test_data_that_is_not_there_is_refused_in_one_line(change, message, refusal):
@@ -700,3 +705,5 @@ def test_a_broken_line_of_a_file_is_named(write, refusal):
     name = write('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2}\n', "x.jsonl")
     line = refusal(load_rows, DEFAULTS | dict(dataset=name))
     assert line == f"error: dataset={name!r}: line 3: Unterminated string starting at"
+    name = write('null\n{"prompt": "1", "answer": "1"}\n', "x.jsonl")  # a segmentation fault of pyarrow's
+    assert refusal(load_rows, DEFAULTS | dict(dataset=name)) == f"error: dataset={name!r}: its first row is null"

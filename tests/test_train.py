@@ -830,6 +830,9 @@ def test_models_we_cannot_train_and_serve_alike_are_refused(tmp_path, refusal):
     merge = f"make one model of both (tools/merge.py BASE {tmp_path} out/mer"
     assert f"init_from={str(tmp_path)!r}: adapters of BASE; {merge}" in said
     assert f" --init_from=BASE --lora_rank=8 --lora={tmp_path}" in said
+    (tmp_path / "run/ckpt/step_000004").mkdir(parents=True)
+    line = f"the folder of a run; use a checkpoint in it, such as {tmp_path}/run/ckpt/step_000004"
+    assert line in refusal(check_model, tmp_path / "run", DEFAULTS)
 
     def among(ranks):
         return dict(tp_split=ranks, rollout_tp=ranks)

@@ -275,6 +275,8 @@ def main():
     parser.add_argument("--experts", action="store_true", help="products of a mixture beside dense ones, on a CPU")
     args, args.flags = parser.parse_known_args()
     require(args.ranks > 0, f"--ranks={args.ranks}: must be more than 0")
+    if args.sandbox or args.experts:
+        require(not args.flags, f"{' '.join(args.flags)}: not for --sandbox or --experts, which make no run")
     if args.onoff:
         flags = ((f"--batch_invariant={on}", f"--strict={on}") for on in (True, False))
         alternately(args, dict(zip(("batch-invariant", "off"), flags)))

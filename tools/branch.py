@@ -32,6 +32,7 @@ from configurator import require
 from onecurve.run.checkpoint import seal_checkpoint, write_file
 from onecurve.run.record import LOGS
 from sync import run_id
+from train_grpo import DEFAULTS
 
 
 def checkpoint_of(run, step, scratch, said):
@@ -111,6 +112,7 @@ def main():
     require(steps, f"{run}: has no RL steps to branch from; name a run that has")
     require(0 <= step < steps, f"--step={step}: the run has steps 0 to {steps - 1}")
     require(folder != run and not folder.exists(), f"--out_dir={folder}: choose a folder that is not there yet")
+    configurator.check_config(config, 1, DEFAULTS)  # before there is a folder, which a second try would find
     changed = [f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in saved if config[key] != saved[key]]
     changed += [f"{ulp} by one bit"] * bool(ulp)
     with tempfile.TemporaryDirectory() as scratch:

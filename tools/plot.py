@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from runs import check_links, lines, saved_config
+from runs import check_links, evaluations, lines, saved_config
 from safetensors.torch import load_file
 
 from configurator import fail, free_keys, require
@@ -84,7 +84,8 @@ def read_run(folder, name):
         fail(f"{folder}: no such run")
     check_links(folder)
     config = saved_config(folder) if (folder / "config.py").is_file() else {}
-    run = Run(folder, name, lines(folder), lines(folder, "ledger.jsonl"), config)
+    ledger = lines(folder, "ledger.jsonl") or evaluations(folder)  # of mode='eval' it is empty
+    run = Run(folder, name, lines(folder), ledger, config)
     seconds = ["step_seconds", *(f"{part}_seconds" for part in PHASES)]
     for line in run.lines:
         needed = dict.fromkeys(seconds if line["phase"] == "rl" else ()) | line | {"phase": 0}
@@ -393,6 +394,8 @@ def compose(runs, steps, prompts):
     """(lines about the runs, {file: figure}, HTML of samples)."""
     compared = [compare(runs[0], run) for run in runs[1:]]
     words = [line for line, _ in compared] or [f"{steps_of(runs[0])}, digest {digest_of(runs[0])}"]
+    kept = {path.name for run in runs for path in run.folder.glob("queue/rl_*")}
+    words += [f"step {step}: no rollout files of it are kept" for step in steps if f"rl_{step:06d}" not in kept]
     marks = {i: mark for i, (_, mark) in enumerate(compared, 1) if mark}
     alike = {}  # of equal runs the samples are equal, too
     for run in runs:

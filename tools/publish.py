@@ -30,7 +30,7 @@ import plot
 import pyarrow
 import pyarrow.parquet
 import torch
-from runs import ROOT, check_links, evaluations, saved_config
+from runs import ROOT, check_links, evaluations, lines, saved_config
 from safetensors.torch import load_file
 from verify import branched, checked_digest
 
@@ -229,13 +229,14 @@ def write_folder(run, name, out, kept, public=()):
     check_links(run)
     config = saved_config(run)
     check_secrets(run, public)
-    with TemporaryDirectory() as scratch:  # what the card says of evaluations is under their digest
-        if evaluations(run):
-            checked_digest(run / "evaluations.jsonl", scratch, first=sync.FIRST_EVALUATION)
     sealed = checkpoints(run / "ckpt")
     require(sealed, f"{run}: no checkpoint in it, and so no model to publish (--checkpoint_every)")
     read = plot.read_run(run, name)
-    require(read.ledger, f"{run}: its ledger is empty, and so there is no digest to publish")
+    require(lines(run, "ledger.jsonl"), f"{run}: its ledger is empty, and so there is no digest to publish")
+    with TemporaryDirectory() as scratch:  # a kill may have torn a line; what the card says is under these digests
+        checked_digest(run / "ledger.jsonl", scratch)
+        if evaluations(run):
+            checked_digest(run / "evaluations.jsonl", scratch, first=sync.FIRST_EVALUATION)
     shutil.rmtree(out, ignore_errors=True)
     (out / "run" / "ckpt").mkdir(parents=True)
     export(sealed[-1], out)

@@ -26,7 +26,7 @@ study = Study(__file__)
 seeds, names, steps = (1, ["GRPO"], 20) if study.quick else (3, [*KNOBS], 60)
 task = "config/small.py experiments/sums.py --dataset=arithmetic:0:20 --eval_size=64 --leaf_tokens=2048".split()
 sft = "--mode=sft --learning_rate=2e-3 --warmup_steps=20 --max_steps=400".split()
-start = max(study.make({"start": [*task, *sft]})["start"].glob("ckpt/step_*"))
+start = study.start(*task, *sft)
 task += ["--warmup_sft_steps=0", f"--init_from={start}", "--checkpoint_every=0"]
 task += [f"--max_steps={steps}", "--updates_per_batch=4", "--eval_samples=8"]
 wanted = {}

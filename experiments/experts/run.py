@@ -21,8 +21,8 @@ study = Study(__file__)
 seeds, steps, dials = (1, 4, ["bf16"]) if study.quick else (3, 40, ["fp32", "bf16", "fp8"])
 task = ["config/tiny.py", "experiments/sums.py", "--scratch_args=intermediate_size=192, num_experts=8"]
 warm = 60 if study.quick else 257
-start = study.make({"start": [*task, "--mode=sft", "--learning_rate=1e-3", "--warmup_steps=20", f"--max_steps={warm}"]})
-task += ["--warmup_sft_steps=0", f"--init_from={max(start['start'].glob('ckpt/step_*'))}", f"--max_steps={steps}"]
+start = study.start(*task, "--mode=sft", "--learning_rate=1e-3", "--warmup_steps=20", f"--max_steps={warm}")
+task += ["--warmup_sft_steps=0", f"--init_from={start}", f"--max_steps={steps}"]
 task += ["--checkpoint_every=0", "--eval_samples=8", "--updates_per_batch=2", "--loss_aggregation=sequence"]
 arms = [(bits, name) for bits in dials for name in LOSSES]
 wanted = {}

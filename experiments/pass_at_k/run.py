@@ -24,7 +24,7 @@ seeds, names, n = (1, ["pass@4"], 4) if study.quick else (3, [*ADVANTAGES], 64)
 ks = [2**i for i in range(n.bit_length())]
 task = ["config/tiny.py", "experiments/sums.py", f"--eval_size={32 if study.quick else 128}"]
 sft = f"--mode=sft --learning_rate=1e-3 --warmup_steps=20 --max_steps={120 if study.quick else 200}"
-start = max(study.make({"start": [*task, *sft.split()]})["start"].glob("ckpt/step_*"))
+start = study.start(*task, *sft.split())
 task += ["--warmup_sft_steps=0"]
 look = [*task, "--mode=eval", f"--eval_samples={n}"]
 wanted = {f"base {k}": [*look, f"--init_from={start}", f"--seeds=eval={k}"] for k in (1, 2)}

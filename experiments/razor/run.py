@@ -20,7 +20,7 @@ flags += ["--warmup_sft_steps=0", "--warmup_steps=20"]
 sft = "--mode=sft --sft_column=shown".split()
 task.write_data(study.out)
 learn = [f"--dataset={study.out}/base.jsonl", "--sft_batch=64", "--learning_rate=2e-3", f"--max_steps={before}"]
-start = max(study.make({"base": [*flags, *sft, *learn]})["base"].glob("ckpt/step_*"))
+start = study.start(*flags, *sft, *learn, name="base")
 flags += "--learning_rate=3e-4 --checkpoint_every=5 --keep_checkpoints=20".split()
 flags += [f"--init_from={start}", f"--max_steps={steps}"]
 arms = {"RL": [f"--dataset={study.out}/new.jsonl", "--reward=experiments/razor/task.py:parity"]}

@@ -32,8 +32,8 @@ task = ["config/small.py", "experiments/sums.py", "--leaf_tokens=2048", "--eval_
 task.append(f"--eval_split={study.out / 'sums.jsonl'}")
 sft = "--mode=sft --sft_column=shown --eval_size=0 --learning_rate=2e-3 --warmup_steps=20".split()
 sft += [f"--max_steps={60 if study.quick else 800}", f"--dataset={study.out / 'shown.jsonl'}"]
-base = study.make({"base": [*task, *sft]})["base"]
-task += [f"--dataset={study.out / 'sums.jsonl'}", f"--init_from={max(base.glob('ckpt/step_*'))}"]
+start = study.start(*task, *sft, name="base")
+task += [f"--dataset={study.out / 'sums.jsonl'}", f"--init_from={start}"]
 task += f"--warmup_sft_steps=0 --checkpoint_every=0 --max_steps={steps} --updates_per_batch=4".split()
 wanted = {}
 for reward, clip, seed in product(rewards, clips, range(1, seeds + 1)):

@@ -581,7 +581,7 @@ class Chat:
                 return template.first(fresh, self.schemas)
             return template.next(fresh, self.schemas, self.ids[-1])
         except Exception as error:  # a template may raise anything
-            raise self.error(f"the chat template cannot be used for this: {describe(error)}") from error
+            raise self.error(f"the prompt cannot be made into tokens: {describe(error)}") from error
 
     def _reply(self, tokens, stop):
         template = self.episode.template

@@ -114,11 +114,15 @@ class AgentSampler(Sampler):
     """
 
     def __init__(self, agent, *args):
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
         super().__init__(*args)
         self.agent = agent
         self.running = set()  # episodes that the watchdog looks after
         self.engine.manager.tokenizer = agent.template.tokenizer  # SGLang stops at no string without one
         self.parser = self.config["tool_call_parser"] or {"llama": "llama3"}.get(self.engine.model_type, "qwen25")
+        known = FunctionCallParser.ToolCallParserEnum
+        require(self.parser in known, f"tool_call_parser={self.parser!r}: SGLang has no such; use {', '.join(known)}")
         if self.parser == "qwen25":  # a "<" may begin a thought
             agent.template.call_marks = ["<tool_call>"]
 

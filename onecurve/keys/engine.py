@@ -5,7 +5,7 @@ Code: rollout_server.py, onecurve/sglang/. Manual: docs/scale.md.
 
 import os
 
-from configurator import arguments, at_most_1, choice, named_arguments, on_cpu, positive, power_of_2, roles, untouched
+from configurator import arguments, at_most, choice, named_arguments, on_cpu, positive, power_of_2, roles, untouched
 
 tp_split = 1  # parts into which the sums of o_proj and down_proj are cut, a power of two; rollout_tp divides it
 engine_memory = 0.6  # share for weights and cache, of what is free of a GPU when the engine starts
@@ -20,7 +20,7 @@ SPARE = 8  # tokens beside a sample's that SGLang wants in its context and its c
 def rules(c):
     yield from choice(c, "weight_sync", "broadcast ipc")
     yield from positive(c, "tp_split engine_memory engine_timeout")
-    yield from at_most_1(c, "engine_memory")
+    yield from at_most(c, 1, "engine_memory")
     yield from power_of_2(c, "tp_split")
     if not c.batch_invariant:
         yield from untouched(c, "tp_split", "is for --batch_invariant=True")

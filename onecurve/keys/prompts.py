@@ -3,7 +3,7 @@ Several data sets, and a choice of prompts by what the model learns from.
 Code: `load_sources` and `draw_rows` of rewards.py, onecurve/algorithms/curriculum.py. Manual: docs/data.md.
 """
 
-from configurator import MODES, WANTED, arguments, named_arguments, not_negative, untouched
+from configurator import MODES, WANTED, arguments, at_most, named_arguments, not_negative, untouched
 
 # several data sets, each with its own values of these keys and a weight, its share of each step; 0: held out only. Such
 # as "easy={'dataset': 'arithmetic:0:10', 'weight': 3}, hard={'reward': 'exact'}"
@@ -27,6 +27,7 @@ def sources_of(config):
 
 def rules(c):
     yield from not_negative(c, "curriculum dynamic_sampling")
+    yield from at_most(c, 10**6, "curriculum")  # the weights of all prompts together have 63 bits
     if c.advantage in ("reinforce++", "gae", "distill"):
         yield from untouched(c, "dynamic_sampling", "is not for --advantage=reinforce++, gae or distill")
     what = "names with a dictionary each, of " + ", ".join(SOURCE)

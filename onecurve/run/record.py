@@ -221,7 +221,7 @@ class Record:
         self.steps.append(line)
         for observer in self.observers:
             observer.write(self.folder / f"queue/rl_{step:06d}")
-        self.bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens"))
+        self.bar.set_postfix(reward=f"{line['reward_mean']:.3f}", mismatch=line.get("logprob_mismatch_tokens", "-"))
         self.bar.update()
         if why := nothing_to_learn(self.steps, c, self.template_skipped):
             tqdm.write(f"warning: {why}", file=sys.stderr)
