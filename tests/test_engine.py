@@ -148,6 +148,7 @@ def make_model(family, folder):
     kind = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}[family]
     extra = dict(head_dim=32) if family == "qwen3" else {}
     if family == "llama":
+        extra["attention_bias"] = True
         extra["rope_parameters"] = dict(
             rope_type="llama3",
             rope_theta=10000.0,
