@@ -6,6 +6,7 @@ under torchrun are launched as a user launches them; `launch_warm` saves the oth
 """
 
 import fcntl
+import json
 import os
 import random
 import re
@@ -18,6 +19,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -161,6 +163,26 @@ def read_groups(folder, steps="rl_*"):
     return [*map(sync.read_group, sorted((folder / "queue").glob(f"{steps}/group_*.safetensors")))]
 
 
+def group_tensors(lengths, **others):
+    """A group's tensors as its file has them, of samples of so many tokens, with others in the place of some."""
+    n = sum(lengths)
+    G = len(lengths)
+    plain = dict(
+        prompt_tokens=torch.tensor([1]),
+        tokens=torch.arange(n),
+        lengths=torch.tensor(lengths),
+        logprobs=torch.zeros(n),
+        loss_mask=torch.ones(n).bool(),
+        weight_version=torch.zeros(n).long(),
+        truncated=torch.zeros(G).bool(),
+        rewards=torch.zeros(G),
+        sample=torch.arange(G),
+        turns=torch.ones(G).long(),
+        turn=torch.zeros(n).long(),
+    )
+    return plain | others
+
+
 def flipped(data, i):
     """These bytes with another bit in byte i."""
     return data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :]
@@ -210,11 +232,78 @@ def orphans():
     return {name for inode, name in there.items() if inode not in mapped}
 
 
+@contextmanager
+def answering(respond):
+    """
+    The address of a server that answers POST with respond(body): (status, bytes), or None, which hangs up; and what it
+    was asked: (headers, body).
+    """
+    asked = []
+    sockets = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self):
+            super().setup()
+            sockets.append(self.connection)
+
+        def send(self, status, content):
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", len(content))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_GET(self):
+            self.send(200, json.dumps(dict(object="list", data=[dict(id="first"), dict(id="policy")])).encode())
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append((self.headers, body))
+            if answer := respond(body):
+                self.send(*answer)
+            else:
+                self.close_connection = True
+
+        def log_message(self, *_):
+            pass
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 256
+
+        def handle_error(self, *_):
+            pass
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown(), server.socket.close()
+        for connection in sockets:
+            connection.close()
+        thread.join()
+
+
 def wait_for(condition, seconds):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.1)
+
+
+def float64_model(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+def plain_logprobs(model, ids, at):
+    """Log-probs of the tokens at these places, each after those before it."""
+    scores = torch.log_softmax(model(ids[None]).logits[0], -1)
+    return scores[at - 1, ids[at]]
 
 
 # ---- runs that tests share

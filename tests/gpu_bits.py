@@ -37,7 +37,7 @@ from onecurve.run.versions import commit  # noqa: E402
 bf16 = torch.bfloat16
 f32 = torch.float32
 CUDA = torch.cuda.is_available() and not kernels.INTERPRET
-DTYPES = (bf16, f32) if CUDA else (f32,)
+DTYPE = bf16 if CUDA else f32
 DEVICE = "cuda" if CUDA else "cpu"
 # hidden, query heads, key heads, MLP of Qwen3; head dim 128
 MODELS = {"0.6B": (1024, 16, 8, 3072), "8B": (4096, 32, 8, 12288)}
@@ -81,14 +81,14 @@ def all_tiles():
 
 
 def all_attention(quick):
-    """[(dtype, head dim, query heads of a key head, key heads, lengths)] on a GPU."""
+    """[(head dim, query heads of a key head, key heads, lengths)] on a GPU."""
     long = [3000, 1, 1025, 1024, 1023, 64]
     short = [1100, 3, 65, 64, 1]
     groups = (1, 4, 5) if quick else range(1, 9)
     return [
-        *((bf16, D, g, 2, short) for D in (64, 128) for g in groups),
-        (bf16, 128, 2, 8, long),
-        (bf16, 128, 4, 8, long),
+        *((D, g, 2, short) for D in (64, 128) for g in groups),
+        (128, 2, 8, long),
+        (128, 4, 8, long),
     ]
 
 
@@ -103,7 +103,7 @@ def sizes(quick):
     models = {name: linears(name) for name in names}
     edges = [M + i for M in (512, 1024, 2048, 4096) for i in (-1, 0, 1)]
     few_tiles = (64, 16, 128, 4, 3), (128, 32, 64, 4, 3), (16, 64, 32, 4, 3)
-    few_attention = [(f32, 64, 2, 1, [150, 5, 64]), (f32, 128, 1, 1, [70, 5, 64])]
+    few_attention = [(64, 2, 1, [150, 5, 64]), (128, 1, 1, [70, 5, 64])]
     pairs = dict(  # on a CPU, on a GPU
         models=(tiny, models),
         head=((98, 40), (VOCABULARY, 1024)),
@@ -131,8 +131,8 @@ def sizes(quick):
     return SimpleNamespace(**{name: pair[CUDA] for name, pair in pairs.items()})
 
 
-def random(*shape, dtype=bf16):
-    return torch.randn(*shape, device=DEVICE).to(dtype if CUDA else f32)
+def random(*shape, dtype=DTYPE):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
 def offset(M, R):
@@ -252,11 +252,11 @@ def run(f, rows, others, backward, at=slice(None), R=None):
     return [*results, *found[: len(own)]], [*found[len(own) :]]
 
 
-def right(row, dtype, f, reference, rows, others=(), backward=True, slack=1):
+def right(row, f, reference, rows, others=(), backward=True, slack=1):
     """Against float64, forward and backward: |ours - reference| / |reference|. A wrong operator may be invariant."""
 
     def coarse(x):  # to the 10 bits that TF32 keeps, or to the 3 of fp8
-        if dtype != f32:
+        if CUDA:
             return x.to(torch.float8_e4m3fn).to(x.dtype)
         rounded = (x.float().view(torch.int32) + 0x1000) & ~0x1FFF
         return rounded.view(f32).to(x.dtype)
@@ -274,7 +274,7 @@ def right(row, dtype, f, reference, rows, others=(), backward=True, slack=1):
             errors.append((a.double() - b).norm() / b.norm())
         return float(torch.stack(errors).max())  # NaN where one is
 
-    bound = slack * (1e-5 if dtype == f32 else 2e-2)
+    bound = slack * (2e-2 if CUDA else 1e-5)
     exact = results(reference, torch.Tensor.double)
     mine = results(f, torch.clone)
     row.cases += len(mine)
@@ -288,11 +288,11 @@ def right(row, dtype, f, reference, rows, others=(), backward=True, slack=1):
 # ---- matmul
 
 
-def matrix(rows, columns, order, dtype):
+def matrix(rows, columns, order):
     """N: its rows are along the memory; T: its columns."""
     if order == "N":
-        return random(rows, columns, dtype=dtype)
-    return random(columns, rows, dtype=dtype).t()
+        return random(rows, columns)
+    return random(columns, rows).t()
 
 
 def always(x, *_):
@@ -310,7 +310,6 @@ def matmul(size):
     """Every number of rows. TN has its rows along the memory, so that most offsets are read by pointers, not by TMA."""
     shapes = [shape for weights in size.models.values() for shape in weights.values()]
     shapes.append(size.head)
-    cases = [(bf16, shape) for shape in shapes] + [(f32, shapes[0])] * CUDA
     mm = partial(kernels.matmul, out_dtype=f32)
     # cuBLAS without split-K, which only its Lt can leave out: its sums may be ours, and it take a kernel's place
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -325,12 +324,12 @@ def matmul(size):
     for layout in ("NT", "NN", "TN"):
         row = Row(f"matmul {layout}", f"{', '.join(size.models)}: {len(size.Ms)} sizes M, at other offsets; again")
         cut = Row(f"matmul {layout}, cut", f"columns; by pointers; {len(size.tiles)} other tiles, by TMA and pointers")
-        for dtype, shape in cases:
+        for shape in shapes:
             N, K = reversed(shape) if layout == "NN" else shape
             if layout == "TN":
                 K = size.tokens
-            a = matrix(size.R, K, layout[0], dtype)
-            b = matrix(K, N, layout[1], dtype)
+            a = matrix(size.R, K, layout[0])
+            b = matrix(K, N, layout[1])
             whole = mm(a, b)
             for M in size.Ms:
                 at = offset(M, size.R)
@@ -347,7 +346,7 @@ def matmul(size):
             for line in (row, cut):
                 line.control("reversed K", mm(a.flip(1), b.flip(0)), whole)
             corner = [a[:65, :90]], [b[:90, :99]]
-            right(row, a.dtype, mm, torch.mm, *corner, backward=False)
+            right(row, mm, torch.mm, *corner, backward=False)
         yield from (row, cut)
 
 
@@ -437,10 +436,6 @@ def sdpa(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
-def attend(q, k, v, plan, scale):
-    return kernels.attention(q, k, v, plan, scale)
-
-
 def attention(size):
     from test_kernels import Sequences  # here: it needs pytest, and whoever takes a shape from this file does not
 
@@ -451,8 +446,8 @@ def attention(size):
     )
     packs = Row("attention packs", "forward and backward: again; in another order, each alone, beside NaN and Inf")
     with patched(**size.splits):
-        for dtype, D, groups, kv_heads, lengths in size.attention:
-            s = Sequences(lengths, groups * kv_heads, kv_heads, D, dtype, DEVICE)
+        for D, groups, kv_heads, lengths in size.attention:
+            s = Sequences(lengths, groups * kv_heads, kv_heads, D, DTYPE, DEVICE)
             steps = s.steps(size.chunks)
             grad = torch.randn_like(s.q)
             order = list(range(len(lengths)))
@@ -478,9 +473,9 @@ def attention(size):
                         row.control("moved splits", *s.step(most_keys))
                     packs.control("moved splits", pack(s, grad, order)[0], first[0])
             plan = kernels.packed_plan(lengths[:1], DEVICE)
-            f = partial(attend, plan=plan, scale=s.scale)
+            f = partial(kernels.attention, plan=plan, scale=s.scale)
             alone = [x[: lengths[0]] for x in (s.q, s.k, s.v)]
-            right(packs, dtype, f, sdpa, alone)
+            right(packs, f, sdpa, alone)
     yield from (*rows.values(), packs)
 
 
@@ -605,10 +600,6 @@ class Case(NamedTuple):
     slack: float = 1  # by how much it may be farther from float64 than the rest
 
 
-def normed(x, w):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
-
-
 def mixture(x, router, gate_up, down, k):
     z, experts = (x @ router.t()).topk(k)
     gate, up = (x @ gate_up.mT).chunk(2, -1)
@@ -623,17 +614,14 @@ def token_logprobs(h, targets, w):
     return logp.gather(1, targets[:, None])[:, 0], entropy
 
 
-def angle(positions, frequencies):
-    return positions.float()[:, None] * frequencies.float()
-
-
 def cos_sin(positions, frequencies):
-    x = angle(positions, frequencies).double()
-    return x.cos(), x.sin()
+    angle = (positions.float()[:, None] * frequencies.float()).double()
+    return angle.cos(), angle.sin()
 
 
-def operators(size, dtype):
-    make = partial(random, dtype=dtype)
+def operators(size):
+    from test_kernels import textbook_norm, textbook_rope, textbook_swiglu
+
     R = size.rows
     D = size.D
     H = size.widths[0]
@@ -644,64 +632,57 @@ def operators(size, dtype):
         return kernels.norm_rope(q, k, *kernels.rope_table(inv_freq, positions), *weights, *eps)
 
     def turned(q, k, positions, *weights):
-        if weights:
-            q = normed(q, weights[0])
-            k = normed(k, weights[1])
-        c, s = (x[:, None] for x in kernels.rope_table(inv_freq, positions))
-        out = []
-        for heads in (q, k):
-            x, y = heads.chunk(2, -1)
-            out.append(torch.cat((x * c - y * s, y * c + x * s), -1))
-        return tuple(out)
+        heads = map(textbook_norm, (q, k), weights) if weights else (q, k)
+        return tuple(textbook_rope(x, *kernels.rope_table(inv_freq, positions)) for x in heads)
 
     for C in size.widths:
-        x = make(R, C)
-        y = make(R, C)
-        w = make(C)
-        yield Case("rms_norm", lambda x, w: kernels.rms_norm(x, w, 1e-6), normed, [x], [w])
+        x = random(R, C)
+        y = random(R, C)
+        w = random(C)
+        yield Case("rms_norm", lambda x, w: kernels.rms_norm(x, w, 1e-6), textbook_norm, [x], [w])
         yield Case(
             "rms_norm with a residual",
             lambda x, r, w: kernels.rms_norm(x, w, 1e-6, r),
-            lambda x, r, w: (normed(x + r, w), x + r),
+            lambda x, r, w: (textbook_norm(x + r, w), x + r),
             [x, y],
             [w],
         )
-        yield Case("swiglu", kernels.swiglu, lambda g, u: F.silu(g) * u, [x, y])
+        yield Case("swiglu", kernels.swiglu, textbook_swiglu, [x, y])
     E, width, k = size.mixture
     # of the router's, too: the softmax of large logits would show their rounding many times over
-    router = make(E, H) / H**0.5
-    gate_up = make(E, 2 * width, H) / H**0.5
-    down = make(E, H, width) / width**0.5
+    router = random(E, H) / H**0.5
+    gate_up = random(E, 2 * width, H) / H**0.5
+    down = random(E, H, width) / width**0.5
     weights = [router, gate_up, down]
-    yield Case("moe", partial(kernels.moe, k=k), partial(mixture, k=k), [make(R, H)], weights)
-    heads = [make(R, 8, D), make(R, 2, D)]
+    yield Case("moe", partial(kernels.moe, k=k), partial(mixture, k=k), [random(R, H)], weights)
+    heads = [random(R, 8, D), random(R, 2, D)]
     positions = torch.arange(R, device=DEVICE) * 19
     yield Case("rope_table", lambda p, f: kernels.rope_table(f, p), cos_sin, [positions], [inv_freq], backward=False)
     yield Case("norm_rope, no norm", norm_rope, turned, [*heads, positions])
-    yield Case("norm_rope", norm_rope, turned, [*heads, positions], [make(D), make(D)])
+    yield Case("norm_rope", norm_rope, turned, [*heads, positions], [random(D), random(D)])
     yield Case(
         "token_logprobs",
         lambda h, targets, w: kernels.token_logprobs(h, w, targets, 0.7),
         token_logprobs,
-        [make(size.head_rows, H), torch.randint(size.V, (size.head_rows,), device=DEVICE)],
-        [make(size.V, H) / H**0.5],
+        [random(size.head_rows, H), torch.randint(size.V, (size.head_rows,), device=DEVICE)],
+        [random(size.V, H) / H**0.5],
     )
     yield Case(
         "log_softmax, softmax",
         lambda z: (kernels.log_softmax(z, -1, False), kernels.softmax(z, -1, False)),
         lambda z: (torch.log_softmax(z, -1), torch.softmax(z, -1)),
-        [make(size.head_rows, size.V) * 3],
+        [random(size.head_rows, size.V) * 3],
         backward=False,
         slack=5,
     )
-    if dtype == bf16:  # of LoRA's gradients
+    if CUDA:  # of LoRA's gradients
         K = size.widths[1]
         a = torch.randn(K, 96, device=DEVICE)
         yield Case(
             "float32 beside bfloat16",
             lambda x: kernels._float32_mm(x, a),
             lambda x: x @ a.to(x.dtype),
-            [make(R, K)],
+            [random(R, K)],
             backward=False,
             slack=2.5e-3,
         )
@@ -724,7 +705,7 @@ def views(x):
     return [x, *(copy.copy_(x) for copy in (*copies, wide))]
 
 
-def check_case(row, c, size, dtype):
+def check_case(row, c, size):
     whole, shared = run(c.f, c.rows, c.others, c.backward)
     R = len(c.rows[0])
     picks = [torch.arange(M) + offset(M, R) for M in size.counts if M < R]
@@ -741,7 +722,7 @@ def check_case(row, c, size, dtype):
         return results + gradients
 
     row.again(again, whole + shared, size.repeats)
-    right(row, dtype, *c[1:])
+    right(row, *c[1:])
     if c.name == "token_logprobs":
         h, targets = c.rows
         (w,) = c.others
@@ -754,10 +735,9 @@ def check_case(row, c, size, dtype):
 
 def on_rows(size):
     found = {}
-    for dtype in DTYPES:
-        for c in operators(size, dtype):
-            row = Row(c.name, "rows forward and backward; offsets, alignments, strides; again")
-            check_case(found.setdefault(c.name, row), c, size, dtype)
+    for c in operators(size):
+        row = Row(c.name, "rows forward and backward; offsets, alignments, strides; again")
+        check_case(found.setdefault(c.name, row), c, size)
     yield from found.values()
 
 
@@ -768,7 +748,7 @@ def total_and_mean(x):
 def sums(size):
     """Of plain torch: a bias's gradient, means; with the switch thrown they are ours."""
     row = Row("sum and mean of plain torch", "columns and rows of a matrix alone; again")
-    for dtype in (*DTYPES, torch.float64):
+    for dtype in (DTYPE, f32, torch.float64):
         x = torch.randn(size.splits_of_sums, 70, dtype=torch.float64, device=DEVICE).to(dtype)
         theirs = total_and_mean(x)
         exact = total_and_mean(x.double())
@@ -802,7 +782,7 @@ def embedding(size):
     def exact(grad, ids):
         return grad.new_zeros(23, grad.shape[1]).index_add_(0, ids, grad)
 
-    for dtype in DTYPES:
+    for dtype in {DTYPE, f32}:
         grad = random(N, size.widths[0], dtype=dtype)
         ids = torch.randperm(N, device=DEVICE) % 23
         whole = f(grad, ids)
@@ -810,7 +790,7 @@ def embedding(size):
         row.check(f(grad[some], ids[some])[:9], whole[:9])
         row.again(lambda: [f(grad, ids)], [whole], size.repeats)
         row.control("reversed tokens", f(grad.flip(0), ids.flip(0)), whole)
-        right(row, dtype, f, exact, [grad, ids], backward=False)
+        right(row, f, exact, [grad, ids], backward=False)
     yield row
 
 

@@ -76,8 +76,10 @@ def gradients(out, *inputs):
     return *outs, *torch.autograd.grad(outs, inputs, weights)
 
 
-def operators():
-    """{name: hash} of every public operator on a CPU, forward and backward."""
+def operators(module=kernels):
+    """(name, tensors ..) of every public operator of the module, forward and backward, of the same inputs each time."""
+    global NUMBERS
+    NUMBERS = np.random.default_rng(0)
     x = inputs(70, 96)
     w = inputs(50, 96)
     v = inputs(96)
@@ -88,37 +90,38 @@ def operators():
     a = inputs(70, 96)
     ids = torch.arange(70).remainder(9)
     frequencies = 1e6 ** (-torch.arange(16) / 16)
-    cos, sin = kernels.rope_table(frequencies, torch.arange(70) * 97)
-    into = kernels.matmul(x, w.t(), out=z.clone())
-    yield "matmul", kernels.matmul(x, w.t()), kernels.matmul(x.t(), a), into
-    yield "addmm", kernels.addmm(numbers(50), x, w.t(), alpha=0.3, beta=2)
-    yield "rms_norm", *gradients(kernels.rms_norm(x, v, 1e-6, a), x, v)
-    turned = kernels.norm_rope(q, k, cos, sin, v[:32], v[32:64], 1e-6)
+    cos, sin = module.rope_table(frequencies, torch.arange(70) * 97)
+    into = module.matmul(x, w.t(), out=z.clone())
+    yield "matmul", module.matmul(x, w.t()), module.matmul(x.t(), a), into
+    yield "addmm", module.addmm(numbers(50), x, w.t(), alpha=0.3, beta=2)
+    yield "rms_norm", *gradients(module.rms_norm(x, v, 1e-6, a), x, v)
+    turned = module.norm_rope(q, k, cos, sin, v[:32], v[32:64], 1e-6)
     yield "norm_rope", *gradients(turned, q, k, v)
-    yield "rope", cos, sin, *kernels.norm_rope(q, k, cos, sin)
-    yield "swiglu", *gradients(kernels.swiglu(x, a), x, a)
-    attended = kernels.attention(q, k, y, kernels.packed_plan([40, 1, 29]), 0.2)
+    yield "rope", cos, sin, *module.norm_rope(q, k, cos, sin)
+    yield "swiglu", *gradients(module.swiglu(x, a), x, a)
+    attended = module.attention(q, k, y, module.packed_plan([40, 1, 29]), 0.2)
     yield "attention", *gradients(attended, q, k, y)
     router = w[:6]
     gate_up = q.view(-1)[:4608].view(6, 8, 96)
     down = k.view(-1)[:2304].view(6, 96, 4)
-    mixed = kernels.moe(x, router, gate_up, down, 2)
+    mixed = module.moe(x, router, gate_up, down, 2)
     yield "moe", *gradients(mixed, x, w, q, k)
-    plain = kernels.token_logprobs(x, w, ids, 0.7)
+    plain = module.token_logprobs(x, w, ids, 0.7)
     yield "token_logprobs", *gradients(plain, x, w)
     few = x[:6]
-    cut = kernels.token_logprobs(few, w, ids[:6], 0.7, 0.9, 20, 0.02)
+    cut = module.token_logprobs(few, w, ids[:6], 0.7, 0.9, 20, 0.02)
     yield "cut", *gradients(cut, few, w)
-    logprobs = kernels.log_softmax(z, -1, False)
-    yield "log_softmax", logprobs, kernels.softmax(z, -1, False)
-    yield "embedding", kernels.embedding_backward(x.detach(), ids, 9, 3, False)
-    yield "draw", kernels.draw(logprobs, ids * 2**40, torch.arange(70))
+    logprobs = module.log_softmax(z, -1, False)
+    yield "log_softmax", logprobs, module.softmax(z, -1, False)
+    yield "row_sums", module.row_sums(z.double())
+    yield "embedding", module.embedding_backward(x.detach(), ids, 9, 3, False)
+    yield "draw", module.draw(logprobs, ids * 2**40, torch.arange(70))
     bits = x.detach().view(torch.int32)
     factors = torch.arange(96) * 2**50 + 1
-    yield "bit_sums", kernels.bit_sums([(bits, ids * 2 + 1, factors)])
+    yield "bit_sums", module.bit_sums([(bits, ids * 2 + 1, factors)])
     moved = torch.nn.Parameter(x.detach().clone())
     moved.grad = a.detach().clone()
-    optimizer = kernels.adamw([dict(params=[moved])], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = module.adamw([dict(params=[moved])], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer.state[moved] = dict(
         step=torch.tensor(2.0),
         exp_avg=a.detach().clone(),
@@ -129,10 +132,11 @@ def operators():
 
 
 def formulas():
-    """{name: hash} of what formulas in plain torch use, with the operators that stand when it is called."""
+    """(name, tensors ..) of what formulas in plain torch use, with the operators that stand when it is called."""
     x = numbers(40, 1001, scale=4.0).requires_grad_()
     yield "exp", *gradients(torch.exp(x), x)
     yield "log", *gradients(torch.log(x.abs() + 1e-3), x)
+    yield "sqrt", *gradients(torch.sqrt(x.abs()), x)
     yield "sum", *gradients(x.sum(), x), x.sum(0), x.sum(-1, keepdim=True)
     yield "mean", *gradients(x.mean(), x), x.mean(0), x.mean(-1)
     yield "std", *gradients(x.std(), x), x.std(1, keepdim=True)

@@ -36,12 +36,25 @@ def learned(out):
         lines = ["".join(c for c in x.strip() if " " <= c <= "~") for f in files for x in f.read_text().splitlines()]
         rows = [dict(prompt=x[:14], answer=x[14:140]) for x in lines if len(x) > 50 and x[0] != "|"]
         out.mkdir(parents=True, exist_ok=True)
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(data, rows)
         flags = "--mode=sft --max_steps=250 --learning_rate=2e-3 --warmup_steps=20 --sft_batch=32 --eval_size=0"
         flags += " --checkpoint_every=125 --keep_checkpoints=9"
         runs.run(out / "lm", *flags.split(), f"--dataset={data}")
     prompts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
     return [out / "lm" / "ckpt" / f"step_000{n}" for n in (125, 250)], prompts[:: len(prompts) // 64][:64]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rows_of(side, package, settings, checkpoints, prompts, out):
+    """{setting: rows} of another system's samples for each of its settings, in an environment of its own."""
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(checkpoints[1])(prompts).input_ids
+    other_environment(f"{side}_side", package, out, settings=settings, model=str(checkpoints[1]), prompts=tokens)
+    return {name: [*map(json.loads, (out / f"{side}_{name}.jsonl").read_text().splitlines())] for name in settings}
 
 
 def referee(*args):
@@ -246,20 +259,6 @@ def of_trl(checkpoints, prompts, out):
 # ---- llama.cpp, in its own environment: xllamacpp has wheels of it for a CPU
 
 LLAMA = ("xllamacpp==2026.10.11549", "gguf==0.19.0", "safetensors", "numpy")
-LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
 def write_gguf(folder, path):
@@ -288,12 +287,10 @@ def write_gguf(folder, path):
     writer.add_token_merges(["a b"])  # prompts are token ids
     writer.add_eos_token_id(hf["eos_token_id"])
     writer.add_add_bos_token(False)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, hf["num_hidden_layers"])
     for file in sorted(folder.glob("model*.safetensors")):
         for name, x in load_file(file).items():
-            parts = name.removeprefix("model.").removesuffix(".weight").split(".")
-            inner = parts[0] == "layers"
-            new = f"blk.{parts[1]}.{LAYER['.'.join(parts[2:])]}" if inner else OUTER[parts[0]]
-            writer.add_tensor(f"{new}.weight", x)
+            writer.add_tensor(names.get_name(name, [".weight"]), x)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -325,12 +322,10 @@ def llama_side(task):
             tokens = answer["choices"][0]["logprobs"]["content"]
             ids, logprobs = ([token[key] for token in tokens] for key in ("id", "logprob"))
             rows.append(dict(prompt_ids=prompt, response_ids=ids, logprobs=logprobs))
-        (out / f"llama_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(out / f"llama_{name}.jsonl", rows)
 
 
 def of_llama(checkpoints, prompts, out):
-    from transformers import AutoTokenizer
-
     settings = {  # bits of attention, temperature, RoPE's base (0: the model's), tokens before the prompt
         "float32": (32, 1.0, 0, []),
         "float16": (16, 1.0, 0, []),
@@ -338,11 +333,7 @@ def of_llama(checkpoints, prompts, out):
         "base": (32, 1.0, 1e6, []),
         "bos": (32, 1.0, 0, [1]),
     }
-    tokens = AutoTokenizer.from_pretrained(checkpoints[1])(prompts).input_ids
-    other_environment("llama_side", LLAMA, out, settings=settings, model=str(checkpoints[1]), prompts=tokens)
-    rows = {}
-    for name in settings:
-        rows[name] = [json.loads(line) for line in (out / f"llama_{name}.jsonl").read_text().splitlines()]
+    rows = rows_of("llama", LLAMA, settings, checkpoints, prompts, out)
     yield "", "", rows["float32"], {}
     yield "float16 attention", "", rows["float16"], {}
     yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
@@ -375,24 +366,17 @@ def vllm_side(task):
             steps = [{token: dict(logprob=x.logprob) for token, x in step.items()} for step in output.logprobs]
             output = dict(index=0, text=output.text, token_ids=[*output.token_ids], logprobs=steps)
             rows.append(dict(prompt=None, prompt_token_ids=prompt, outputs=[output]))
-        path = Path(task["out"]) / f"vllm_{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(Path(task["out"]) / f"vllm_{name}.jsonl", rows)
 
 
 def of_vllm(checkpoints, prompts, out):
-    from transformers import AutoTokenizer
-
     settings = {
         "float32": ("float32", 1.0, []),
         "bfloat16": ("bfloat16", 1.0, []),
         "cold": ("float32", 0.7, []),
         "bos": ("float32", 1.0, [1]),
     }
-    tokens = AutoTokenizer.from_pretrained(checkpoints[1])(prompts).input_ids
-    other_environment("vllm_side", VLLM, out, settings=settings, model=str(checkpoints[1]), prompts=tokens)
-    rows = {}
-    for name in settings:
-        rows[name] = [json.loads(line) for line in (out / f"vllm_{name}.jsonl").read_text().splitlines()]
+    rows = rows_of("vllm", VLLM, settings, checkpoints, prompts, out)
     yield "", "", rows["float32"], {}
     yield "in bfloat16", "", rows["bfloat16"], {}
     yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
@@ -546,7 +530,7 @@ def main():
             if len(given) == 2:
                 rows, options = given
                 path = out / f"{system}_{i}.jsonl"
-                path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+                write_rows(path, rows)
                 given = [[checkpoints[1], path, *(f"--{k}={x}" for k, x in options.items())]]
             found, lines = referee(*given[0], f"--out={out / f'{system}_{i}.html'}")
             words = [*itertools.takewhile(lambda line: not re.match("(log-probs|explains) ", line), lines)]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import error_line
 
 import configurator
 import sync
@@ -50,7 +49,5 @@ def test_several_of_a_group_are_taken_by_their_rewards(run):
     assert run("--count=2")[0] == ["p0a", "p0b", "p1c", "p3c", "p3a"]
 
 
-def test_an_agents_samples_are_refused_in_one_line(run, capsys):
-    with pytest.raises(SystemExit):
-        run(agent="agents/calculator.py:solve")
-    assert "best.py takes those of one turn" in error_line(capsys.readouterr().err)
+def test_an_agents_samples_are_refused_in_one_line(run, refusal):
+    assert "best.py takes those of one turn" in refusal(run, agent="agents/calculator.py:solve")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import lines, write_ledger
+from conftest import group_tensors, lines, write_ledger
 from safetensors.torch import save_file
 
 import sync
@@ -28,14 +28,7 @@ def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=
     for step in range(steps):
         groups = []
         for i in range(2):
-            tensors = dict(
-                tokens=torch.arange(7),
-                lengths=torch.tensor([3, 4]),
-                logprobs=torch.arange(7) * -0.5,
-                rewards=torch.ones(2),
-                weight_version=torch.zeros(7).long(),
-                sample=torch.arange(2),
-            )
+            tensors = group_tensors([3, 4], logprobs=torch.arange(7) * -0.5)
             if i == 1:
                 change(step, tensors)
             queue = folder / "queue" / f"rl_{step:06d}"

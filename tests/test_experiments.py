@@ -122,13 +122,19 @@ def test_each_run_has_an_output_of_its_own(study):
     assert len(made.said.outputs) == 2
 
 
+def error_of(study, capsys):
+    """The line with which a study of two runs ends."""
+    with pytest.raises(SystemExit) as ended:
+        study.make({"a": [], "b": []})
+    assert ended.value.code == 2
+    return error_line(capsys.readouterr().err)
+
+
 def test_a_run_that_fails_ends_the_study_with_its_line(study, capsys):
     failing = study("--jobs=1")
     failing.said.status = 2
     failing.said.ends = "much\nerror: lanes=3: not a power of two"
-    with pytest.raises(SystemExit) as ended:
-        failing.make({"a": [], "b": []})
-    assert ended.value.code == 2 and "lanes=3: not a power of two" in error_line(capsys.readouterr().err)
+    assert "lanes=3: not a power of two" in error_of(failing, capsys)
 
 
 def test_an_interrupted_study_ends_with_one_line(study, monkeypatch, capsys):
@@ -137,9 +143,7 @@ def test_an_interrupted_study_ends_with_one_line(study, monkeypatch, capsys):
 
     stopped = study("--jobs=1")
     monkeypatch.setattr(frame.runs, "run_warm", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        stopped.make({"a": [], "b": []})
-    assert ended.value.code == 2 and "interrupted" in error_line(capsys.readouterr().err)
+    assert "interrupted" in error_of(stopped, capsys)
 
 
 def test_a_process_that_ends_without_a_status_leaves_no_timer(tmp_path):

@@ -7,11 +7,12 @@ Golden log-probs: the file's rows come out again to the byte, and golden.py name
 import json
 import math
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
+from contextlib import ExitStack
 
 import pytest
 import torch
+from conftest import answering
 from trials import ROOT
 
 FOLDER = ROOT / "tools" / "golden"
@@ -87,64 +88,48 @@ def test_a_file_of_anything_ends_in_one_line(line, tmp_path, refusal):
 # ---- servers
 
 
-class Server(BaseHTTPRequestHandler):
-    """Answers that are a function of the request, unless `mistake` says otherwise."""
-
-    mistake = ""
-    running = []
-    seen = set()
-
-    def do_GET(self):
-        self.answer(dict(data=[dict(id="m")]))
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if "prompt" not in body:  # to flush the cache
-            Server.seen.clear()
-            return self.answer({})
-        Server.running.append(self)
-        if Server.mistake == "batch":
-            threading.Event().wait(0.05)
-        ids = body["prompt"]
-        if body.get("echo"):
-            row = next(row for row in ROWS if row["prompt_ids"] + row["response_ids"] == ids)
-            numbers = [None] * len(row["prompt_ids"]) + ENGINES[Server.mistake or "ours"][0](row) + [-1.0]
-        else:
-            far = 1e-6 * (Server.mistake == "batch" and len(Server.running) > 1)
-            far += 1e-6 * (Server.mistake == "cache" and str(ids) in Server.seen)
-            numbers = [-0.5 + far]
-            Server.seen.add(str(ids))
-        Server.running.remove(self)
-        self.answer(dict(choices=[dict(text=str(ids[-5:]), logprobs=dict(token_logprobs=numbers))] * body.get("n", 1)))
-
-    def answer(self, value):
-        data = json.dumps(value).encode() if Server.mistake != "nonsense" else b"<html>"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def url(monkeypatch):
-    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 128)  # a crowd at once
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+def served():
+    """served(mistake): the address of a server whose answers are a function of the request, but for its mistake."""
+    with ExitStack() as stack:
+
+        def serve(mistake):
+            running = []
+            seen = set()
+
+            def respond(body):
+                if mistake == "nonsense":
+                    return 200, b"<html>"
+                if "prompt" not in body:  # to flush the cache
+                    seen.clear()
+                    return 200, b"{}"
+                running.append(body)
+                if mistake == "batch":
+                    time.sleep(0.05)
+                ids = body["prompt"]
+                if body.get("echo"):
+                    row = next(row for row in ROWS if row["prompt_ids"] + row["response_ids"] == ids)
+                    numbers = [None] * len(row["prompt_ids"]) + ENGINES[mistake or "ours"][0](row) + [-1.0]
+                else:
+                    far = 1e-6 * (mistake == "batch" and len(running) > 1)
+                    far += 1e-6 * (mistake == "cache" and str(ids) in seen)
+                    numbers = [-0.5 + far]
+                    seen.add(str(ids))
+                running.pop()
+                choice = dict(text=str(ids[-5:]), logprobs=dict(token_logprobs=numbers))
+                return 200, json.dumps(dict(choices=[choice] * body.get("n", 1))).encode()
+
+            url, _ = stack.enter_context(answering(respond))
+            return url.removesuffix("/v1")
+
+        yield serve
 
 
 @pytest.mark.parametrize(
     "mistake, where", [("", None), ("batch", "in a crowd of 64"), ("cache", "alone, with a warm cache")]
 )
-def test_what_changes_a_servers_answers_is_named(mistake, where, url, monkeypatch, capsys):
-    monkeypatch.setattr(Server, "mistake", mistake)
-    found = golden.main(url)
+def test_what_changes_a_servers_answers_is_named(mistake, where, served, capsys):
+    found = golden.main(served(mistake))
     changed = [line for line in capsys.readouterr().out.splitlines() if "1e-06" in line]
     assert found == bool(mistake) == any(line.startswith(where or " ") for line in changed)
     assert not any(line.startswith("alone, flushed") for line in changed)
@@ -152,14 +137,12 @@ def test_what_changes_a_servers_answers_is_named(mistake, where, url, monkeypatc
 
 
 @pytest.mark.parametrize("mistake", ["", "shifted"])
-def test_a_server_is_asked_for_the_log_probs_of_prompts(mistake, url, monkeypatch, capsys):
-    monkeypatch.setattr(Server, "mistake", mistake)
-    assert golden.main(url, str(FOLDER / "dense.jsonl")) == bool(mistake)
+def test_a_server_is_asked_for_the_log_probs_of_prompts(mistake, served, capsys):
+    assert golden.main(served(mistake), str(FOLDER / "dense.jsonl")) == bool(mistake)
     said = capsys.readouterr().out
     assert ENGINES[mistake or "ours"][1] in said and "6980" in said
 
 
-def test_a_server_that_is_none_is_one_line(url, monkeypatch, refusal):
-    monkeypatch.setattr(Server, "mistake", "nonsense")
-    for place in (url, "http://127.0.0.1:9"):
+def test_a_server_that_is_none_is_one_line(served, refusal):
+    for place in (served("nonsense"), "http://127.0.0.1:9"):
         assert place in refusal(golden.main, place)

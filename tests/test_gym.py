@@ -122,19 +122,14 @@ def test_what_an_answer_does_to_its_worker_is_its_own_verdict(monkeypatch):
         ("maze", "3", "dataset='reasoning_gym:maze', dataset_config='3': no name=value"),
     ],
 )
-def test_a_task_that_is_not_there_is_refused_in_one_line(task, arguments, message, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit):
-        data(task, arguments)
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and re.match(f"error: {message}", err)
+def test_a_task_that_is_not_there_is_refused_in_one_line(task, arguments, message, refusal):
+    assert re.match(f"error: {message}", refusal(data, task, arguments))
 
 
-def test_another_reward_than_the_tasks_is_refused_at_the_first_row(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit):
-        check_answers({"": load_reward("reasoning_gym", DEFAULTS)}, [dict(prompt="1+1=", answer="2")], DEFAULTS)
-    assert "answer_column='answer': for prompt '1+1=': is no entry of dataset='reasoning_gym" in capsys.readouterr().err
+def test_another_reward_than_the_tasks_is_refused_at_the_first_row(refusal):
+    loaded = {"": load_reward("reasoning_gym", DEFAULTS)}
+    line = refusal(check_answers, loaded, [dict(prompt="1+1=", answer="2")], DEFAULTS)
+    assert "answer_column='answer': for prompt '1+1=': is no entry of dataset='reasoning_gym" in line
 
 
 def test_the_version_is_that_of_pyproject():

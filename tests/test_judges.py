@@ -18,12 +18,10 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import SMALLEST, error_line, finish, launch_warm, read_groups, wait_for
+from conftest import SMALLEST, answering, error_line, finish, launch_warm, read_groups, wait_for
 from test_chat import play
 from test_endpoint import KEY, serving
 from transformers import AutoTokenizer
@@ -156,61 +154,6 @@ def test_the_version_is_that_of_pyproject():
 # judge: what an endpoint may do
 
 SETTINGS = dict(judge_model="", judge_tries=3)
-
-
-@contextmanager
-def answering(respond):
-    """
-    The address of a server that answers POST with respond(body): (status, bytes), or None, which hangs up; and what it
-    was asked: (headers, body).
-    """
-    asked = []
-    sockets = []
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def setup(self):
-            super().setup()
-            sockets.append(self.connection)
-
-        def send(self, status, content):
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", len(content))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def do_GET(self):
-            self.send(200, json.dumps(dict(object="list", data=[dict(id="first"), dict(id="policy")])).encode())
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append((self.headers, body))
-            if answer := respond(body):
-                self.send(*answer)
-            else:
-                self.close_connection = True
-
-        def log_message(self, *_):
-            pass
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 256
-
-        def handle_error(self, *_):
-            pass
-
-    server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown(), server.socket.close()
-        for connection in sockets:
-            connection.close()
-        thread.join()
 
 
 def says(text, finish_reason="stop"):
@@ -461,18 +404,6 @@ def served(judge_model):
         yield url
 
 
-def test_a_judge_of_our_own_says_the_same_alone_and_among_others(served, prompt_file, settings, monkeypatch):
-    monkeypatch.setenv("JUDGE_API_KEY", KEY)
-    ours = partial(judge, config=settings(judge=served, judge_prompt=str(prompt_file)))
-    texts = [str(i) for i in range(0, 100, 7)] + ["1+1=", "even 2", "odd 3", "", "a8"]
-    with ThreadPoolExecutor(64) as pool:
-        alone = [ours("", text, "") for text in texts]
-        among = [*pool.map(lambda text: ours("", text, ""), [*texts, *map(str, range(100, 140)), *texts])]
-    assert among[: len(texts)] == among[-len(texts) :] == alone
-    right = sum(value == even(text) for text, (value, _) in zip(texts, alone))
-    assert right > 0.8 * len(texts) and {value for value, _ in alone} == {0, 1}
-
-
 @contextmanager
 def gate(served, alive=2**62):
     """The address of the judge, slow at random, until it is gone after so many requests; and what it was asked."""
@@ -521,21 +452,6 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
     assert same == [one] * 2 and len(one) == 4
     for _, meta in read_groups(tmp_path / "b"):
         assert all(score_of(noted["judge"]["judge"], "") == noted["judge"]["reward"] for noted in meta["noted"])
-
-
-@pytest.mark.in_turn
-def test_runs_judged_by_math_verify_have_one_ledger(warmed, tmp_path):
-    """In one process, and on two trainers and two engines."""
-    flags = *"--reward=math --eval_size=0 --max_steps=4 --checkpoint_every=0".split(), *warmed
-    finish(tmp_path / "a", *flags)
-    others = "--rollout_ranks=2", "--engine_args=max_running_requests=5"
-    finish(tmp_path / "b", *flags, *others, ranks=4)
-    one, other = (lines(tmp_path / name, "ledger.jsonl") for name in "ab")
-    assert one == other and len(one) == 4
-    metrics = lines(tmp_path / "a", "metrics.jsonl", "rl")
-    assert all(0 < m["reward_mean"] < 1 and m["grad_norm"] > 1e-3 and m["limits"] == 0 for m in metrics)
-    verdicts = [noted["math"] for _, meta in read_groups(tmp_path / "b") for noted in meta["noted"]]
-    assert len(verdicts) == 4 * 64 and all((x["verdict"] == "pass") == (x["reward"] == 1) for x in verdicts)
 
 
 AGENT = """

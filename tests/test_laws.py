@@ -49,9 +49,11 @@ from conftest import (
     digest,
     error_line,
     finish,
+    float64_model,
     launch,
     launch_warm,
     lines,
+    plain_logprobs,
     read_groups,
     replay_of,
 )
@@ -160,8 +162,6 @@ def test_L2_a_checkpoint_gives_recorded_logprobs_also_outside_the_run(two_ranks,
     Step 16 was sampled with the weights of that checkpoint. From these our trainer's model computes the same bits; and
     plain transformers in float64, which shares no operator with us, the same numbers. Another checkpoint gives others.
     """
-    from transformers import AutoModelForCausalLM
-
     samples = train.samples_of(read_groups(two_ranks[0], "rl_000016"), 16)
     sampled = torch.cat([s.logprobs for s in samples])
     assert len(samples) == 64
@@ -179,14 +179,10 @@ def test_L2_a_checkpoint_gives_recorded_logprobs_also_outside_the_run(two_ranks,
         finally:
             kernels.disable_batch_invariant()
 
+    @torch.no_grad()
     def plain(checkpoint):
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
-        logprobs = []
-        with torch.no_grad():
-            for s in samples:
-                every = torch.log_softmax(model(s.tokens[None]).logits[0], -1)
-                logprobs.append(every[s.loss_at - 1, s.tokens[s.loss_at]])
-        return torch.cat(logprobs)
+        model = float64_model(checkpoint)
+        return torch.cat([plain_logprobs(model, s.tokens, s.loss_at) for s in samples])
 
     right = two_ranks[0] / "ckpt" / "step_000016"
     wrong = two_ranks[0] / "ckpt" / "step_000024"

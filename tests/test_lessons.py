@@ -4,8 +4,6 @@ The lessons: what each prints is what its page shows, on this CPU and on others.
     pytest tests/test_lessons.py
 """
 
-import ast
-import io
 import json
 import os
 import platform
@@ -14,11 +12,11 @@ import runpy
 import string
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
 from conftest import shared_memory
+from test_readme import size_of
 from trials import ROOT
 
 import train_grpo
@@ -111,13 +109,8 @@ def test_the_real_model_lesson_has_its_questions_and_pays_for_the_letter():
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)
 def test_a_lesson_is_a_page_and_at_most_60_lines_of_code(script):
-    source, page = script.read_text(), script.with_suffix(".md").read_text()
-    lines = {t.start[0] for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.string.strip()}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
-            lines -= set(range(node.lineno, node.end_lineno + 1))
-    lines -= {i for i, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
-    assert 0 < len(lines) <= 60, len(lines)
+    page = script.with_suffix(".md").read_text()
+    assert 0 < size_of(script)[0] <= 60
     assert f"    uv run learn/lessons/{script.name}\n" in page and page.count("<summary>Answer</summary>") == 3
     assert f"({script.stem}.md)" in (Path(script).parent / "README.md").read_text()
 

@@ -12,16 +12,19 @@ import types
 import pytest
 import test_trainer
 import torch
-from conftest import error_line, finish, launch_warm
+from conftest import error_line, finish, launch_warm, plain_logprobs
 from merge import main as merge_folder
 from safetensors.torch import load_file, save_file
 from test_laws import ledger
+from test_stub_card import QWEN3_8B
+from test_train import preset
 from test_trainer import equal, make_samples, make_trainer, same_bits, weights_of
-from trials import LORA, ROOT, adapters_apart, interrupt, lines, replay_of, slow_engines
+from transformers import Qwen3Config
+from trials import LORA, adapters_apart, interrupt, lines, replay_of, slow_engines
 from verify import differing_weight
 
 import train_grpo as train
-from configurator import check_config, configure
+from configurator import check_config
 from onecurve.models import adapters
 from onecurve.models.adapters import LINEAR
 from onecurve.models.dense import check_model, is_sharded
@@ -214,23 +217,10 @@ def test_the_kl_reference_is_the_base_maybe_adapted_and_no_other_model(trainer, 
 
 
 def test_the_preset_of_an_8b_model_trains_the_adapters_it_accounts_for(mesh, tmp_path):
-    from transformers import Qwen3Config
-
-    preset = str(ROOT / "config/qwen3_8b_lora.py")
-    config = configure(dict(train.DEFAULTS, __file__=str(ROOT / "train_grpo.py")), [preset])
+    config = preset("qwen3_8b_lora")
     for world in (1, 2, 8):
         check_config(config, world, train.DEFAULTS)
-    hf = Qwen3Config(
-        vocab_size=151936,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        tie_word_embeddings=False,
-    )
+    hf = Qwen3Config(**QWEN3_8B)
     hf.save_pretrained(tmp_path)
     model = train.build_model(check_model(tmp_path, config), mesh, "meta", True, lora=config)
     trained = numbers_in(p for p in model.parameters() if p.requires_grad)
@@ -251,11 +241,7 @@ def test_peft_loads_a_checkpoint_and_our_trainer_what_peft_writes(lockstep, trai
     got = logprobs(trainer(**like, lora=str(folder)), samples)
 
     def plain(model):
-        found = []
-        for s in samples:
-            every = torch.log_softmax(model(s.tokens[None]).logits[0], -1)
-            found.append(every[s.loss_at - 1, s.tokens[s.loss_at]])
-        return torch.cat(found).detach()
+        return torch.cat([plain_logprobs(model, s.tokens, s.loss_at) for s in samples]).detach()
 
     assert not torch.allclose(plain(AutoModelForCausalLM.from_pretrained(base)), got, atol=1e-2)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)

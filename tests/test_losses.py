@@ -13,14 +13,15 @@ from typing import NamedTuple
 import pytest
 import test_trainer
 import torch
+from conftest import float64_model, group_tensors, plain_logprobs
 from pytest import approx
 from test_train import COUNTS, clamp, for_tokens, mean, standard
-from test_trainer import make_trainer, with_advantage
+from test_trainer import assert_gradients_are, make_pairs, make_trainer, with_advantage
 
 import train_grpo as train
 from configurator import check_config
 from experiments import losses
-from onecurve.algorithms.supervised import PAIRS, supervised_samples
+from onecurve.algorithms.supervised import PAIRS
 from onecurve.run import own
 from sync import Group
 
@@ -163,16 +164,10 @@ GROUPS = [  # of four samples: two reward terms and lengths; the rewards of the 
 
 
 def make_group(numeric, format_, lengths):
-    tensors = dict(
-        sample=torch.arange(4),
-        lengths=torch.tensor(lengths),
-        loss_mask=torch.ones(sum(lengths)).bool(),
-        rewards=torch.zeros(4),
-    )
     noted = []
     for x, y in zip(numeric, format_):
         noted.append({"numeric": {"reward": x}, "format": {"reward": y}})
-    return Group(tensors, dict(noted=noted))
+    return Group(group_tensors(lengths), dict(noted=noted))
 
 
 def test_advantages_are_those_of_a_loop():
@@ -246,18 +241,6 @@ def test_the_entropy_bonus_grows_below_its_target_and_is_0_above():
     assert not marks(losses.adaptive_entropy, unsure).any()
 
 
-def float64_model(folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-
-
-def plain_logprobs(model, ids, at):
-    """Log-probs of the tokens at these places, each after those before it."""
-    scores = torch.log_softmax(model(ids[None]).logits[0], -1)
-    return scores[at - 1, ids[at]]
-
-
 def test_the_teacher_of_sdpo_is_the_policy_that_has_seen_a_right_sibling(ranks, scratch):
     samples = make_samples(9)
     samples[7] = with_advantage(samples[7], 0.0)  # of the last prompt none is right
@@ -278,17 +261,6 @@ def test_the_teacher_of_sdpo_is_the_policy_that_has_seen_a_right_sibling(ranks, 
 
 
 DPO = dict(mode="dpo", kl_coef=0.3, group_size=3, temperature=0.5, top_k=3)  # no text was drawn by this rule
-
-
-def make_pairs(n):
-    """2n samples of random tokens, a pair's with one prompt; 3 to 30 tokens each."""
-    rng = random.Random(0)
-    rows = []
-    for _ in range(n):
-        sizes = rng.randrange(1, 15), rng.randrange(2, 16), rng.randrange(2, 16)
-        prompt, chosen, rejected = (random_ids(rng, size) for size in sizes)
-        rows.append(dict(prompt_tokens=prompt, chosen_tokens=chosen, rejected_tokens=rejected))
-    return supervised_samples(rows, types.SimpleNamespace(mode="dpo"), train.make_sample)
 
 
 def test_dpo_is_that_of_a_loop_over_plain_transformers(ranks, scratch):
@@ -318,19 +290,7 @@ def test_dpo_is_that_of_a_loop_over_plain_transformers(ranks, scratch):
     assert metrics["loss"] < 0.6
     assert metrics["margin"] == approx(margins.mean().item(), abs=1e-4)
     assert metrics["accuracy"] == mean((margins > 0).tolist())
-    for shard, grad in zip(trainer.shards, grads, strict=True):
-        expected = plain.get_parameter(shard.name).grad
-        assert expected.abs().max() > 1e-4
-        assert torch.allclose(grad.double(), expected, atol=1e-6, rtol=1e-3), shard.name
-
-
-def test_the_reference_of_adapters_is_the_model_without_them(ranks, scratch):
-    trainer = make_trainer(ranks, scratch, **DPO, lora_rank=4, init_from=str(scratch))
-    samples = trainer.forward_only(make_pairs(9))
-    first, *_, last = [trainer.update(samples, i, 1e-2, PAIRS)[0] for i in range(3)]
-    assert first["loss"] == approx(math.log(2))
-    assert last["loss"] < 0.6
-    assert last["margin"] > 0
+    assert_gradients_are(plain, trainer, grads)
 
 
 # ---- a user's mistakes

@@ -376,13 +376,8 @@ def test_side_by_side_a_step_is_the_longer_side_and_in_turn_both():
         ("--gpu=8", "--gpu: no such key; did you mean gpus?"),
     ],
 )
-def test_what_makes_no_plan_is_refused_in_a_line(capsys, flags, line):
-    with pytest.raises(SystemExit) as e:
-        plan.read(["config/qwen3_8b.py", *flags.split()])
-    err = capsys.readouterr().err
-    assert e.value.code == 2
-    assert err.startswith(f"error: {line}")
-    assert err.count("\n") == 1
+def test_what_makes_no_plan_is_refused_in_a_line(refusal, flags, line):
+    assert refusal(plan.read, ["config/qwen3_8b.py", *flags.split()]).startswith(f"error: {line}")
 
 
 def test_it_is_a_command():

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from conftest import error_line, read_groups
+from conftest import error_line, group_tensors, read_groups
 from safetensors.torch import save_file
 
 import sync
@@ -89,18 +89,11 @@ def make_run(folder, texts, steps=3, change=None):
         queue = folder / "queue" / f"rl_{step:06d}"
         queue.mkdir(parents=True)
         tokens = torch.arange(1, len(texts) + 1).repeat(2)
-        tensors = dict(
-            prompt_tokens=torch.tensor([1]),
+        tensors = group_tensors(
+            [len(texts)] * 2,
             tokens=tokens,
-            lengths=torch.tensor([len(texts)] * 2),
             logprobs=torch.linspace(0, -9, len(tokens)),
-            loss_mask=torch.ones_like(tokens).bool(),
             rewards=torch.tensor([1.0, 0.0]),
-            weight_version=torch.zeros_like(tokens),
-            truncated=torch.zeros(2).bool(),
-            sample=torch.arange(2),
-            turns=torch.ones(2).long(),
-            turn=torch.zeros_like(tokens),
         )
         prompt = 0 if step else "</small><meta http-equiv=refresh content=0>"
         sync.write_group(sync.group_path(queue, 0), tensors, dict(prompt=prompt, answer=texts[0], finished=True))

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from referee_others import generate, write_rows
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -52,23 +53,10 @@ def model(tmp_path_factory):
 
 
 def draw(folder, **rule):
-    """Rows that transformers samples in float32, with log-probs before temperature and rule; stops at the EOS."""
+    """Rows that transformers samples, with log-probs before temperature and rule."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    prompts = torch.randint(3, 90, (24, 6))
-    kept = dict(return_dict_in_generate=True, output_logits=True)
-    out = model.generate(prompts, do_sample=True, top_k=0, max_new_tokens=24, pad_token_id=0, **kept, **rule)
-    steps = torch.stack(out.logits, 1).log_softmax(-1)
-    rows = []
-    for prompt, ids, logprobs in zip(prompts.tolist(), out.sequences[:, 6:].tolist(), steps):
-        response = ids[: ids.index(EOS) + 1] if EOS in ids else ids
-        known = logprobs[range(len(response)), response]
-        rows.append(dict(prompt_ids=prompt, response_ids=response, logprobs=known.tolist()))
-    return rows
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = torch.randint(3, 90, (24, 6)).tolist()
+    return generate(folder, prompts, raw=True, new=24, **rule)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ Checkpoints, and what a resume refuses or survives. That it ends in the same led
     pytest tests/test_resume.py
 """
 
-import fcntl
 import shutil
 import signal
 import subprocess
@@ -61,15 +60,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_can_replace_it(two_ran
     path.write_bytes(data)
     status, output = launch_warm(folder, "--init_from=resume", timeout=60)
     assert status == 1 and f"{path}: missing or damaged; delete {path.parent}" in error_line(output)
-
-
-def test_a_second_run_at_the_same_time_is_refused(two_ranks, tmp_path):
-    folder = interrupt(two_ranks[0], tmp_path / "run")
-    held = open(folder / "lock", "a")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    status, output = launch_warm(folder, "--init_from=resume", timeout=60)
-    assert status == 2 and "another run is writing there" in error_line(output)
-    held.close()
 
 
 def test_an_out_dir_that_cannot_be_written_is_one_line(tmp_path):

@@ -19,7 +19,7 @@ import torch
 from conftest import digest, finish, launch_warm
 from pytest import approx
 from safetensors.torch import load_file, save_file
-from test_trainer import DEFAULTS, close, equal, make_trainer
+from test_trainer import DEFAULTS, close, equal, make_pairs, make_trainer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trials import killed_in_step_13, lines, replay_of
 
@@ -27,7 +27,7 @@ import rewards
 import train_grpo as train
 from onecurve.algorithms.answers import encode_answers
 from onecurve.algorithms.pairs import evaluate_pairs, preference_loss
-from onecurve.algorithms.supervised import ANSWERS, PAIRS, supervised_samples
+from onecurve.algorithms.supervised import ANSWERS, PAIRS
 from onecurve.graders import checks
 from onecurve.graders.judges import RewardModel
 from onecurve.models import folders
@@ -57,24 +57,6 @@ def trainer(ranks, scratch, judge):
     trainer = make_trainer(ranks, scratch, mode="rm")
     trainer.model.score.weight.detach().copy_(load_file(judge / "model.safetensors")["score.weight"])
     return trainer
-
-
-def make_pairs(n):
-    """2n samples of random tokens, a pair's with one prompt; 3 to 30 tokens each."""
-    rng = random.Random(0)
-
-    def tokens(least, most):
-        return [rng.randrange(2, 98) for _ in range(rng.randrange(least, most))]
-
-    rows = []
-    for _ in range(n):
-        row = dict(
-            prompt_tokens=tokens(1, 15),
-            chosen_tokens=tokens(2, 16),
-            rejected_tokens=tokens(2, 16),
-        )
-        rows.append(row)
-    return supervised_samples(rows, types.SimpleNamespace(**CONFIG), train.make_sample)
 
 
 # ---- the loss

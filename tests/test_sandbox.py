@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 from conftest import error_line, finish, launch_warm, read_groups
-from trials import failing_sandbox, lines, replay_of
+from trials import failing_sandbox, lines, processes_of, replay_of
 
 from onecurve.graders import sandbox
 from onecurve.graders.sandbox import SandboxError, canonical, code, programs, run_program
@@ -50,15 +50,6 @@ def finds(condition, seconds=10.0):
     until = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < until:
         time.sleep(0.01)
-    return found
-
-
-def processes(marker):
-    """Ids of this machine's processes with `marker` in their command."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            found += [int(path.parent.name)] * (marker.encode() in path.read_bytes())
     return found
 
 
@@ -241,10 +232,10 @@ if os.fork() == 0:
     os.execv(sys.executable, {stay})
 os.read(r, 1)  # before, it would end with the program's group
 """
-    assert run_program(program).verdict == "fail" and not processes(marker)
+    assert run_program(program).verdict == "fail" and not processes_of(marker)
     settings("sandbox", "none")
     run_program(program)
-    assert (left := finds(lambda: processes(marker)))
+    assert (left := finds(lambda: processes_of(marker)))
     for pid in left:
         os.kill(pid, signal.SIGKILL)
 

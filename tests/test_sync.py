@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import flipped, wait_for, write_ledger
+from conftest import flipped, group_tensors, wait_for, write_ledger
 from psutil import net_if_addrs
 from safetensors.torch import save, save_file
 
@@ -49,11 +49,6 @@ from onecurve.run.record import Record, open_run
 from rollout_server import Batch, Job, groups_of
 from sync import RunError
 from train_grpo import DEFAULTS
-
-
-def bits(x):
-    return x.view(torch.int32)
-
 
 # ---- a machine that lacks something
 
@@ -299,24 +294,6 @@ def test_the_norm_adds_each_row_in_its_place_whatever_rank_has_it(alone, ranks, 
     assert torch.equal(sum(seen[1:]), whole)
 
 
-def test_adamw_does_not_see_where_the_shards_are_cut():
-    whole = torch.randn(1001)
-    grads = torch.randn(5, 1001)
-
-    def run(*cuts):
-        parts = [torch.nn.Parameter(p.clone()) for p in whole.tensor_split(cuts)]
-        optimizer = torch.optim.AdamW(parts, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
-        for grad in grads:
-            for p, g in zip(parts, grad.tensor_split(cuts)):
-                p.grad = g.clone()
-            optimizer.step()
-        return bits(torch.cat([p.detach() for p in parts]))
-
-    for cuts in ((500,), (1,), (3, 10, 11, 777), range(0, 1001, 13)):
-        assert torch.equal(run(*cuts), run())
-    assert not torch.equal(run(), bits(whole))
-
-
 # ---- models
 
 
@@ -392,19 +369,7 @@ def test_a_group_file_torn_at_any_byte_or_with_a_flipped_bit_is_refused(file):
     assert refused > len(data) / 2
 
 
-WHOLE = dict(
-    prompt_tokens=torch.tensor([1, 2]),
-    tokens=torch.tensor([3, 0, 5]),
-    lengths=torch.tensor([1, 2]),
-    logprobs=torch.zeros(3),
-    loss_mask=torch.ones(3).bool(),
-    weight_version=torch.zeros(3).long(),
-    truncated=torch.zeros(2).bool(),
-    rewards=torch.zeros(2),
-    sample=torch.arange(2),
-    turns=torch.ones(2).long(),
-    turn=torch.zeros(3).long(),
-)
+WHOLE = group_tensors([1, 2], prompt_tokens=torch.tensor([1, 2]), tokens=torch.tensor([3, 0, 5]))
 
 
 @pytest.mark.parametrize(
@@ -725,15 +690,12 @@ def test_the_logs_are_on_the_disk_before_a_checkpoint_says_how_long_they_are(tmp
 
 def made_group(i, rewards):
     """Group i of a step, of three samples; those of group 0 are cut off."""
-    tensors = dict(
+    tensors = group_tensors(
+        [1, 2, 3],
         tokens=torch.arange(6) + i,
-        logprobs=torch.zeros(6),
         rewards=torch.tensor(rewards),
         prompt_tokens=torch.tensor([i]),
-        lengths=torch.tensor([1, 2, 3]),
         truncated=torch.tensor([i == 0] * 3),
-        sample=torch.arange(3),
-        loss_mask=torch.ones(6).bool(),
     )
     meta = dict(
         prompt_text=f"p{i}",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import group_tensors
 from pytest import approx
 from torch import tensor
 
@@ -414,20 +415,16 @@ def make_group(prompt, rewards, lengths=(2, 3)):
     """A rollout group of two samples, of which the second is cut off, as the files have it."""
     n = sum(lengths)
     tokens = torch.arange(n) + 10 * prompt
-    rewards = tensor(rewards)
-    tensors = dict(
+    tensors = group_tensors(
+        lengths,
         tokens=tokens,
         loss_mask=tokens % 5 != 0,
         logprobs=-tokens.float(),
-        lengths=tensor(lengths),
         truncated=tensor([False, True]),
         prompt_tokens=tensor([prompt]),
-        rewards=rewards,
+        rewards=tensor(rewards),
         weight_version=torch.arange(n) // 2,
-        sample=torch.arange(2),
-        turns=torch.ones(2).long(),
-        turn=torch.zeros_like(tokens),
-        turn_rewards=rewards,
+        turn_rewards=tensor(rewards),
     )
     return Group(tensors, dict(prompt=prompt, step=5))
 

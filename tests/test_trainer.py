@@ -11,12 +11,13 @@ import types
 
 import pytest
 import torch
+from conftest import float64_model
 from pytest import approx
 from test_train import side_by_side
 
 import kernels
 import train_grpo as train
-from onecurve.algorithms.supervised import ANSWERS
+from onecurve.algorithms.supervised import ANSWERS, supervised_samples
 from onecurve.models.dense import check_model
 from onecurve.models.folders import make_scratch_model
 from onecurve.run.machine import least_memory
@@ -69,6 +70,24 @@ def make_samples(n):
     return samples
 
 
+def make_pairs(n):
+    """2n samples of random tokens, a pair's with one prompt; 3 to 30 tokens each."""
+    rng = random.Random(0)
+
+    def tokens(least, most):
+        return [rng.randrange(2, 98) for _ in range(rng.randrange(least, most))]
+
+    rows = []
+    for _ in range(n):
+        row = dict(
+            prompt_tokens=tokens(1, 15),
+            chosen_tokens=tokens(2, 16),
+            rejected_tokens=tokens(2, 16),
+        )
+        rows.append(row)
+    return supervised_samples(rows, types.SimpleNamespace(mode="dpo"), train.make_sample)
+
+
 def with_own_logprobs(trainer, samples):
     """The samples as an engine that agrees would have made them."""
     c = trainer.c
@@ -85,6 +104,14 @@ def weights_of(trainer):
 def first_index(sample):
     """The index of a sample's first loss token in its response."""
     return int(sample.loss_at[0]) - sample.prompt_tokens
+
+
+def assert_gradients_are(plain, trainer, grads):
+    """Those that a model of transformers has in float64."""
+    for shard, grad in zip(trainer.shards, grads, strict=True):
+        expected = plain.get_parameter(shard.name).grad
+        assert expected.abs().max() > 1e-4
+        assert torch.allclose(grad.double(), expected, atol=1e-6, rtol=1e-3), shard.name
 
 
 def tokens_of(samples):
@@ -321,8 +348,6 @@ def test_the_memory_of_an_update_does_not_grow_with_the_batch(ranks, scratch, la
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_logprobs_and_gradients_are_those_of_plain_transformers(mesh, scratch, batch_invariant):
     """Right, and not only equal to the engine's: against float64, through leaves, the sum and our operators."""
-    from transformers import AutoModelForCausalLM
-
     if batch_invariant:
         kernels.enable_batch_invariant()
     try:
@@ -334,7 +359,7 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(mesh, scratch, b
         grads, metrics = trainer.gradients(samples)
     finally:
         kernels.disable_batch_invariant()
-    plain = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64)
+    plain = float64_model(scratch)
     objective = entropy = 0.0
     tokens = tokens_of(samples)
     for s, x in zip(samples, ours):
@@ -348,10 +373,7 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(mesh, scratch, b
     loss.backward()
     assert metrics["loss"] == approx(float(loss.detach()), abs=1e-5)
     assert metrics["entropy"] == approx(entropy / tokens, rel=1e-5)
-    for shard, grad in zip(trainer.shards, grads):
-        expected = plain.get_parameter(shard.name).grad
-        assert expected.abs().max() > 1e-4
-        assert torch.allclose(grad.double(), expected, atol=1e-6, rtol=1e-3), shard.name
+    assert_gradients_are(plain, trainer, grads)
 
 
 def test_a_critic_learns_the_returns_and_starts_at_zero(ranks, scratch):

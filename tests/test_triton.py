@@ -22,19 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from gpu_bits import WIDTHS, patched, product
-from test_kernels import (
-    adamw_state,
-    all_close,
-    both_ways,
-    close,
-    differing,
-    doubles,
-    imported,
-    normal,
-    rope,
-    same,
-    textbook_swiglu,
-)
+from test_kernels import adamw_state, imported
 from trials import of_this_commit
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -733,60 +721,7 @@ def test_the_operators_are_right_and_batch_invariant_in_the_interpreter(interpre
     assert int(re.search(r"(\d+) passed", output)[1]) > 60
 
 
-# ---- the CPU's path of the same functions, and a machine without a GPU
-
-
-def test_on_a_cpu_a_row_of_the_new_operators_does_not_see_its_batch():
-    torch.manual_seed(0)
-    x, residual, up, w = normal((67, 4, 64), (67, 4, 64), (67, 4, 64), (64,))
-    cos, sin = rope(kernels, 64, torch.arange(67))
-
-    def run(rows):
-        qk_and_angles = x[rows], up[rows], cos[rows], sin[rows]
-        return (
-            *kernels.norm_rope(*qk_and_angles),
-            *kernels.norm_rope(*qk_and_angles, w, w + 1, 1e-6),
-            *kernels.rms_norm(x[rows], w, 1e-6, residual[rows]),
-            kernels.rms_norm(x[rows], w, 1e-6),
-            kernels.swiglu(x[rows], up[rows]),
-        )
-
-    whole = run(slice(0, 67))
-    for first, last in ((0, 1), (3, 8), (50, 67)):
-        rows = slice(first, last)
-        for a, b in zip(run(rows), whole, strict=True):
-            assert same(a, b[rows])
-    angle = torch.arange(67.0).double()[:, None] / 10000 ** (torch.arange(0, 64, 2).double() / 64)
-    z = torch.complex(*x.double().chunk(2, -1)) * torch.exp(1j * angle)[:, None]
-    assert close(whole[0], torch.cat((z.real, z.imag), -1), 1e-4)
-
-
-def test_on_a_cpu_the_sum_of_a_row_follows_its_length_alone():
-    """And torch's does not."""
-    torch.manual_seed(0)
-    x = torch.randn(64, 100_000, dtype=torch.float64)
-    whole = kernels.row_sums(x)
-    assert close(whole, x.sum(1), 1e-9)
-    assert not differing(lambda rows: kernels.row_sums(x[rows]), whole, (0, 1), (5, 7), (40, 24))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)  # which share one row, but not one of many rows
-    try:
-        each = [(i, 1) for i in range(64)]
-        assert differing(lambda rows: x[rows].sum(1), x.sum(1), *each)
-        assert same(kernels.row_sums(x[:1]), whole[:1])
-    finally:
-        torch.set_num_threads(threads)
-    assert kernels.row_sums(x[:, :0]).tolist() == [0] * 64
-    with pytest.raises(ValueError, match="dtype=torch.float32"):
-        kernels.row_sums(x.float())
-
-
-def test_on_a_cpu_swiglu_has_the_gradient_of_silu_even_where_exp_is_inf():
-    inputs = torch.tensor([-200.0, -3, 0, 5, 200]), torch.randn(5)
-    grad = torch.ones(5)
-    ours = both_ways(kernels.swiglu, inputs, grad)
-    theirs = both_ways(textbook_swiglu, doubles(inputs), grad)
-    assert all_close(ours, theirs, 1e-6)
+# ---- a machine without a GPU
 
 
 def test_the_switch_registers_the_gpus_operators_too_and_gives_them_back():
