@@ -325,7 +325,7 @@ def whole(shard, mesh):
 
 def grad_norm(grads, shards, group):
     """
-    l2 norm over all ranks (a float64 scalar): squares are added along each row, then the rows of all parameters
+    l2 norm over all ranks, a number: squares are added along each row, then the rows of all parameters
     pairwise in order (adding zeros puts each in its place). So it is the same number on any number of ranks.
     """
     sizes = [s.shape[0] for s in shards]
@@ -336,7 +336,7 @@ def grad_norm(grads, shards, group):
         for out, x in zip(part.split(some), g[:, None].flatten(1).split(some)):  # (rows, columns), maybe no rows
             kernels.row_sums(x, out, True)
     dist.all_reduce(rows, group=group)
-    return tree_sum(rows).sqrt()
+    return math.sqrt(tree_sum(rows))
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -670,7 +670,7 @@ class Trainer:
         the run, with the weights unchanged, if the norm or the loss is not finite; `where` says in which step.
         """
         # Clip and AdamW are elementwise, and the norm is one tree: it does not matter where the shards are cut.
-        norm = float(sync.grad_norm(grads, self.shards, self.process_group))
+        norm = sync.grad_norm(grads, self.shards, self.process_group)
         found = f"the loss is {loss}, the gradient norm {norm}"
         require(math.isfinite(loss + norm), f"{where}: {found}; the weights are as they were")
         if self.c.grad_clip and norm > self.c.grad_clip:

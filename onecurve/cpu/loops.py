@@ -886,7 +886,7 @@ def cpu_sqrt(x, y):
         y[i] = np.sqrt(x[i])
 
 
-def element_wise(compute, its_own, *dtypes):
+def element_wise(compute, its_own, dtypes=(torch.float32,)):
     """An aten operator, whose numbers compute(x, y) writes to y; other types are left to torch."""
 
     def operator(x):
@@ -900,10 +900,11 @@ def element_wise(compute, its_own, *dtypes):
     return operator
 
 
-aten_exp = element_wise(lambda x, y: cpu_exp(host.flat(x), host.flat(y)), torch.exp, torch.float32)
-aten_log = element_wise(lambda x, y: cpu_log(host.flat(x), host.flat(y)), torch.log, torch.float32)
+aten_exp = element_wise(lambda x, y: cpu_exp(host.flat(x), host.flat(y)), torch.exp)
+aten_log = element_wise(lambda x, y: cpu_log(host.flat(x), host.flat(y)), torch.log)
 # MKL's, which is torch's on x86, is not always the float next to the root
-aten_sqrt = element_wise(lambda x, y: cpu_sqrt(host.flat(x), host.flat(y)), torch.sqrt, torch.float32, torch.float64)
+FLOATING = torch.float32, torch.float64
+aten_sqrt = element_wise(lambda x, y: cpu_sqrt(host.flat(x), host.flat(y)), torch.sqrt, FLOATING)
 
 
 def aten_pow(base, exponents):
