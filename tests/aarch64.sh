@@ -4,9 +4,9 @@
 #
 #     tests/aarch64.sh [folder]    # which gets an aarch64 Python with its packages, once: 6 GB, most of them CUDA's
 #
-# Needs Debian 12 with qemu-user-static, and the network for apt and uv; nothing is installed outside of the folder. Half
-# an hour on two cores. Prints the names of the pieces that differ: exit status 1 if one of ours does, if none of torch's
-# own does, which are the control, or if the run has another digest.
+# Needs Debian 12 with qemu-user-static, and the network for apt and uv; nothing is installed outside of the folder. Some
+# 20 minutes on two cores. Prints the names of the pieces that differ: exit status 1 if one of ours does, if none of
+# torch's own does, which are the control, or if the run has another digest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v qemu-aarch64-static >/dev/null || { echo "qemu-aarch64-static is missing: apt-get install qemu-user-static"; exit 2; }
