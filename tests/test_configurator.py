@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -59,6 +60,14 @@ print(config_source(config), end="")
 def started(script, *argv, **options):
     """A script with these arguments, as a finished process."""
     return subprocess.run([sys.executable, script, *argv], capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.fixture(autouse=True)
+def pipes():
+    """A process that prints --help ends when nobody reads it. The tests' own goes on, and would be ended by a pipe."""
+    before = signal.getsignal(signal.SIGPIPE)
+    yield
+    signal.signal(signal.SIGPIPE, before)
 
 
 @pytest.fixture
