@@ -14,32 +14,32 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels  # noqa: E402
 import sync  # noqa: E402
 from configurator import require  # noqa: E402
-from onecurve.models.adapters import PEFT, read_adapter_config  # noqa: E402
+from onecurve.models.adapters import PEFT, base_name, base_of, read_adapter_config  # noqa: E402
 from onecurve.models.folders import fetch_model, load_weights, weight_files  # noqa: E402
 from onecurve.run.checkpoint import write_file  # noqa: E402
 
 
-def hash_of(base, dtype, place):
-    """Of a model folder's weights in this dtype "dtype hash", as a run notes it with the adapters that it trains."""
+def name_of(base, dtype, place):
+    """The `base_name` of a model folder's weights in this dtype, such as 'bfloat16'."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf = AutoConfig.from_pretrained(base)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf)
+    dtype = getattr(torch, dtype)
     hashes = {}
     for name, p in model.named_parameters():
-        weight = torch.empty(p.shape, dtype=getattr(torch, dtype), device=place)
+        weight = torch.empty(p.shape, dtype=dtype, device=place)
         shard = sync.Shard(name, tuple(p.shape), 0, weight)
         load_weights([shard], base, hf.tie_word_embeddings, "base")
         hashes |= sync.tensor_hashes([weight], [shard], None)
-    return f"{dtype} {sync.content_hash(hashes)}"
+    return base_name(dtype, hashes)
 
 
 def main(base, adapters, out, dtype=""):
@@ -54,8 +54,8 @@ def main(base, adapters, out, dtype=""):
         fits = weight in known and known[weight].get_slice(weight).get_shape() == [len(B), A.shape[1]]
         require(fits, f"{adapters}: {name} fits no weight of {base}; use the base of these adapters")
         wanted[weight] = A, B
-    made_for = (safe_open(Path(adapters, "adapter_model.safetensors"), "pt").metadata() or {}).get("base")
-    right = not made_for or made_for == hash_of(base, made_for.split()[0], place)
+    made_for = base_of(adapters)
+    right = not made_for or made_for == name_of(base, made_for.split()[0], place)
     require(right, f"{base}: {adapters} was trained beside another base; use that, the run's init_from")
     out.mkdir(parents=True)
     for path in paths:

@@ -903,8 +903,9 @@ def element_wise(compute, its_own, dtypes=(torch.float32,)):
 aten_exp = element_wise(lambda x, y: cpu_exp(host.flat(x), host.flat(y)), torch.exp)
 aten_log = element_wise(lambda x, y: cpu_log(host.flat(x), host.flat(y)), torch.log)
 # MKL's, which is torch's on x86, is not always the float next to the root
-FLOATING = torch.float32, torch.float64
-aten_sqrt = element_wise(lambda x, y: cpu_sqrt(host.flat(x), host.flat(y)), torch.sqrt, FLOATING)
+aten_sqrt = element_wise(
+    lambda x, y: cpu_sqrt(host.flat(x), host.flat(y)), torch.sqrt, dtypes=(torch.float32, torch.float64)
+)
 
 
 def aten_pow(base, exponents):

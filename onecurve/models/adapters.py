@@ -92,11 +92,21 @@ def read_adapter_config(folder):
         require(False, f"{name}: no usable adapter_config.json: {reason(e)}")
 
 
+def base_name(dtype, hashes):
+    """'dtype hash' of a base's weights in this dtype, from their hashes: the adapters that are for it carry it."""
+    return f"{str(dtype)[6:]} {content_hash(hashes)}"
+
+
+def base_of(folder):
+    """The `base_name` that a folder's adapters carry; None: they carry none."""
+    return (safe_open(Path(folder, "adapter_model.safetensors"), "pt").metadata() or {}).get("base")
+
+
 def load_adapters(adapters, folder, c, base):
     """
     Fills the shards from PEFT's folder, or without one with new adapters: B is 0, so that the first step is the base's,
-    and A even within +-1 / sqrt(in). base: "dtype hash" of the weights that they are for. Ends the run with one line if
-    the folder's are of another kind.
+    and A even within +-1 / sqrt(in). base: the `base_name` of the weights that they are for. Ends the run with one line
+    if the folder's are of another kind.
     """
     if folder:
         name = f"lora={str(folder)!r}"
@@ -107,7 +117,7 @@ def load_adapters(adapters, folder, c, base):
             why = f"the adapters of {folder} have others; use {use}"
             require(theirs[key] == ours[key], f"{flag}={getattr(c, flag)!r}: {why}")
         load_weights([s._replace(name=PEFT + s.name) for s in adapters], folder, False, "lora")
-        known = (safe_open(Path(folder, "adapter_model.safetensors"), "pt").metadata() or {}).get("base", base)
+        known = base_of(folder) or base
         comparable = known.split()[0] == base.split()[0]
         require(known == base or not comparable, f"{name}: made for another base than init_from={c.init_from!r}")
         return
@@ -120,7 +130,7 @@ def load_adapters(adapters, folder, c, base):
 
 
 class Adapters(FullWeights):
-    """The parameters that a Trainer trains with LoRA. base: "dtype hash" of the frozen weights."""
+    """The parameters that a Trainer trains with LoRA. base: the `base_name` of the frozen weights."""
 
     def load(self, folder, checkpoint=None):
         super().load(folder)
@@ -128,7 +138,7 @@ class Adapters(FullWeights):
             why = "adapters beside a frozen model of random weights learn little; --init_from=a trained model"
             print(f"warning: lora_rank={self.c.lora_rank}: {why}", file=sys.stderr)
         hashes = tensor_hashes([s.data for s in self.frozen], self.frozen, self.mesh.get_group())
-        self.base = f"{str(self.frozen[0].data.dtype)[6:]} {content_hash(hashes)}"
+        self.base = base_name(self.frozen[0].data.dtype, hashes)
         load_adapters(self.policy, checkpoint or self.c.lora, self.c, self.base)
 
     def anchor(self):

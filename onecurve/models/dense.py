@@ -19,6 +19,7 @@ from onecurve.cpu import host
 from onecurve.keys.engine import SPARE
 from onecurve.models import moe
 from onecurve.models.adapters import add_adapters, read_adapter_config
+from onecurve.run.checkpoint import checkpoints
 from onecurve.run.machine import MOST_COPIED, least_memory, machine_memory
 from onecurve.run.start import lean_imports
 from sync import Shard, TreeReduceScatter, reason
@@ -50,8 +51,8 @@ def check_model(folder, config, key="init_from"):
                 merge = f"make one model of both (tools/merge.py {base} {folder} out/merged)"
                 train = f"train on with --init_from={base} --lora_rank={found['r']} --lora={folder}"
                 why = f"adapters of {base}; {merge}, or {train}"
-            if steps := sorted(Path(folder).glob("ckpt/step_*")):
-                why = f"the folder of a run; use a checkpoint in it, such as {steps[-1]}"
+            if sealed := checkpoints(Path(folder, "ckpt")):
+                why = f"the folder of a run; use a checkpoint in it, such as {sealed[-1]}"
             require(False, f"{name}: {why}")
     require(hf.model_type in MODEL_TYPES, f"{name}: a {hf.model_type} model; known are {', '.join(MODEL_TYPES)}")
     sliding = getattr(hf, "use_sliding_window", False) or "sliding_attention" in str(getattr(hf, "layer_types", ""))
