@@ -358,7 +358,13 @@ def warmed(two_ranks):
 def one_process(once):
     """The same run in one process that does both, and with all that must not matter changed."""
     flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0".split()
-    return once("one_process", lambda folder: finish(folder, *ENGINE_FLAGS, *flags))
+
+    def make(folder):
+        temporary = folder.with_name("temporary" * 12)  # too long for the names of sockets
+        temporary.mkdir()
+        return finish(folder, *ENGINE_FLAGS, *flags, env=dict(TMPDIR=str(temporary)))
+
+    return once("one_process", make)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -142,6 +143,7 @@ def rank(job, env, output):
     if "--device=cuda" in job["command"]:
         fork_for_spawn(schedulers_of(job["command"]))
     os.environ.update(env)
+    tempfile.tempdir = None  # as if nothing had asked for it under another TMPDIR
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()  # it has read that at its import
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)

@@ -116,10 +116,12 @@ def folder_for_sockets(log):
     """
     A folder for the sockets of the engine with this log, which is deleted at the end: nobody needs their names once
     both ends have found each other. It has one name at each start, so the next one deletes what a kill has left in it.
-    A socket's name has at most 107 bytes, which a long TMPDIR leaves no room for.
+    A socket's name has at most 107 bytes, which a long TMPDIR leaves no room for: then this process takes /tmp, for
+    the sockets of multiprocessing, too.
     """
-    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
-    folder = Path(parent, f"onecurve_{content_hash(str(log.resolve()))}")
+    if len(tempfile.gettempdir()) > 63:
+        tempfile.tempdir = "/tmp"
+    folder = Path(tempfile.gettempdir(), f"onecurve_{content_hash(str(log.resolve()))}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(0o700)  # raises if it is still there, and so another user's
     try:
