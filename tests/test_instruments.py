@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -445,6 +446,14 @@ def test_two_settings_are_compared_on_equal_noise_and_runs_are_made_once(tool, t
     before = times()
     assert tool(*args)[1].splitlines()[:4] == first
     assert times() == before
+
+
+def test_a_tool_whose_output_nobody_reads_ends_without_a_word():
+    reads, writes = os.pipe()
+    os.close(reads)
+    code = f"import sys\nsys.path.append({str(TOOLS)!r})\nimport runs\nprint(1, flush=True)"
+    assert not subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE).stderr
+    os.close(writes)
 
 
 def test_a_bar_says_how_much_is_left_and_does_not_wait_for_a_log(tmp_path, capsys):

@@ -86,7 +86,7 @@ def test_a_full_disk_ends_in_one_line_and_spares_the_checkpoint_before(two_ranks
     assert len(lines(folder, "ledger.jsonl", "rl")) == 24  # all that was done is on record
 
 
-def test_disk_errors_lost_nodes_and_ctrl_c_are_a_line_others_a_traceback(capsys):
+def test_disk_errors_lost_nodes_and_ctrl_c_are_a_line_others_a_traceback(capsys, monkeypatch):
     """As Python's last word on an exception, which report_error is in a run."""
 
     def last_word(action, **said):
@@ -104,6 +104,13 @@ def test_disk_errors_lost_nodes_and_ctrl_c_are_a_line_others_a_traceback(capsys)
     assert "writing to out_dir: No space left on device; " in error_line(last_word(in_rust))
     ctrl_c = partial(signal.default_int_handler, 2, None)
     assert error_line(last_word(ctrl_c)).endswith("; nothing written is lost; resume with --init_from=resume")
+
+    def unread():
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    assert error_line(last_word(unread)).startswith("error: the output has no reader any more; nothing written is lost")
+    assert not sys.stdout
     before = dict(kept="nothing was written", cure="start again")  # before a run has its folder
     assert error_line(last_word(ctrl_c, **before)) == "error: interrupted; nothing was written; start again"
     with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -25,6 +25,16 @@ import configurator  # noqa: E402
 from configurator import require  # noqa: E402
 from onecurve.keys.prompts import SUMS  # noqa: E402
 
+
+def end_quietly(kind, error, trace):
+    """A sys.excepthook: an output that nobody reads any more, as after `| head`, is no error."""
+    if kind is BrokenPipeError:
+        sys.stdout = None  # Python's end would write there what is left
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = end_quietly
 MOST_STEPS = 2**40  # more than any run has: a stranger's log may have any number
 
 

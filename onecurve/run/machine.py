@@ -172,12 +172,18 @@ def watch_ranks(ranks, timeout):
 
 
 def report_error(kind, error, trace, kept="nothing written is lost", cure="resume with --init_from=resume"):
-    """A sys.excepthook: Ctrl-C, a lost rank and what a file system refuses are one line, all else is a traceback."""
+    """
+    A sys.excepthook: Ctrl-C, a lost rank, an output that nobody reads and what a file system refuses are one line, all
+    else is a traceback.
+    """
     close_bars()
     in_rust = re.search(r"\(os error (\d+)\)", str(error))  # safetensors and tokenizers have no errno
     number = int(in_rust[1]) if in_rust else getattr(error, "errno", None)
     if kind is KeyboardInterrupt:
         line = "interrupted"
+    elif kind is BrokenPipeError:
+        line = "the output has no reader any more"
+        sys.stdout = None  # Python's end would write there what is left
     elif isinstance(error, RuntimeError) and rank_is_lost(error):  # such is a dist.DistError
         gone = "torchrun's store is gone, with the node that had it"
         line = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost"

@@ -42,6 +42,7 @@ def prepare_process():
     # would remove them. So neither may make one.
     os.environ["JOBLIB_MULTIPROCESSING"] = "0"
     tqdm.set_lock(threading.RLock())
+    sys.stdout.reconfigure(line_buffering=True)  # else tqdm.write's lines wait where it is a file or a pipe
     sys.excepthook = partial(report_error, kept="nothing was written", cure="start again")
     end_with_a_line(int(os.environ.get("RANK", 0)))
 
