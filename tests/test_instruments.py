@@ -382,6 +382,7 @@ def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_rank
         assert x["tokens"] == y["tokens"]
         assert len(a) == len(b)
         assert verify.branched(tmp_path / str(i)) == 20 and not verify.branched(run)
+        assert [line["step"] for line in lines(tmp_path / str(i), "evaluations.jsonl")] == [0, 24]  # none after 20
 
 
 def test_what_cannot_be_branched_is_one_line(refused, two_ranks, tmp_path):
@@ -394,9 +395,11 @@ def test_what_cannot_be_branched_is_one_line(refused, two_ranks, tmp_path):
         (f"{run} --step=16 --out_dir={tmp_path}/x --group_size=1", "group_size=1: the baseline"),
         (f"{run} --step=16 --out_dir={tmp_path}/x --ulp=lm.weight[0]", "has no such weight"),
         (f"{run} --step=16 --out_dir={tmp_path}/y --ulp=model.norm.weight[64]", "has the shape [64]"),
+        (f"{run} --step=16 --out_dir={tmp_path}/y --reward=numerik", "no such reward as 'numerik'"),
         ("", "wants a run, a step and flags"),
     ):
         assert line in refused("branch", *command.split())
+        assert not [*tmp_path.glob("[xy]")]
 
 
 # ---- compare

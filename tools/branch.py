@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from runs import check_links, check_trusted, lines, saved_config
 from safetensors.torch import load_file
-from verify import QUIET, copy_run, go_on, link, starts_of
+from verify import copy_run, go_on, link, starts_of
 
 import configurator
 from configurator import require
@@ -46,7 +46,9 @@ def checkpoint_of(run, step, scratch, said):
     check_trusted(run, saved_config(run), said)
     before = max((s for s in starts if s < step), default=None)
     copy_run(run, scratch / "past", starts.get(before))
-    problem = go_on(scratch / "past", step, [f"--checkpoint_every={step}", *QUIET])
+    # A run is evaluated at its end, which this step was not. Repeated steps are not to be stopped by a watch.
+    flags = f"--checkpoint_every={max(1, step)} --keep_checkpoints=2 --watch=".split()
+    problem = go_on(scratch / "past", step + 1, flags)
     require(not problem, f"{run}: up to step {step} it cannot be done again: {problem}")
     require((made := starts_of(scratch / "past")).get(step), f"{run}: no checkpoint of step {step} could be made")
     return made[step]
@@ -120,7 +122,12 @@ def main():
         nudged = nudge(checkpoint, ulp) if ulp else None
         print(f"from step {step} on: {', '.join(changed)}", flush=True)
         branch(run, checkpoint, folder, config, nudged)
-    problem = go_on(folder, config["max_steps"], [])
+    try:
+        problem = go_on(folder, config["max_steps"], [])
+    except SystemExit:  # of a mistake in the flags: mended, they find no folder
+        if len(lines(folder, "ledger.jsonl", "rl")) == step:
+            shutil.rmtree(folder)
+        raise
     require(not problem, f"{folder}: {problem}")
     for name in "reward_mean", "pass@1":
         for future in run, folder:

@@ -58,8 +58,6 @@ from onecurve.run.checkpoint import checkpoints
 from onecurve.run.record import LOGS
 from onecurve.run.versions import library_versions
 
-# Repeated steps are not to be stopped by a watch.
-QUIET = ("--eval_samples=1", "--watch=")
 # What metrics.jsonl says of times, of an engine's caches, and of texts where there is a watch
 UNLIKE = re.compile(
     ".*_seconds|.*_per_second|engine_retractions|prefix_hit_rate|near_limit|unique_answers|distinct_2|repetition|symbols"
