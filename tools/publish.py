@@ -198,9 +198,10 @@ def card(run, name, first=0):
     steps = [line for line in run.lines if line["phase"] == "rl"]
     different = sum(line.get("logprob_mismatch_tokens", 0) for line in steps)
     passes = [line["scores"] | line for line in evaluations(run.folder) if "pass@1" in line["scores"]]
-    notes = re.findall("^# (.*)$", (run.folder / "config.py").read_text(), re.MULTILINE)  # as versions.provenance
+    source = (run.folder / "config.py").read_text()
+    notes = re.findall("^# (.*)$", source, re.MULTILINE)  # as versions.provenance
     notes = [re.sub(r"(?<![^= ])/\S*/", "", note) for note in notes]  # folders of this machine say nothing elsewhere
-    origin = notes.pop(0) if branched(run.folder) else ""
+    origin = notes.pop(0) if source.startswith("# branched from ") else ""
     command, commit, machine = [*notes, *["unknown"] * 3][:3]
     scratch = config["init_from"] == "scratch"
     hub = {"base_model": config["init_from"], "datasets": config["dataset"]}
@@ -232,7 +233,12 @@ def write_folder(run, name, out, kept, public=()):
     sealed = checkpoints(run / "ckpt")
     require(sealed, f"{run}: no checkpoint in it, and so no model to publish (--checkpoint_every)")
     read = plot.read_run(run, name)
-    require(lines(run, "ledger.jsonl"), f"{run}: its ledger is empty, and so there is no digest to publish")
+    ledger = lines(run, "ledger.jsonl")
+    require(ledger, f"{run}: its ledger is empty, and so there is no digest to publish")
+    began = branched(run)
+    first = next((x for x in sealed if int(x.name[5:]) >= began), sealed[-1])
+    why = "a branch with no checkpoint but its last: no step could be made again; branch with more --keep_checkpoints"
+    require(not began or int(first.name[5:]) <= ledger[-1]["step"], f"{run}: {why}")
     with TemporaryDirectory() as scratch:  # a kill may have torn a line; what the card says is under these digests
         checked_digest(run / "ledger.jsonl", scratch)
         if evaluations(run):
@@ -246,8 +252,6 @@ def write_folder(run, name, out, kept, public=()):
             shutil.copy(run / file, out / "run")
     for path in code_of(config):
         shutil.copy(path, out / "run")
-    began = branched(run)
-    first = next((x for x in sealed if int(x.name[5:]) >= began), sealed[-1])
     for checkpoint in {*sealed[len(sealed) - kept :], *[first] * bool(began)}:
         copy_sealed(checkpoint, out / "run" / "ckpt" / checkpoint.name)
     for path in [*run.glob("queue/*_[0-9]*/group_*.safetensors"), *run.glob("queue/*_[0-9]*/trainer.safetensors")]:
