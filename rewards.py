@@ -100,7 +100,10 @@ def read_data(config):
         fits = config[key] == default or is_own(config[key]) or not (made_here or is_own(name))
         why = f"dataset={name!r} has no splits; use {default!r}, or a file or function with these rows"
         require(fits, f"{key}={config[key]!r}: {why}")
-    load = partial(load_split, name, config["dataset_config"])
+    configuration = config["dataset_config"]
+    configured = ".py:" in name + config["eval_split"] or not (sums or name == "programs" or is_own(name))
+    require(configured or not configuration, f"dataset_config={configuration!r}: dataset={name!r} has none; use ''")
+    load = partial(load_split, name, configuration)
     held_out = load(config["eval_split"]) if config["eval_split"] else None
     if sums:
         data = arithmetic(*map(int, filter(None, sums.groups())))
@@ -108,7 +111,7 @@ def read_data(config):
     elif name == "programs":
         data = resolve_name("onecurve.graders.sandbox:programs")()
     elif made_here:
-        data = resolve_name("onecurve.graders.gym:rows")(name, config["dataset_config"])
+        data = resolve_name("onecurve.graders.gym:rows")(name, configuration)
     else:
         data = load(config["split"])
     return data, held_out

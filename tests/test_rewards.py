@@ -694,6 +694,8 @@ def test_a_chat_template_that_cannot_be_used_is_refused(refusal):
         (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
         (dict(eval_split="test"), "eval_split='test': dataset='arithmetic' has no splits; use '', or a file or"),
         (dict(dataset="x.jsonl", eval_split="test"), "eval_split='test': dataset='x.jsonl' has no splits"),
+        (dict(dataset_config="main"), "dataset_config='main': dataset='arithmetic' has none; use ''"),
+        (dict(dataset="x.jsonl", dataset_config="main"), "dataset_config='main': dataset='x.jsonl' has none"),
         (dict(dataset="a.py:f", split="test"), "split='test': dataset='a.py:f' has no splits; use 'train', or"),
     ],
 )
