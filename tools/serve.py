@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -145,13 +146,15 @@ def serve(config):
     torch.set_num_threads(config["threads"] or os.cpu_count())
     if config["batch_invariant"]:
         kernels.enable_batch_invariant(torch.get_num_threads())
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+    folder = tempfile.mkdtemp(prefix="onecurve_serve_")
+    with ThreadPoolExecutor(1) as pool:
         weights = pool.submit(fingerprint, model)  # takes seconds, as an engine's start does
         dtype = kernels.compute_dtype(config["device"])
         log = Path(folder, "engine_0.log")
         engine = RolloutEngine(0, model, hf, config, config["device"], dtype, log, patches=PATCHES)
         engine.run([answer(sock, engine, tokenizer, stop_tokens, config, weights.result())], "while it serves")
         engine.close()
+    shutil.rmtree(folder)  # an error would leave it: its line names the log
 
 
 async def answer(sock, engine, tokenizer, stop_tokens, config, weights):
