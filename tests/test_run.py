@@ -213,10 +213,9 @@ def test_two_ranks_that_train_and_sample_have_one_digest_which_sees_the_order_of
     assert status == 0 and output.count("as it must be") == 2, output
 
 
-def test_a_foreign_queue_file_ends_the_run(two_ranks, tmp_path):
-    """test_sync.py has torn ones."""
-    status, output = launch_warm(tmp_path / "run", *replay_of(two_ranks[0]), "--seed=3", "--warmup_sft_steps=1")
-    expected = "group_0000.*: has run '.*', expected '.*': not a file of this run and step"
-    assert status == 1
-    assert re.search(expected, error_line(output))
-    assert not lines(tmp_path / "run", "ledger.jsonl", "rl")
+def test_a_replay_with_another_key_than_the_run_had_is_refused(two_ranks, tmp_path):
+    """test_sync.py has files of another run, and torn ones."""
+    status, output = launch_warm(tmp_path / "run", *replay_of(two_ranks[0]), "--seed=3")
+    assert status == 2
+    assert error_line(output).startswith("error: seed=3: the run in queue_dir has 1; use all keys of its config, ")
+    assert not (tmp_path / "run").exists()
