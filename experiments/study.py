@@ -29,6 +29,7 @@ import plot  # noqa: E402
 import runs  # noqa: E402
 from runs import lines, require  # noqa: E402
 
+from onecurve.run.checkpoint import checkpoints  # noqa: E402
 from sync import content_hash, read_group  # noqa: E402, F401
 
 
@@ -81,7 +82,7 @@ class Study:
         if not flags:
             flags = "config/tiny.py experiments/sums.py --mode=sft --learning_rate=1e-3 --warmup_steps=20".split()
             flags.append(f"--max_steps={120 if self.quick else 257}")
-        return max(self.make({name: [*flags]})[name].glob("ckpt/step_*"))
+        return checkpoints(self.make({name: [*flags]})[name] / "ckpt")[-1]
 
     def branch(self, name, run, weight="", **changes):
         """
@@ -146,7 +147,7 @@ class Study:
 
 def weights_of(run):
     """All weights of a run's last checkpoint as one vector, float64."""
-    files = sorted(max(run.glob("ckpt/step_*")).glob("model*.safetensors"))
+    files = sorted(checkpoints(run / "ckpt")[-1].glob("model*.safetensors"))
     return torch.cat([x.flatten().double() for file in files for _, x in sorted(load_file(file).items())])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import task
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import Study, in_float64, label_ends, lines, mean_of, panels  # noqa: E402
+from study import Study, checkpoints, in_float64, label_ends, lines, mean_of, panels  # noqa: E402
 
 ARMS = {"SFT": ("o:", "--mode=sft"), "RL": ("-", "")}
 COLORS = {"SFT 0.25": "#0072B2", "SFT 0.5": "#009E73", "RL 0.25": "#D55E00", "RL 0.5": "#CC79A7"}
@@ -27,7 +27,7 @@ for share in shares:
     starts[f"start {share}"] = [*flags, f"--dataset={data}", *learn.split()]
 for name, folder in study.make(starts).items():
     share = name.split()[1]
-    own = [*flags, f"--dataset={study.out / f'{share}.jsonl'}", f"--init_from={max(folder.glob('ckpt/step_*'))}"]
+    own = [*flags, f"--dataset={study.out / f'{share}.jsonl'}", f"--init_from={checkpoints(folder / 'ckpt')[-1]}"]
     own += [f"--max_steps={steps}", f"--checkpoint_every={steps // 4}", "--keep_checkpoints=9"]
     for arm, (_, kind) in ARMS.items():
         for seed in range(1, seeds + 1):
@@ -50,8 +50,8 @@ figure, axes = panels("Greedy answers to held-out prompts: correct", "Their leng
 rows, ends = [], ({}, {})
 for (arm, (dashes, _)), share in ((arm, share) for arm in ARMS.items() for share in shares):
     runs = [made[f"{arm} {share} {seed}"] for seed in range(1, seeds + 1)]
-    found = [[greedy(checkpoint) for checkpoint in sorted(run.glob("ckpt/step_*"))] for run in runs]
-    done = [int(checkpoint.name[5:]) for checkpoint in sorted(runs[0].glob("ckpt/step_*"))]
+    found = [[greedy(checkpoint) for checkpoint in checkpoints(run / "ckpt")] for run in runs]
+    done = [int(checkpoint.name[5:]) for checkpoint in checkpoints(runs[0] / "ckpt")]
     for axis, end, curves in zip(axes, ends, zip(*[zip(*each) for each in found])):
         mean = [mean_of(same)[0] for same in zip(*curves)]
         color = COLORS[f"{arm} {share}"]

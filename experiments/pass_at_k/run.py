@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import Study, label_ends, mean_of, paired, panels, plot, read_group  # noqa: E402
+from study import Study, checkpoints, label_ends, mean_of, paired, panels, plot, read_group  # noqa: E402
 
 from onecurve.run.scores import pass_at_k  # noqa: E402
 
@@ -32,7 +32,7 @@ task += [f"--init_from={start}", f"--max_steps={4 if study.quick else 60}"]
 for name in names:
     wanted |= {f"{name} {k}": [*task, f"--seed={k}", *ADVANTAGES[name].split()] for k in range(1, seeds + 1)}
 made = study.make(wanted)
-ends = {x: f"--init_from={max(made[x].glob('ckpt/step_*'))}" for x in wanted if "base" not in x}
+ends = {x: f"--init_from={checkpoints(made[x] / 'ckpt')[-1]}" for x in wanted if "base" not in x}
 made |= study.make({f"after {x}": [*look, end] for x, end in ends.items()})
 
 

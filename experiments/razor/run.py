@@ -11,7 +11,7 @@ from pathlib import Path
 import task
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import Study, in_float64, label_ends, mean_of, paired, panels, plot  # noqa: E402
+from study import Study, checkpoints, in_float64, label_ends, mean_of, paired, panels, plot  # noqa: E402
 
 study = Study(__file__)
 seeds, before, steps, labels = (1, 40, 5, ["far"]) if study.quick else (3, 500, 40, [*task.LABELS])
@@ -30,7 +30,7 @@ made = study.make({f"{arm} {seed}": [*flags, *arms[arm], f"--seed={seed}"] for a
 base = task.first_tokens(*in_float64(start))
 looks = {arm: [] for arm in arms}  # of each seed's checkpoints: (old, new, KL, KL the other way)
 for (arm, _), run in zip(runs, made.values()):
-    looks[arm].append([task.look(task.first_tokens(*in_float64(c)), base) for c in sorted(run.glob("ckpt/step_*"))])
+    looks[arm].append([task.look(task.first_tokens(*in_float64(c)), base) for c in checkpoints(run / "ckpt")])
 
 rows = []
 for arm in arms:

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from study import Study, change_one_bit, label_ends, lines, panels, plot, score, spread_of, weights_of  # noqa: E402
+from study import Study, change_one_bit, checkpoints, label_ends, lines, panels, plot, score, spread_of, weights_of  # noqa: E402
 
 FIRST, INIT, EVAL = "one bit of the first weights", "initialisation", "evaluation noise"
 study = Study(__file__)
 count = 2 if study.quick else 5
 task = ["config/tiny.py", "experiments/sums.py"] + ["--warmup_sft_steps=40", "--max_steps=2"] * study.quick
 base = study.make({"base": task})["base"]
-last = max(base.glob("ckpt/step_*"))
+last = checkpoints(base / "ckpt")[-1]
 wanted = {}
 for k in range(2, count + 1):
     weight = f"model.norm.weight[{k}]"  # 1.0 in the beginning
