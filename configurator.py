@@ -39,6 +39,8 @@ def close_bars():
     if "tqdm" in sys.modules:
         for bar in list(sys.modules["tqdm"].tqdm._instances):
             bar.close()
+    if os.environ.get("RANK", "0") != "0":
+        print(file=sys.stderr)  # the bar is the first rank's
 
 
 def on_cpu(config):
