@@ -49,5 +49,8 @@ def test_several_of_a_group_are_taken_by_their_rewards(run):
     assert run("--count=2")[0] == ["p0a", "p0b", "p1c", "p3c", "p3a"]
 
 
-def test_an_agents_samples_are_refused_in_one_line(run, refusal):
+def test_an_agents_samples_and_another_programs_folder_are_refused_in_one_line(run, tmp_path, monkeypatch, refusal):
+    (tmp_path / "config.py").write_text("x = 1\n")
+    monkeypatch.setattr(sys, "argv", ["best.py", str(tmp_path)])
+    assert "no rollout files in its queue" in refusal(best.main)
     assert "best.py takes those of one turn" in refusal(run, agent="agents/calculator.py:solve")

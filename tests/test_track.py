@@ -200,3 +200,6 @@ def test_what_is_not_installed_is_refused_with_the_cure(kind, monkeypatch, refus
 def test_what_is_no_run_is_refused_in_one_line(tmp_path):
     why = "no metrics.jsonl in it, or an empty one; name a run's folder"
     assert tool(tmp_path, "tensorboard") == (2, f"error: {tmp_path}: {why}\n")
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"loss": 1.0}\n')  # another program's
+    assert tool(tmp_path, "tensorboard") == (2, f"error: {log}: a line that has no phase and step\n")

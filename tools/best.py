@@ -37,9 +37,9 @@ def main():
     require(args.count > 0, f"--count={args.count}: must be more than 0")
     sys.excepthook = report_error
     config = saved_config(args.run)
-    require(not config["agent"], f"{args.run}: its samples are an agent's; best.py takes those of one turn")
     paths = sorted(args.run.glob("queue/rl_*/group_*.safetensors"))
     require(paths, f"{args.run}: no rollout files in its queue")
+    require(not config["agent"], f"{args.run}: its samples are an agent's; best.py takes those of one turn")
     groups = map(sync.read_group, paths)
     finished = [group for group in groups if group[1]["finished"]]  # of segments, the last one's file has the samples
     rows = [row for group in finished for row in best_of(*group, args.count, config["pass_reward"])]

@@ -20,7 +20,7 @@ from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 
-from runs import saved_config
+from runs import lines, saved_config
 
 from configurator import fail, require
 
@@ -97,6 +97,7 @@ def follow(folder, kind, wait, pause=1.0):
                 tracker.close()
                 tracker = None
             if text and not tracker:
+                lines(folder)  # ends this process if they are another program's
                 tracker = kind(folder)
                 shown = ""
             for line in map(json.loads, text[len(shown) :].splitlines()):
