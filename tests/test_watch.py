@@ -82,6 +82,8 @@ def test_a_kl_that_grows_is_no_signal_while_the_reward_does_not():
         del step["kl_reference"]
     assert not hacking(without)
     assert not hacking(without[:45] + steps_of(60)[45:])  # as after a rollback
+    unwatched = [{k: x for k, x in step.items() if k != "unique_answers"} for step in steps_of(60)]
+    assert not hacking(unwatched + steps_of(29, **grows)) and hacking(unwatched + steps_of(60, **grows))
 
 
 def test_shrinking_to_one_text_is_a_signal_but_short_sure_answers_are_not():

@@ -85,6 +85,7 @@ def hacking(steps, reward=""):
     near to the reference as honest answers, unless the truth is watched; and a truth can be gamed like any reward.
     Honest learning that gives up variety for good, or finds a new format, looks like a hack to them.
     """
+    steps = [x for x in steps if "unique_answers" in x]  # a resume may have begun the watch
     if len(steps) < 3 * WATCHED:
         return ""
     start = steps[:WATCHED]
