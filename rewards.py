@@ -123,6 +123,7 @@ def arithmetic(low=0, high=100):
     order.
     """
     numbers = range(low, high)
+    require(len(numbers) <= 2000, f"dataset='arithmetic:{low}:{high}': of {len(numbers)} numbers; use 2000 or less")
     return [dict(prompt=f"{a}+{b}=", answer=str(a + b), a=a, b=b) for a in numbers for b in numbers]
 
 

@@ -691,6 +691,7 @@ def test_a_chat_template_that_cannot_be_used_is_refused(refusal):
         (dict(prompt_template="{answer[b]}"), "'{answer[b]}': TypeError: string indices must be integers"),
         (dict(dataset="pyproject.toml"), "dataset='pyproject.toml': a file, but not one of .jsonl, .json, .parquet"),
         (dict(dataset="arithmetic:5:5"), "dataset='arithmetic:5:5': has no rows; use another, or another split"),
+        (dict(dataset="arithmetic:0:99999"), "dataset='arithmetic:0:99999': of 99999 numbers; use 2000 or less"),
         (dict(eval_size=10000), "eval_size=10000: dataset='arithmetic' has 10000 rows"),
         (dict(eval_split="test"), "eval_split='test': dataset='arithmetic' has no splits; use '', or a file or"),
         (dict(dataset="x.jsonl", eval_split="test"), "eval_split='test': dataset='x.jsonl' has no splits"),
