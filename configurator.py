@@ -405,6 +405,9 @@ def block_rules(c):
         yield from choice(c, key, known)
     yield from positive(c, POSITIVE)
     yield from not_negative(c, NOT_NEGATIVE)
+    yield "out_dir", c.out_dir, "name a folder"  # an empty variable of a shell: the run would fill the one it is in
+    for key in ("temperature", "eval_temperature"):
+        yield key, not 0 < vars(c)[key] < 1e-3, "SGLang takes so little for 0; use at least 0.001"
     yield from at_most(c, 512, "threads lanes")  # a slip: the run would stand still, without a word
     for key in ("beta1", "beta2"):
         yield key, vars(c)[key] < 1, "the part of a mean that each step keeps; use less than 1"
