@@ -44,7 +44,7 @@ The operators; E is the engine, T the trainer:
     embedding_backward     sum of the gradients of an id's tokens  the order of the tokens          T
     draw                   argmax(log p + noise)                   no sum                           E
     bit_sums               hashes of whole numbers                 no order: whole numbers          E T
-    adamw                  a step of the weights                   no sum                           T
+    AdamW                  a step of the weights                   no sum                           T
 
 Each is a public function that checks its operands and picks by device: the kernel `triton_*`, for an NVIDIA GPU of one
 of CARDS, in bfloat16, or on a CPU the loop of that name in onecurve/cpu/loops.py, in float32. A section has the
@@ -58,17 +58,19 @@ What the Triton kernels do about the order:
                   accumulator: no split-K. Within a step the tensor core adds 16 products and the accumulator by the
                   exponents alone (MMA-Sim, a public model of it), so tile shapes, warps, stages, TMA or pointers and
                   swapping A and B do not enter, and may follow the number of rows.
-    row sums      `tl.sum` adds in an order that depends on the layout, which Triton takes from block shape, warps and
-                  the alignment of the pointers: all three are made functions of the row's length alone.
+    row sums      `tl.sum` would add in an order that depends on the layout, which Triton takes from block shape, warps
+                  and the alignment of the pointers: it is given two numbers at a time (`_total`).
     attention     key tiles of one size and splits of 1024 keys at absolute positions, one inner loop, one merge; the
                   softmax denominator is a product with ones, on the tensor core.
-    contraction   the compiler may fuse a * b + c in one kernel and not in its twin: switched off in every kernel that
-                  computes on rows or elements (EXACT) but the sampler's, whose twin is compiled by torch; where a fused
+    contraction   the compiler may fuse a * b + c in one kernel and not in its twin: switched off (EXACT); where a fused
                   step pays it is written as `tl.fma`.
+    functions     `exp` and the like are the loops' polynomials; `/` and roots are rounded as IEEE 754 says. So all of
+                  it is written down, the tensor core's step included, and a CPU can follow a card bit for bit.
     gradients     no atomics: sums over rows go in row order, cut at constants of this file.
 
 `tests/test_kernels.py` checks the loops bit for bit, `tests/test_triton.py` what can be known of the kernels without a
-GPU; and a run checks the sum of them at every token it trains on.
+GPU: that they are right, and that the code compiled for each card has no operation that a CPU could not repeat. And a
+run checks the sum of them at every token it trains on.
 
 Letters: N tokens of a packed batch, B sequences, T queries and L keys of a sequence, H query heads, HK key heads, G =
 H / HK, D head dim, C width, F width of the MLP, V vocabulary; E experts, k of them for a token; M, N, K of a matmul
@@ -79,6 +81,7 @@ import functools
 import math
 import os
 import warnings
+from decimal import Decimal
 from typing import NamedTuple
 
 import numpy as np
@@ -90,25 +93,19 @@ from triton.language import constexpr
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onecurve.cpu import host
+from onecurve.cpu import host, loops
 
 # Part of the order of addition: whoever tunes one of these changes the bits of engine and trainer alike, and with them
 # every curve that was ever recorded. On both devices (a CPU has two more, VECTOR and SUM_TOKENS, in its loops):
 CHUNK = 1024  # rows of logits held at a time: the head's weight gradient is added chunk by chunk
 
-# On Triton, where block and warps are the layout in which `tl.sum` adds a row:
-SUM_ROWS = 64  # rows that a norm's weight gradient adds before `row_sums` takes over
+# On Triton:
+SUM_ROWS = 64  # rows that a norm's weight gradient adds before `row_sums` takes over ..
+NORM_BLOCK = 2048  # .. in so many sums side by side as rows of the norm are as long as this; and at least one
 KEYS = 64  # keys per softmax tile, counted from position 0 of the sequence ..
 KEYS_OF_WARPS = 32  # .. and on cards without TMA, where each warp multiplies for itself and has fewer registers free
 SPLIT = 1024  # keys whose softmax is taken apart from the others', counted from position 0: decode's unit of work
-MIN_BLOCK = 16  # a row's block is the power of two that holds it, and at least this
-NORM_BLOCK = 2048  # numbers a norm's program holds: as many rows as fit, or one long row
-NORM_WARPS = 4  # of a norm's program ..
-LONG_NORM_WARPS = 8  # .. and of one with a row beyond NORM_BLOCK
-LANES = 4096  # partial sums of a long row (log-probs, `row_sums`) ..
-LANE_WARPS = 8  # .. and the warps that hold them
-DELTA_ROWS = 16  # rows of a program of rowsum(do * o), in attention's backward ..
-DELTA_WARPS = 4  # .. and its warps
+LANES = 4096  # partial sums of a long row (log-probs, `row_sums`)
 EXACT = {"enable_fp_fusion": False}  # no a * b + c in one rounding, unless it is written as one
 
 
@@ -129,7 +126,7 @@ def naive_matmul(a, b):
 
 def naive_dot(x, y):
     """sum x y: of VECTOR sums number i takes every VECTOR-th product from i on, and then halves are added."""
-    VECTOR = _loops().VECTOR
+    VECTOR = loops.VECTOR
     sums = np.zeros(VECTOR, np.float32)
     for i in range(len(x)):
         product = np.float64(x[i]) * y[i]
@@ -142,7 +139,7 @@ def naive_dot(x, y):
 
 def naive_attention(q, k, v, scale):
     """Of one head: the last T tokens of a sequence, q (T, D), see the keys k and values v (L, D) up to their own."""
-    exp = _loops().exp
+    exp = loops.exp
     out = np.zeros_like(q)
     for t, row in enumerate(q):
         seen = len(k) - len(q) + t + 1
@@ -153,6 +150,123 @@ def naive_attention(q, k, v, scale):
         o = naive_matmul(p[None], v[:seen])[0]
         out[t] = o / denominator
     return out
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# what Triton's kernels compute with, operation by operation, since the compiler's `/`, `tl.sqrt`, `tl.rsqrt`, `tl.exp`,
+# `tl.exp2` and `tl.log` of float32 are approximate, each card's in its own way. IEEE 754 leaves no choice in +, -, *,
+# `tl.div_rn`, `tl.sqrt_rn` and `tl.fma`, and none in a sum of two: so a CPU can follow every operation of a card but
+# the tensor core's, whose rule is public. Polynomials and their numbers are those of the loops.
+#
+# A number beside float64 is made one first: Triton would round it to float32. Its unary minus is 0 - x, which makes
+# +0.0 of +0.0: `x * -1.0`.
+
+LEAST = constexpr(float(loops.LEAST))
+EXP_FIRST, EXP_LAST = (constexpr(float(x)) for x in loops.EXP_ENDS)
+LOG2_E = constexpr(float(loops.LOG2_E32))
+WHOLE32 = constexpr(float(loops.WHOLE32))
+WHOLE32_BITS = constexpr(int(loops.WHOLE32.view(np.int32)))  # x + WHOLE32 has x as a whole number in its last bits
+LN2_32_HIGH, LN2_32_LOW = (constexpr(float(x)) for x in loops.LN2_32)
+EXP = constexpr(tuple(map(float, loops.EXP)))
+WHOLE64 = constexpr(loops.WHOLE64)
+LN2_64_HIGH, LN2_64_LOW = map(constexpr, loops.LN2_64)
+LOG_SHIFT = constexpr(loops.LOG_SHIFT)
+LOG_BASE = constexpr((0x3FF << 52) - loops.LOG_SHIFT)
+LOG = constexpr(loops.LOG)
+TWO_OVER_PI = constexpr(2.0 / math.pi)
+HALF_PI_HIGH, HALF_PI_LOW = map(constexpr, loops.HALF_PI)
+COS = constexpr(loops.COS)
+SIN = constexpr(loops.SIN)
+# 2^r for r from -1/2 to 1/2, exactly 1 at 0, at most 3e-6 off: attention rounds p to bfloat16, by 2e-3
+EXP2 = constexpr((9.582852945e-3, 5.590642616e-2, 2.402409911e-1, 6.931241751e-1, 1.0))
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def _total(x):
+    """The sum of each row of x (rows, n): neighbours are added until one number is left, whatever the layout is."""
+    for _ in tl.static_range(_log2(x.shape[1])):
+        x = tl.sum(x.reshape(x.shape[0], x.shape[1] // 2, 2), 2)
+    return x.reshape(x.shape[0])
+
+
+@triton.jit
+def _sum(x):
+    """Of x (n,)."""
+    return tl.max(_total(x[None, :]), 0)
+
+
+@triton.jit
+def _polynomial(x, C: constexpr, N: constexpr):
+    y = tl.full(x.shape, C[0], x.dtype)
+    for i in tl.static_range(1, N):
+        y = tl.fma(y, x, tl.full(x.shape, C[i], x.dtype))
+    return y
+
+
+@triton.jit
+def _exp(x):
+    """Of float32."""
+    x = tl.maximum(x, EXP_FIRST, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, EXP_LAST, propagate_nan=tl.PropagateNan.ALL)
+    whole = tl.fma(x, LOG2_E, WHOLE32)
+    n = whole - WHOLE32
+    r = tl.fma(n, LN2_32_LOW, tl.fma(n, LN2_32_HIGH, x))
+    y = tl.fma(_polynomial(r, EXP, 6), r * r, r) + 1.0
+    n = whole.to(tl.int32, bitcast=True) - WHOLE32_BITS
+    half = n >> 1
+    y *= ((half + 127) << 23).to(tl.float32, bitcast=True)
+    y *= ((n - half + 127) << 23).to(tl.float32, bitcast=True)
+    return y
+
+
+@triton.jit
+def _exp2(x):
+    """
+    Of float32 up to 127, in as few steps as can be, since attention waits for it: the whole number is added to the
+    exponent. Below 2^-126 it is too small, and 0 from 2^-127 down.
+    """
+    x = tl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
+    whole = x + WHOLE32
+    r = x - (whole - WHOLE32)
+    exponent = whole.to(tl.int32, bitcast=True) << 23
+    return (_polynomial(r, EXP2, 5).to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _log(x):
+    """Of float64."""
+    tiny = x < 2.2250738585072014e-308
+    bits = tl.where(tiny, x * 2.0**54, x).to(tl.int64, bitcast=True) + LOG_SHIFT
+    k = ((bits >> 52) - tl.where(tiny, 1077, 1023)).to(tl.float64)
+    f = ((bits & 0xFFFFFFFFFFFFF) + LOG_BASE).to(tl.float64, bitcast=True) - 1.0
+    s = f / (2.0 + f)
+    half = 0.5 * f * f
+    y = k * LN2_64_HIGH - ((half - (s * (half + s * s * _polynomial(s * s, LOG, 7)) + k * LN2_64_LOW)) - f)
+    y = tl.where(x > 0.0, y, tl.where(x == 0.0, float("-inf"), float("nan")))
+    return tl.where(x < float("inf"), y, x)
+
+
+@triton.jit
+def _cos_sin(x):
+    """Of float64."""
+    one = tl.full(x.shape, 1.0, tl.float64)
+    n = tl.fma(x, one * TWO_OVER_PI, one * WHOLE64) - WHOLE64
+    r = tl.fma(-n, one * HALF_PI_LOW, tl.fma(-n, one * HALF_PI_HIGH, x))
+    z = r * r
+    n = n.to(tl.int64)
+    c = tl.fma(z * z, _polynomial(z, COS, 6), 1.0 - 0.5 * z)
+    s = tl.fma(z * r, _polynomial(z, SIN, 6), r)
+    odd = (n & 1) != 0
+    cos = tl.where(odd, s, c)
+    sin = tl.where(odd, c, s)
+    cos = tl.where(((n + 1) & 2) != 0, cos * -1.0, cos)
+    sin = tl.where((n & 2) != 0, sin * -1.0, sin)
+    return cos, sin
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -202,8 +316,8 @@ def _part(c, m, n, M, N, c_m, c_n, ROWS: constexpr, COLUMNS: constexpr):
 @triton.jit
 def _fill(x, inside):
     """
-    What is outside of K becomes -0.0, by which a sum of -0.0 stays as it is on a CPU; in bfloat16 no CPU's bits are
-    wanted. Of a literal -0.0, and of its unary minus, Triton makes 0.0.
+    What is outside of K becomes -0.0, by which a sum of -0.0 stays as it is in a CPU's loop, which has no such step. Of
+    a literal -0.0, and of its unary minus, Triton makes 0.0.
     """
     if x.dtype == tl.float32:
         negative_zero = tl.full([], -2147483648, tl.int32).to(tl.float32, bitcast=True)
@@ -368,7 +482,7 @@ def matmul(a, b, out_dtype=None, out=None):
         fits = out.dtype == torch.float32 and out.device == a.device and out.is_contiguous()
         check(fits, "out {} on {}: contiguous float32 on a's device is needed", out.dtype, out.device)
     if not use_triton(a):
-        return _loops().cpu_matmul(a, b, out)
+        return loops.cpu_matmul(a, b, out)
     M, K = a.shape
     N = b.shape[1]
     result = out if add else a.new_empty(M, N, dtype=out_dtype or a.dtype)
@@ -589,9 +703,9 @@ def merge(weight, A, B, scale):
     check(fits, "weight, A, B {}, {}, {}: (N, K), (r, K), (N, r) are needed", weight, A, B)
     check_operands(A, B, weight.new_empty(0, dtype=torch.float32))
     if not use_triton(weight):
-        out = _loops().cpu_matmul(B, A)
+        out = loops.cpu_matmul(B, A)
         return out.mul_(scale).add_(weight).to(weight.dtype)
-    weight, A, B = map(_aligned, (weight, A, B))
+    weight, A, B = (x.contiguous() for x in (weight, A, B))
     N, K = weight.shape
     out = torch.empty_like(weight)
     grid = -(-N // LORA_TILE), -(-K // LORA_TILE)
@@ -617,7 +731,7 @@ def triton_row_sums(x, out, C, SQUARED: constexpr, BLOCK: constexpr):
         inside = first + i < C
         v = tl.load(x + first + i, mask=inside, other=0.0).to(tl.float64)
         acc += v * v if SQUARED else v
-    total = tl.sum(acc, 0)
+    total = _sum(acc)
     if out.dtype.element_ty != tl.float64:  # as torch rounds, by way of float32
         total = total.to(tl.float32).to(out.dtype.element_ty)
     tl.store(out + row, total)
@@ -625,7 +739,7 @@ def triton_row_sums(x, out, C, SQUARED: constexpr, BLOCK: constexpr):
 
 @functools.cache
 def _lanes(C):
-    return dict(BLOCK=min(LANES, _block(C)), num_warps=LANE_WARPS, **EXACT)
+    return dict(BLOCK=min(LANES, _block(C)), num_warps=8, **EXACT)
 
 
 def row_sums(x, out=None, squared=False):
@@ -637,7 +751,7 @@ def row_sums(x, out=None, squared=False):
     """
     check(squared or x.dtype == torch.float64, "dtype={}: row_sums adds float64", x.dtype)
     R, C = x.shape
-    x = _aligned(x)
+    x = x.contiguous()
     if use_triton(x) and not FLOAT32:
         out = x.new_empty(R) if out is None else out
         _launch(triton_row_sums, (R,), x, out, C, squared, **_lanes(C))
@@ -648,7 +762,7 @@ def row_sums(x, out=None, squared=False):
         sums = _float32().row_sums(x)
     else:
         sums = x.new_empty(R)
-        host.share(_loops().cpu_row_sums, R, R * C, x, sums, C)
+        host.share(loops.cpu_row_sums, R, R * C, x, sums, C)
     return sums if out is None else out.copy_(sums)
 
 
@@ -658,22 +772,26 @@ def row_sums(x, out=None, squared=False):
 # the turn, or the turn of what was normed. Backward turns the other way, to g, and with h = g w: dx = r (h - n mean(h
 # n)), dw = sum over rows of g n.
 #
-# A row is one head of one token, or a whole token. A program holds whole rows, and how many, in which block and by how
-# many warps follows from the row's length, which is a constant of the compiled kernel: so `tl.sum` has one order per
-# length. dw is the `row_sums` of blocks: of SUM_ROWS rows on Triton, of SUM_TOKENS tokens on a CPU.
+# A row is one head of one token, or a whole token. A program holds whole rows, and how many follows from their length.
+# dw is the `row_sums` of blocks: of SUM_ROWS rows on Triton, of SUM_TOKENS tokens on a CPU.
+
+
+@triton.jit
+def triton_rope_table(angle, cos, sin, N, BLOCK: constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < N
+    x = tl.load(angle + i, mask=inside, other=0.0)
+    c, s = _cos_sin(x.to(tl.float64))
+    tl.store(cos + i, c.to(tl.float32), mask=inside)
+    tl.store(sin + i, s.to(tl.float32), mask=inside)
 
 
 def rope_table(inv_freq, positions):
     """cos and sin (N, D/2) float32 of position * inv_freq (Su et al. 2021, eq. 15); both sides take them from here."""
     angle = positions.float()[:, None] * inv_freq.float()
-    if in_float32(angle):
-        return _float32().rope_table(angle)
-    if use_triton(angle):
-        return angle.cos(), angle.sin()
     cos = torch.empty_like(angle)
     sin = torch.empty_like(angle)
-    units = angle.numel()
-    host.share(_loops().cpu_rope_table, units, 40 * units, angle, cos, sin)
+    on_numbers(triton_rope_table, 40, angle, cos, sin)
     return cos, sin
 
 
@@ -689,6 +807,19 @@ def _turn(cos, sin, row, i, inside, sign, H: constexpr, D: constexpr):
     return other, c, s
 
 
+@triton.jit
+def _mean_of(x, D: constexpr):
+    """(rows, 1) of rows of D numbers in x (rows, block)."""
+    total = _total(x)[:, None]
+    return total * (1.0 / D) if D & (D - 1) == 0 else tl.div_rn(total, D * 1.0)
+
+
+@triton.jit
+def _rms(x, eps, D: constexpr):
+    """1 / rms (rows, 1) of the rows x."""
+    return tl.div_rn(1.0, tl.sqrt_rn(_mean_of(x * x, D) + eps))
+
+
 @triton.jit(do_not_specialize=["R"])
 def triton_norm_rope(
     x, weight, cos, sin, y, eps, x_n, R, H: constexpr, D: constexpr, ROWS: constexpr, BLOCK: constexpr,
@@ -701,8 +832,7 @@ def triton_norm_rope(
     x += at[:, None]
     v = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
     if weight is not None:
-        mean_square = tl.sum(v * v, 1) / D
-        r = tl.rsqrt(mean_square + eps)[:, None]
+        r = _rms(v, eps, D)
         v *= r
         v *= tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
     if cos is not None:
@@ -738,16 +868,14 @@ def triton_norm_rope_backward(
         if weight is not None:
             x_at = (row // H).to(tl.int64) * x_n + row % H * D
             n = tl.load(x + x_at[:, None] + i, mask=inside, other=0.0).to(tl.float32)
-            mean_square = tl.sum(n * n, 1) / D
-            r = tl.rsqrt(mean_square + eps)[:, None]
+            r = _rms(n, eps, D)
             n *= r
             acc += g * n
             g *= tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
-            mean = tl.sum(g * n, 1) / D
-            g = r * (g - n * mean[:, None])
+            g = r * (g - n * _mean_of(g * n, D))
         tl.store(dx + at + i, g.to(dx.dtype.element_ty), mask=inside)
     if dw is not None:
-        share = tl.sum(acc, 0)[None, :]
+        share = _total(acc.T)[None, :]
         dw += i.to(tl.int64) * tl.num_programs(0)
         tl.store(dw + block, share.to(tl.float64), mask=i < D)
 
@@ -756,9 +884,8 @@ def triton_norm_rope_backward(
 def _norm_config(D):
     block = _block(D)
     check(block <= 16384, "width={}: a norm's row must fit one program, at most 16384", D)
-    warps = LONG_NORM_WARPS if block > NORM_BLOCK else NORM_WARPS
     rows = max(1, NORM_BLOCK // block)
-    return dict(ROWS=rows, BLOCK=block, num_warps=warps, **EXACT)
+    return dict(ROWS=rows, BLOCK=block, num_warps=8 if block > NORM_BLOCK else 4, **EXACT)
 
 
 class NormRope(torch.autograd.Function):
@@ -767,13 +894,10 @@ class NormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, cos, sin, eps):
         N, H, D = x.shape
-        # as a new tensor would lie, as far as Triton's layout can see
-        aligned = (x.data_ptr() | x.stride(0) | H * D) % 16 == 0  # each of the three
-        lies = aligned and x.stride()[1:] == (D, 1)
-        x = x if lies else _aligned(x)
-        weight, cos, sin = map(_aligned, (weight, cos, sin))
+        x = x if x.stride()[1:] == (D, 1) else x.contiguous()
+        weight, cos, sin = (y if y is None else y.contiguous() for y in (weight, cos, sin))
         ctx.save_for_backward(x, weight, cos, sin)
-        x_n = x.stride(0) if lies else H * D
+        x_n = x.stride(0)
         R = N * H
         ctx.tail = eps, x_n, R, H, D
         y = _contiguous_like(x)
@@ -791,13 +915,13 @@ class NormRope(torch.autograd.Function):
         config = _norm_config(D)
         steps = max(1, SUM_ROWS // config["ROWS"])
         like_loops = FLOAT32 or not use_triton(x)
-        rows = _loops().SUM_TOKENS * H if like_loops else steps * config["ROWS"]
+        rows = loops.SUM_TOKENS * H if like_loops else steps * config["ROWS"]
         blocks = -(-R // rows)
         dx = _contiguous_like(x)
         dw = None
         if ctx.needs_input_grad[1]:
             dw = x.new_empty(D, blocks, dtype=torch.float64) if use_triton(x) else x.new_zeros(blocks, D)
-        args = _aligned(grad), *saved, dx, dw, *ctx.tail
+        args = grad.contiguous(), *saved, dx, dw, *ctx.tail
         config = dict(config, STEPS=steps)
         if in_float32(x):
             _float32().norm_rope_backward(*args)
@@ -859,7 +983,7 @@ def triton_swiglu(gate, up, y, gate_r, up_r, C, BLOCK: constexpr):
     g = tl.load(gate + c, mask=inside, other=0.0).to(tl.float32)
     up += row * up_r
     u = tl.load(up + c, mask=inside, other=0.0).to(tl.float32)
-    v = g / (1 + tl.exp(-g)) * u
+    v = tl.div_rn(g, 1 + _exp(g * -1.0)) * u
     y += row * C
     tl.store(y + c, v.to(y.dtype.element_ty), mask=inside)
 
@@ -875,9 +999,10 @@ def triton_swiglu_backward(grad, gate, up, d_gate, d_up, gate_r, up_r, C, BLOCK:
     g = tl.load(gate + c, mask=inside, other=0.0).to(tl.float32)
     up += row * up_r
     u = tl.load(up + c, mask=inside, other=0.0).to(tl.float32)
-    s = 1 / (1 + tl.exp(-g))
+    e = 1 + _exp(g * -1.0)
+    s = tl.div_rn(1.0, e)
     dg = d * u * (s * (1 + g * (1 - s)))
-    du = d * (g * s)
+    du = d * tl.div_rn(g, e)
     d_gate += row * C
     tl.store(d_gate + c, dg.to(d_gate.dtype.element_ty), mask=inside)
     d_up += row * C
@@ -941,12 +1066,12 @@ def triton_choose(z, experts, w, E, k, BLOCK: constexpr):
     keys = (_rank_int64(x) << 24) - i
     keys = tl.where(inside, keys, TAKEN)
     p = tl.zeros([BLOCK], tl.float32)
-    total = 0.0
+    total = tl.zeros([1], tl.float32)
     for j in range(k):
         e = -tl.max(keys, 0) & 0xFFFFFF
         tl.store(experts + row * k + j, e)
         keys = tl.where(i == e, TAKEN, keys)
-        its = tl.exp(tl.load(z + e) - m)
+        its = _exp(tl.load(z + e + tl.arange(0, 1)) - m)
         p = tl.where(i == j, its, p)
         total += its
     inside = i < k
@@ -990,7 +1115,7 @@ def triton_to_pairs(x, y, places, w, out, dots, k, C: constexpr, BLOCK: constexp
             v *= tl.load(w + pair)
         tl.store(out + to + c, v.to(out.dtype.element_ty), mask=inside)
     if y is not None:
-        tl.store(dots + pair, tl.sum(acc, 0))
+        tl.store(dots + pair, _sum(acc))
 
 
 @triton.jit
@@ -1046,7 +1171,6 @@ def _expert_matmul(a, b, starts):
     pairs = len(a)
     c = a.new_empty(pairs, N)
     if not use_triton(a):
-        loops = _loops()
         units = E * -(-N // loops.PANEL)
         work = 2 * pairs * K * N
         args = a, loops.panels_of(b), starts, c, K, N
@@ -1066,7 +1190,7 @@ def _to_pairs(x, y, places, w):
     C = x.shape[1]
     out = x.new_empty(N * k, C)
     dots = None if y is None else torch.empty_like(w)
-    args = _aligned(x), y, places, w, out, dots, k, C
+    args = x.contiguous(), y, places, w, out, dots, k, C
     on_rows(triton_to_pairs, N, 3 * out.numel(), args, (N * k,), _lanes(C))
     return out, dots
 
@@ -1364,19 +1488,11 @@ def _before(ends, b):
 def _merge(m, den, o, m_new, l_new, o_new, c):
     """Two softmaxes over other keys are one; (-1e30, 0, 0) is the empty one and changes no bit."""
     top = tl.maximum(m, m_new)
-    a = tl.exp2((m - top) * c)
-    b = tl.exp2((m_new - top) * c)
+    a = _exp2((m - top) * c)
+    b = _exp2((m_new - top) * c)
     den = den * a + l_new * b
     o = o * a[:, None] + o_new * b[:, None]
     return top, den, o
-
-
-@triton.jit
-def _finish(m, den, o, c):
-    """The output, and the logarithm of base 2 of the row's sum, which backward needs."""
-    o *= tl.div_rn(1.0, den)[:, None]
-    log_sum = tl.fma(m, c, tl.log2(den))
-    return o, log_sum
 
 
 @triton.jit
@@ -1463,9 +1579,9 @@ def triton_attention(
                 sees = first + tl.arange(0, KEYS)[None, :] <= position[:, None]
                 s = tl.where(sees, s, float("-inf"))
             top = tl.maximum(sm, tl.max(s, 1))
-            a = tl.exp2((sm - top) * c)
+            a = _exp2((sm - top) * c)
             shift = (-top * c)[:, None]
-            p = tl.exp2(tl.fma(s, c, shift)).to(q.dtype.element_ty)
+            p = _exp2(tl.fma(s, c, shift)).to(q.dtype.element_ty)
             sums = tl.dot(p, ones, sums * a[:, None], input_precision="ieee")
             so = tl.dot(p, vt, so * a[:, None], input_precision="ieee")
             sm = top
@@ -1478,11 +1594,13 @@ def triton_attention(
         else:
             m, den, o = _merge(m, den, o, sm, sl, so, c)
     if not PARTS:
-        o, log_sum = _finish(m, den, o, c)
+        o *= tl.div_rn(1.0, den)[:, None]
         out += row[:, None] * D
         tl.store(out + d, o.to(out.dtype.element_ty), mask=inside)
-        lse += (head.to(tl.int64) * N + token) * GROUPS + group
-        tl.store(lse, log_sum, mask=valid)
+        if not PAGED:
+            lse += (head.to(tl.int64) * N + token) * GROUPS + group
+            log_sum = _log(den.to(tl.float64)).to(tl.float32)
+            tl.store(lse, tl.fma(m, c, log_sum * LOG2_E), mask=valid)
 
 
 @triton.jit(do_not_specialize=["B", "splits"])
@@ -1508,7 +1626,7 @@ def triton_merge_parts(
         sl = tl.load(part_l + at)
         so = tl.load(part_o + at[:, None] * D + d)
         m, den, o = _merge(m, den, o, sm, sl, so, c)
-    o, _ = _finish(m, den, o, c)
+    o *= tl.div_rn(1.0, den)[:, None]
     out += (row + one)[:, None] * D
     tl.store(out + d, o.to(out.dtype.element_ty))
 
@@ -1530,7 +1648,7 @@ def triton_attention_delta(
     head = column // GROUPS
     N = R // H
     delta += (head * N + token) * GROUPS + column % GROUPS
-    tl.store(delta, tl.sum(x * y, 1), mask=row < R)
+    tl.store(delta, _total(x * y), mask=row < R)
 
 
 @triton.jit(do_not_specialize=["N", "B"])
@@ -1563,7 +1681,7 @@ def triton_attention_dq(
         kt = _key_tile(k, start, length, first, head, k_s, k_h, KEYS, D, TMA)
         vt = _key_tile(v, start, length, first, head, v_s, v_h, KEYS, D, TMA)
         s = tl.dot(x, kt.T, input_precision="ieee")
-        p = tl.exp2(tl.fma(s, c, -top))
+        p = _exp2(tl.fma(s, c, -top))
         if first + KEYS > seen:
             sees = first + tl.arange(0, KEYS)[None, :] <= query[:, None]
             p = tl.where(sees & inside, p, 0.0)
@@ -1621,7 +1739,7 @@ def triton_attention_dkv(
         top = tl.load(lse + r)[None, :]
         mean = tl.load(delta + r)[None, :]
         s = tl.dot(kt, x.T, input_precision="ieee")
-        p = tl.exp2(tl.fma(s, c, -top))
+        p = _exp2(tl.fma(s, c, -top))
         if (first < (first_key + KEYS - 1) * GROUPS) | (first + ROWS > rows):  # not every row sees every key
             i = tl.arange(0, ROWS)[None, :]
             sees = at[:, None] * GROUPS - first <= i
@@ -1639,9 +1757,6 @@ def triton_attention_dkv(
     here = (at < end)[:, None]
     tl.store(dk + to, (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
     tl.store(dv + to, dv_acc.to(dv.dtype.element_ty), mask=here)
-
-
-LOG2_E = 1.4426950408889634
 
 
 def _attention_config(x, rows, warps, stages, keys=None):
@@ -1675,7 +1790,7 @@ class TritonAttention(torch.autograd.Function):
         groups = H // heads
         shape = dict(HEADS=heads, GROUPS=groups, D=D)
         strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        c = scale * LOG2_E
+        c = scale / math.log(2)
         paged = plan.page_table is not None
         tma = not paged and card(q).tma
         out = q.new_empty(N, H, D)
@@ -1719,11 +1834,11 @@ class TritonAttention(torch.autograd.Function):
         heads = k.shape[1]
         groups = H // heads
         check(plan.page_table is None, "attention over a paged_plan has no gradient: train on a packed_plan")
-        grad = _aligned(grad)
+        grad = grad.contiguous()
         delta = torch.empty_like(lse)
         args = grad, out, delta, N * H
-        grid = (triton.cdiv(N * H, DELTA_ROWS),)
-        config = dict(ROWS=DELTA_ROWS, num_warps=DELTA_WARPS, **EXACT)
+        grid = (triton.cdiv(N * H, 16),)
+        config = dict(ROWS=16, num_warps=4, **EXACT)
         _launch(triton_attention_delta, grid, *args, **shape, **config)
         dq, dk, dv = (_contiguous_like(x) for x in (q, k, v))
         dq_config = _attention_config(q, PREFILL_ROWS, 8, 3)
@@ -1734,7 +1849,7 @@ class TritonAttention(torch.autograd.Function):
         keys = dkv_config["KEYS"]
         sequences = min(N, plan.B)
         rest = grad, lse, delta
-        tail = scale * LOG2_E, scale, N, plan.B, *strides
+        tail = scale / math.log(2), scale, N, plan.B, *strides
         key_tiles = _by_copy_engine(k, v, dq_config["KEYS"]) if tma else (k, v)
         args = q, *key_tiles, *rest, dq, plan.q_ends, plan.ends(groups, rows), *tail
         grid = N * groups // rows + sequences, heads
@@ -1768,7 +1883,7 @@ def attention(q, k, v, plan, scale):
         message = "the plan is of {} tokens, there are {} queries and {} keys"
         check(plan.queries == len(q) == keys, message, plan.queries, len(q), len(k))
         k, v = map(plan.spread, (k, v))
-        return _apply(_loops().CpuAttention, q, k, v, plan, scale)
+        return _apply(loops.CpuAttention, q, k, v, plan, scale)
     if FLOAT32:
         check(D >= 16 and D & (D - 1) == 0, "head dims {}: in float32 a power of two from 16 on is needed", D)
         return _apply(_float32().Attention, q, k, v, plan, float(scale))
@@ -1803,14 +1918,15 @@ def triton_softmax_stats(z, t, stats, V: constexpr, BLOCK: constexpr):
         inside = first + i < V
         x = tl.load(z + row * V + first + i, mask=inside, other=float("-inf"))
         x = tl.div_rn(x.to(tl.float32), t)
-        top = tl.maximum(m, x)
-        den = den * tl.exp(m - top) + tl.exp(x - top)
-        m = top
+        larger = x > m
+        e = _exp(tl.where(larger, m - x, x - m))  # that of the other, of 0, is 1
+        den = tl.where(larger, den * e + 1.0, den + e)
+        m = tl.where(larger, x, m)
     top = tl.max(m, 0)
     stats += row * 2
     tl.store(stats, top)
-    den = tl.sum(den * tl.exp(m - top), 0)
-    tl.store(stats + 1, tl.log(den))
+    den = _total((den * _exp(m - top))[None, :])
+    tl.store(stats + 1 + tl.arange(0, 1), _log(den.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit
@@ -1843,9 +1959,8 @@ def triton_token_logprobs(z, t, stats, targets, logprobs, entropy, V: constexpr,
         inside = first + i < V
         logits = tl.load(z + first + i, mask=inside, other=0.0)
         x = _log_prob(logits, t, stats)
-        kept = inside & (x > float("-inf"))
-        acc += tl.where(kept, tl.exp(x) * x, 0.0)
-    tl.store(entropy + row, -tl.sum(acc, 0))
+        acc += tl.where(inside, _exp(x) * tl.maximum(x, LEAST), 0.0)
+    tl.store(entropy + row, _sum(acc) * -1.0)
     logprobs += row
     logit = tl.load(z + tl.load(targets + row))
     tl.store(logprobs, _log_prob(logit, t, stats))
@@ -1862,13 +1977,14 @@ def triton_token_grads(
     z += row * V
     logits = tl.load(z + c, mask=inside, other=0.0)
     x = _log_prob(logits, t, stats + row * 2)
-    p = tl.exp(x)
+    p = _exp(x)
     g = tl.div_rn(tl.load(grad + row), t)
-    target = tl.load(targets + row)
-    d = tl.where(c == target, 1 - p, -p) * g
+    e = 0.0
     if entropy_grad is not None:
         e = tl.div_rn(tl.load(entropy_grad + row), t)
-        d -= tl.where(p > 0, p * (x + tl.load(entropy + row)), 0.0) * e
+    d = p * -1.0 * g - p * (tl.maximum(x, LEAST) + tl.load(entropy + row)) * e
+    target = tl.load(targets + row)
+    d = tl.where(c == target, d + g, d)
     dz += row * V
     tl.store(dz + c, d.to(dz.dtype.element_ty), mask=inside)
 
@@ -1971,7 +2087,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, top_p=1.0, top_k=0,
         check(0 <= least and most < len(weight), "targets {} to {}: below {} are needed", least, most, len(weight))
     # divided by a tensor: by a Python number, CUDA would multiply by a rounded reciprocal
     t = hidden.new_full((1,), temperature, dtype=torch.float32)  # a copy would wait for the card
-    targets = _aligned(targets.long())
+    targets = targets.long().contiguous()
     rule = None
     if Sampling(temperature, top_p, top_k, min_p).cuts():
         kept = targets.new_empty(2, 0) if kept is None else kept
@@ -1987,7 +2103,7 @@ def log_softmax(x, dim, half_to_float):
     check(last, "log_softmax: dim={} of {}; only the last one is written", dim, x.dim())
     check_operands(x)
     out = x.new_empty(x.shape, dtype=torch.float32 if half_to_float else None)
-    z = _aligned(x.reshape(-1, max(1, x.shape[-1])))
+    z = x.reshape(-1, max(1, x.shape[-1])).contiguous()
     t = z.new_ones(1, dtype=torch.float32)
     stats = softmax_stats(z, t)
     on_elements(triton_log_softmax, z.shape, 10, z, t, stats, out)
@@ -2036,7 +2152,7 @@ def _ranked(z, t, m, c, V: constexpr):
     logits = tl.load(z + c, mask=c < V, other=float("-inf"))
     x = tl.div_rn(logits.to(tl.float32), t)
     rank = _rank_int64(x)
-    mass = (tl.exp(x - m) * 2.0**30).to(tl.int64)
+    mass = (_exp(x - m) * 2.0**30).to(tl.int64)
     return rank, mass
 
 
@@ -2069,8 +2185,8 @@ def triton_cut(z, t, stats, rules, V: constexpr, BLOCK: constexpr):
     enough = tl.where(top_p < 1, enough, whole + 1)
     most = tl.where(top_k > 0, top_k, V)
     high = _rank_int64(m)
-    min_p = tl.load(rules + 2)
-    low = _rank_int64(m + tl.log(min_p)) - 1
+    min_p = tl.load(rules + 2 + tl.arange(0, 1)).to(tl.float64)
+    low = tl.max(_rank_int64(m + _log(min_p).to(tl.float32)), 0) - 1
     while high - low > 1:
         middle = (low + high) >> 1
         n, mass = _all_above(z, t, m, middle, V, BLOCK)
@@ -2139,7 +2255,7 @@ def embedding_backward(grad, ids, rows, padding_idx, scale_grad_by_freq):
     grad = grad.reshape(-1, C).contiguous()
     ids = ids.flatten().long()
     if not use_triton(grad):
-        _loops().cpu_embedding_backward(*map(host.flat, (grad, ids, out)), C, padding_idx)
+        loops.cpu_embedding_backward(*map(host.flat, (grad, ids, out)), C, padding_idx)
         return out
     check_operands(grad)
     ids, order = torch.sort(ids, stable=True)
@@ -2178,11 +2294,12 @@ def triton_draw(logprobs, seeds, positions, scores, columns, V: constexpr, BLOCK
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
     h = tl.minimum(_murmur_hash_uint32(seed, position, c), 0xFFFFFFFE)
-    u = h.to(tl.float64) * (1 / 4294967295)  # as torch on CUDA divides; of one hash in 750 it is an ulp below
+    h = h.to(tl.float64)
+    u = tl.fma(h, tl.full(h.shape, 2.0**-64 + 2.0**-96, tl.float64), h * 2.0**-32)  # h / (2^32 - 1), rounded once
     inside = c < V
     logprobs += row * V
     score = tl.load(logprobs + c, mask=inside, other=float("-inf")).to(tl.float64)
-    score -= tl.log(tl.minimum(-tl.log(u), 1.7976931348623157e308))
+    score -= _log(tl.minimum(_log(u) * -1.0, 1.7976931348623157e308))
     score = tl.where(score == score, score, float("inf"))  # the first NaN is taken, as torch.argmax does
     top = tl.max(score, 0)
     at = row * tl.num_programs(1) + tl.program_id(1)
@@ -2212,14 +2329,12 @@ def draw(logprobs, seeds, positions):
     args = logprobs.contiguous(), seeds.long().contiguous(), positions.long().contiguous()
     if not use_triton(logprobs):
         tokens = torch.zeros(B, 1, dtype=torch.int64)
-        host.share(_loops().cpu_draw, B, 60 * B * V, *args, tokens, V)
+        host.share(loops.cpu_draw, B, 60 * B * V, *args, tokens, V)
         return tokens
     grid = B, -(-V // ELEMENTS)
     scores = logprobs.new_empty(grid, dtype=torch.float64)
     columns = logprobs.new_empty(grid, dtype=torch.int64)
-    # in bfloat16 not EXACT: torch.compile, and so SGLang, fuses a step of libdevice's float64 logarithm
-    exact = EXACT if FLOAT32 else {}
-    _launch(triton_draw, grid, *args, scores, columns, V=V, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **exact)
+    _launch(triton_draw, grid, *args, scores, columns, V=V, BLOCK=ELEMENTS, num_warps=2 * ELEMENT_WARPS, **EXACT)
     return columns.gather(1, scores.argmax(1, keepdim=True))
 
 
@@ -2229,7 +2344,18 @@ def draw(logprobs, seeds, positions):
 # A model has hundreds of tensors: on Triton one launch takes them all, whose places it reads from a table.
 
 BIT_SUM_TILE = 16, 256  # rows and columns of a program's step
-BIT_SUM_PROGRAMS = 1024  # of a tensor, at most
+PROGRAMS = 1024  # of a tensor, at most
+
+
+def _table(operands, rows):
+    """
+    Of operands [(tensor, ..), ..] the addresses, and each first one's shape, from which one launch takes them all; and
+    the launch's grid: a program takes so many rows at a time.
+    """
+    places = [(*(x.data_ptr() for x in each), *each[0].shape) for each in operands]
+    most = max(len(each[0]) for each in operands)
+    grid = min(-(-most // rows), PROGRAMS), len(places)
+    return torch.tensor(places, device=operands[0][0].device), grid
 
 
 @triton.jit
@@ -2264,23 +2390,75 @@ def bit_sums(numbers):
         fits = x.shape == (len(odd_rows), len(odd_columns))
         check(fits, "bit_sums: x {} beside {} and {} factors", x, len(odd_rows), len(odd_columns))
     if not use_triton(x):
-        return torch.tensor([_loops().cpu_bit_sum(*map(host.flat, each)) for each in numbers])
-    places = [(*(t.data_ptr() for t in each), *each[0].shape) for each in numbers]
-    table = torch.tensor(places, device=x.device)
-    sums = table.new_zeros(len(places))
-    tiles = -(-max(R for *_, R, _ in places) // BIT_SUM_TILE[0])
-    grid = min(tiles, BIT_SUM_PROGRAMS), len(places)
+        return torch.tensor([loops.cpu_bit_sum(*map(host.flat, each)) for each in numbers])
+    table, grid = _table(numbers, BIT_SUM_TILE[0])
+    sums = table.new_zeros(len(table))
     _launch(triton_bit_sums, grid, x, table, sums, *BIT_SUM_TILE, num_warps=4)
     return sums
 
 
-def adamw(groups, **options):
-    """AdamW of these groups of weights: torch's, but on a CPU ours, since there torch's follows the vectors' width."""
-    first = groups[0]["params"][0]
-    optimizer = torch.optim.AdamW if use_triton(first) else _loops().AdamW
-    if in_float32(first):
-        optimizer = _float32().AdamW
-    return optimizer(groups, **options)
+# ------------------------------------------------------------------------------------------------------------------
+# AdamW: m = m + (1 - b1) (g - m), v = b2 v + (1 - b2) g^2, w = w (1 - lr decay) - lr / c1 m / (sqrt(v / c2) + eps),
+# c = 1 - b^step (Loshchilov and Hutter 2019, algorithm 2). Element by element, so there is no order; but torch's own
+# rounds as a CPU's vectors and a GPU's compiler have it.
+
+
+@triton.jit
+def triton_adamw(like, table, rest1, b2, rest2, keep, rate, root, eps, BLOCK: constexpr):
+    table += tl.program_id(1) * 5
+    w = tl.load(table).to(like.dtype)
+    g = tl.load(table + 1).to(like.dtype)
+    m = tl.load(table + 2).to(like.dtype)
+    v = tl.load(table + 3).to(like.dtype)
+    N = tl.load(table + 4)
+    for start in range(tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < N
+        grad = tl.load(g + i, mask=inside, other=0.0)
+        first = tl.load(m + i, mask=inside, other=0.0)
+        second = tl.load(v + i, mask=inside, other=0.0)
+        weight = tl.load(w + i, mask=inside, other=0.0)
+        first = tl.fma(rest1, grad - first, first)
+        second = tl.fma(rest2 * grad, grad, b2 * second)
+        size = tl.div_rn(tl.sqrt_rn(second), root) + eps
+        weight = weight * keep - tl.div_rn(rate * first, size)
+        tl.store(w + i, weight, mask=inside)
+        tl.store(m + i, first, mask=inside)
+        tl.store(v + i, second, mask=inside)
+
+
+@functools.lru_cache(2)  # all parameters are at the same step
+def _bias_correction(beta, step):
+    """1 - beta^step. Decimal: for powers of floats Python asks the C library, which computes them in its own way."""
+    return float(1 - Decimal(beta) ** step)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, with a step of our own, for float32 weights (contiguous) whose states are there."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            states = [self.state[w] for w in group["params"]]
+            if not states:
+                continue
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            b1, b2 = group["betas"]
+            c1, c2 = (_bias_correction(b, int(steps[0])) for b in (b1, b2))
+            lr = group["lr"]
+            keep = 1 - lr * group["weight_decay"]
+            factors = 1 - b1, b2, 1 - b2, keep, lr / c1, math.sqrt(c2), group["eps"]
+            tensors = [(w, w.grad, s["exp_avg"], s["exp_avg_sq"]) for w, s in zip(group["params"], states)]
+            if use_triton(tensors[0][0]):
+                table, grid = _table([[x.view(-1) for x in each] for each in tensors], ELEMENTS)
+                _launch(
+                    triton_adamw, grid, tensors[0][0], table, *factors, ELEMENTS, num_warps=2 * ELEMENT_WARPS, **EXACT
+                )
+                continue
+            for each in tensors:
+                N = each[0].numel()
+                host.share(loops.cpu_adamw, N, 20 * N, *each, *factors)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2319,6 +2497,42 @@ def _std(rows, correction=None):
     return variance.sqrt()
 
 
+@triton.jit
+def triton_exp(x, y, N, BLOCK: constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < N
+    numbers = tl.load(x + i, mask=inside, other=0.0)
+    tl.store(y + i, _exp(numbers), mask=inside)
+
+
+@triton.jit
+def triton_log(x, y, N, BLOCK: constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < N
+    numbers = tl.load(x + i, mask=inside, other=1.0)
+    tl.store(y + i, _log(numbers.to(tl.float64)).to(tl.float32), mask=inside)
+
+
+def _divide(x, y):
+    """
+    aten::div.Tensor. By a number torch would multiply by its rounded reciprocal on a card; by a tensor that lies there
+    it divides.
+    """
+    dtype = torch.result_type(x, y)
+    if dtype in (torch.float32, torch.float64) and (not isinstance(y, torch.Tensor) or y.is_cpu and y.dim() == 0):
+        y = x.new_full((), float(y), dtype=dtype)
+    if not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    return torch.div(x, y, out=x.new_empty(0, dtype=dtype))
+
+
+ON_CARDS = {
+    "exp": loops.element_wise(lambda x, y: on_numbers(triton_exp, 0, x, y), torch.exp),
+    "log": loops.element_wise(lambda x, y: on_numbers(triton_log, 0, x, y), torch.log),
+    "div.Tensor": _divide,
+}
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # the switch, thrown in the trainer and in the engine's scheduler process alike
 
@@ -2346,23 +2560,21 @@ def enable_batch_invariant(cpu_threads=1, cores=""):
         "sum.dim_IntList": add,
         "mean": average,
         "mean.dim": average,
+        "std.correction": _reduction(_std, torch.std),
         "embedding_dense_backward": embedding_backward,
     }
     on_cpu = {
-        "exp": lambda x: _loops().aten_exp(x),
-        "log": lambda x: _loops().aten_log(x),
-        "sqrt": lambda x: _loops().aten_sqrt(x),
-        "std.correction": _reduction(_std, torch.std),
-        "pow.Scalar": lambda base, exponents: _loops().aten_pow(base, exponents),
+        "exp": loops.aten_exp,
+        "log": loops.aten_log,
+        "sqrt": loops.aten_sqrt,  # a card's own is as IEEE 754 says
+        "pow.Scalar": loops.aten_pow,
     }
+    if INTERPRET:
+        on_cpu |= ON_CARDS
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that aten's kernels are replaced, which is what we want
-        on_card = _float32().FORMULAS | {"std.correction": on_cpu["std.correction"]} if FLOAT32 else {}
-        if INTERPRET:
-            on_cpu = on_cpu | on_card if FLOAT32 else {}
-            on_cpu.pop("sqrt", None)  # a card's own is as IEEE 754 says
-        tables = dict(CPU=both | on_cpu, CUDA=both | on_card)
+        tables = dict(CPU=both | on_cpu, CUDA=both | ON_CARDS)
         for device, operators in tables.items():
             for name, operator in operators.items():
                 _library.impl(name, operator, device, allow_override=True)
@@ -2462,14 +2674,6 @@ def check_operands(x, *others):
 
 
 @functools.cache
-def _loops():
-    """The loops for CPUs. Numba, which they are written in, is imported where the first tensor lies on a CPU."""
-    from onecurve.cpu import loops
-
-    return loops
-
-
-@functools.cache
 def _float32():
     """Triton kernels with the loops' bits."""
     from onecurve import float32
@@ -2486,7 +2690,7 @@ def on_rows(kernel, units, work, args, grid, config, loop=None):
         _launch(kernel, grid, *args, **config)
     else:
         loop = loop or kernel.__name__.replace("triton_", "cpu_")
-        host.share(getattr(_loops(), loop), units, work, *args)
+        host.share(getattr(loops, loop), units, work, *args)
 
 
 def on_elements(kernel, shape, work, *args):
@@ -2497,6 +2701,16 @@ def on_elements(kernel, shape, work, *args):
     on_rows(kernel, R, work * R * C, (*args, C), grid, config)
 
 
+def on_numbers(kernel, work, x, *args):
+    """`on_rows` for tensors as large as x, all contiguous, whose numbers have nothing to do with each other."""
+    N = x.numel()
+    grid = (-(-N // ELEMENTS),)
+    if use_triton(x):
+        _launch(kernel, grid, x, *args, N, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
+    else:
+        host.share(getattr(loops, kernel.__name__.replace("triton_", "cpu_")), N, work * N, x, *args)
+
+
 def _launch(kernel, grid, *args, **config):
     if 0 in grid:
         return
@@ -2505,14 +2719,6 @@ def _launch(kernel, grid, *args, **config):
     tensor = next(x for x in args if isinstance(x, torch.Tensor))
     with torch.cuda.device_of(tensor):
         kernel[grid](*args, **config)
-
-
-def _aligned(x):
-    """x, contiguous and at a multiple of 16 bytes: Triton's layout, and with it `tl.sum`, may depend on these."""
-    if x is None:
-        return None
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 class _NoGradient:
@@ -2535,4 +2741,5 @@ def _contiguous_like(x):
 
 
 def _block(width):
-    return max(MIN_BLOCK, triton.next_power_of_2(width))
+    """The power of two that holds a row; at least 16, for small tiles' sake."""
+    return max(16, triton.next_power_of_2(width))

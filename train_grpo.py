@@ -527,7 +527,7 @@ class Trainer:
             dict(params=[w for w in self.weights if (w.dim() > 1) == matrices], weight_decay=c.weight_decay * matrices)
             for matrices in (True, False)
         ]
-        self.optimizer = kernels.adamw(groups, betas=(c.beta1, c.beta2))
+        self.optimizer = kernels.AdamW(groups, betas=(c.beta1, c.beta2))
         # AdamW would make its state at its first step; made here, it can be filled from a checkpoint.
         for w in self.weights:
             zeros = {name: torch.zeros_like(w) for name in MOMENTS}

@@ -13,7 +13,7 @@ While weights are published: weights and moments 46 GB, the bfloat16 ones that a
 them twice 2.1 GB, and the engine's share, 75 % of what weights, moments and CUDA's own 1 GB leave of the card, 71
 GB: 127 GB. Of the share 61.1 GB are its weights, 9.6 GB the cache, 97,500 tokens at 96 KiB: all 32 samples of an engine
 at their full length.
-`tools/plan.py config/qwen3_30b_a3b.py --card=H200` counts so, and estimates a step of 15.2 s.
+`tools/plan.py config/qwen3_30b_a3b.py --card=H200` counts so, and estimates a step of 15.1 s.
 
 Wall time and result: not measured yet.
 """

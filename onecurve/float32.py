@@ -1,22 +1,16 @@
 """
-The operators of kernels.py on a card in float32, in the order of the CPU's loops (onecurve/cpu/loops.py), so that a run
-there ends in the CPU's digest. What is here takes the place of what has the same name in kernels.py, with the same
-arguments; `kernels.enable_batch_invariant` switches it on. Equations and public functions are in kernels.py.
+The operators of kernels.py that add, on a card in float32, in the order of the CPU's loops (onecurve/cpu/loops.py), so
+that a run there ends in the CPU's digest. What is here takes the place of what has the same name in kernels.py, with
+the same arguments. Equations, public functions, and what computes number by number are in kernels.py.
 
 Why a card can follow a CPU: without tensor cores each number is computed by itself, and IEEE 754 leaves no choice in
 +, -, *, /, a square root and a fused multiply-add, denormal numbers included. What is left is their order, and that is
 written down in the loops:
 
     products      `tl.dot` in float32 is one chain of fused multiply-adds in the order of K, whatever the tile
-    row sums      VECTOR sums side by side, then halves (`_total`): sums of two numbers, which no layout can reorder
-    exp, log, ..  the loops' polynomials, step by step, as the card's own functions are approximate
+    row sums      VECTOR sums side by side, then halves (`_total`)
     contraction   a product and a sum are one rounding where it says `tl.fma`, and two elsewhere (EXACT)
-
-No float is added by `tl.sum`. Triton's `/`, `tl.sqrt`, `tl.rsqrt`, `tl.exp` and `tl.log` of float32 are approximate:
-`tl.div_rn`, `tl.sqrt_rn`, `_exp` and `_log` are not. Its unary minus is 0 - x, which makes +0.0 of +0.0: `x * -1.0`.
 """
-
-import math
 
 import torch
 import triton
@@ -24,18 +18,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 import kernels
-from kernels import (
-    ELEMENT_WARPS,
-    ELEMENTS,
-    EXACT,
-    _before,
-    _find,
-    _launch,
-    _murmur_hash_uint32,
-    _rank_int64,
-    _row_tile,
-    _turn,
-)
+from kernels import EXACT, LEAST, _before, _exp, _find, _launch, _log, _log_prob, _rank_int64, _row_tile, _turn
 from onecurve.cpu import loops
 
 VECTOR = constexpr(loops.VECTOR)
@@ -51,78 +34,7 @@ KEYS = 32  # .. and its keys
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# the loops' functions, operation by operation. A number beside float64 is made one first: Triton would round it to
-# float32.
-
-LEAST = constexpr(float(loops.LEAST))
-EXP_FIRST, EXP_LAST = (constexpr(float(x)) for x in loops.EXP_ENDS)
-LOG2_E = constexpr(float(loops.LOG2_E32))
-WHOLE32 = constexpr(float(loops.WHOLE32))
-LN2_32_HIGH, LN2_32_LOW = (constexpr(float(x)) for x in loops.LN2_32)
-EXP = constexpr(tuple(map(float, loops.EXP)))
-WHOLE64 = constexpr(loops.WHOLE64)
-LN2_64_HIGH, LN2_64_LOW = map(constexpr, loops.LN2_64)
-LOG_SHIFT = constexpr(loops.LOG_SHIFT)
-LOG_BASE = constexpr((0x3FF << 52) - loops.LOG_SHIFT)
-LOG = constexpr(loops.LOG)
-TWO_OVER_PI = constexpr(2.0 / math.pi)
-HALF_PI_HIGH, HALF_PI_LOW = map(constexpr, loops.HALF_PI)
-COS = constexpr(loops.COS)
-SIN = constexpr(loops.SIN)
-
-
-@triton.jit
-def _polynomial(x, C: constexpr, N: constexpr):
-    y = tl.full(x.shape, C[0], x.dtype)
-    for i in tl.static_range(1, N):
-        y = tl.fma(y, x, tl.full(x.shape, C[i], x.dtype))
-    return y
-
-
-@triton.jit
-def _exp(x):
-    """Of float32."""
-    bounded = tl.minimum(tl.maximum(x, EXP_FIRST), EXP_LAST)
-    n = tl.fma(bounded, LOG2_E, WHOLE32) - WHOLE32
-    r = tl.fma(n, LN2_32_LOW, tl.fma(n, LN2_32_HIGH, bounded))
-    y = tl.fma(_polynomial(r, EXP, 6), r * r, r) + 1.0
-    n = n.to(tl.int32)
-    half = n >> 1
-    y *= ((half + 127) << 23).to(tl.float32, bitcast=True)
-    y *= ((n - half + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.where(x == x, y, x)
-
-
-@triton.jit
-def _log(x):
-    """Of float64."""
-    tiny = x < 2.2250738585072014e-308
-    bits = tl.where(tiny, x * 2.0**54, x).to(tl.int64, bitcast=True) + LOG_SHIFT
-    k = ((bits >> 52) - tl.where(tiny, 1077, 1023)).to(tl.float64)
-    f = ((bits & 0xFFFFFFFFFFFFF) + LOG_BASE).to(tl.float64, bitcast=True) - 1.0
-    s = f / (2.0 + f)
-    half = 0.5 * f * f
-    y = k * LN2_64_HIGH - ((half - (s * (half + s * s * _polynomial(s * s, LOG, 7)) + k * LN2_64_LOW)) - f)
-    y = tl.where(x > 0.0, y, tl.where(x == 0.0, float("-inf"), float("nan")))
-    return tl.where(x < float("inf"), y, x)
-
-
-@triton.jit
-def _cos_sin(x):
-    """Of float64."""
-    one = tl.full(x.shape, 1.0, tl.float64)
-    n = tl.fma(x, one * TWO_OVER_PI, one * WHOLE64) - WHOLE64
-    r = tl.fma(-n, one * HALF_PI_LOW, tl.fma(-n, one * HALF_PI_HIGH, x))
-    z = r * r
-    n = n.to(tl.int64)
-    c = tl.fma(z * z, _polynomial(z, COS, 6), 1.0 - 0.5 * z)
-    s = tl.fma(z * r, _polynomial(z, SIN, 6), r)
-    odd = (n & 1) != 0
-    cos = tl.where(odd, s, c)
-    sin = tl.where(odd, c, s)
-    cos = tl.where(((n + 1) & 2) != 0, cos * -1.0, cos)
-    sin = tl.where((n & 2) != 0, sin * -1.0, sin)
-    return cos, sin
+# sums
 
 
 @triton.jit
@@ -148,7 +60,7 @@ def _dots(x, y, inside, D: constexpr):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# row_sums, norms, RoPE, SwiGLU
+# row_sums, norms
 
 
 @triton.jit(do_not_specialize=["R", "C"])
@@ -168,23 +80,6 @@ def row_sums(x):
     out = x.new_empty(R)
     _launch(triton_row_sums, (-(-R // SUM_ROWS),), x, out, R, C, ROWS=SUM_ROWS, num_warps=1, **EXACT)
     return out
-
-
-@triton.jit
-def triton_rope_table(angle, cos, sin, N, BLOCK: constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    x = tl.load(angle + i, mask=inside, other=0.0)
-    c, s = _cos_sin(x.to(tl.float64))
-    tl.store(cos + i, c.to(tl.float32), mask=inside)
-    tl.store(sin + i, s.to(tl.float32), mask=inside)
-
-
-def rope_table(angle):
-    cos = torch.empty_like(angle)
-    sin = torch.empty_like(angle)
-    on_all(triton_rope_table, angle.numel(), angle.contiguous(), cos, sin)
-    return cos, sin
 
 
 @triton.jit
@@ -295,32 +190,6 @@ def norm_rope_backward(grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H, D):
         block = SUM_TOKENS * H
         grid = dw.shape[1], -(-D // NORM_COLUMNS)
         _launch(triton_norm_weight, grid, *args, block, NORM_ROWS, NORM_COLUMNS, num_warps=4, **EXACT)
-
-
-@triton.jit
-def triton_swiglu(gate, up, y, gate_r, up_r, C, BLOCK: constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < C
-    g = tl.load(gate + row * gate_r + c, mask=inside, other=0.0)
-    u = tl.load(up + row * up_r + c, mask=inside, other=0.0)
-    silu = tl.div_rn(g, 1 + _exp(g * -1.0))
-    tl.store(y + row * C + c, silu * u, mask=inside)
-
-
-@triton.jit
-def triton_swiglu_backward(grad, gate, up, d_gate, d_up, gate_r, up_r, C, BLOCK: constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < C
-    d = tl.load(grad + row * C + c, mask=inside, other=0.0)
-    g = tl.load(gate + row * gate_r + c, mask=inside, other=0.0)
-    u = tl.load(up + row * up_r + c, mask=inside, other=0.0)
-    e = 1 + _exp(g * -1.0)
-    s = tl.div_rn(1.0, e)
-    d_silu = s * (1 + g * (1 - s))
-    tl.store(d_gate + row * C + c, d * u * d_silu, mask=inside)
-    tl.store(d_up + row * C + c, d * tl.div_rn(g, e), mask=inside)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -567,7 +436,7 @@ class Attention(torch.autograd.Function):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# the head, sampling rules, the draw
+# the head
 
 
 @triton.jit
@@ -593,12 +462,6 @@ def triton_softmax_stats(z, t, stats, V: constexpr, BLOCK: constexpr):
 
 
 @triton.jit
-def _log_prob(z, t, stats):
-    x = tl.div_rn(z, t)
-    return (x - tl.load(stats)) - tl.load(stats + 1)
-
-
-@triton.jit
 def triton_token_logprobs(z, t, stats, targets, logprobs, entropy, V: constexpr, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(t)
@@ -614,176 +477,3 @@ def triton_token_logprobs(z, t, stats, targets, logprobs, entropy, V: constexpr,
     tl.store(entropy + row + one, _total(sums) * -1.0)
     logit = tl.load(z + tl.load(targets + row) + one)
     tl.store(logprobs + row + one, _log_prob(logit, t, stats))
-
-
-@triton.jit
-def triton_token_grads(
-    z, t, stats, targets, entropy, grad, entropy_grad, dz, V: constexpr, BLOCK: constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    t = tl.load(t)
-    inside = c < V
-    logits = tl.load(z + row * V + c, mask=inside, other=0.0)
-    x = _log_prob(logits, t, stats + row * 2)
-    p = _exp(x)
-    g = tl.div_rn(tl.load(grad + row), t)
-    e = 0.0
-    if entropy_grad is not None:
-        e = tl.div_rn(tl.load(entropy_grad + row), t)
-    d = p * -1.0 * g - p * (tl.maximum(x, LEAST) + tl.load(entropy + row)) * e
-    target = tl.load(targets + row)
-    tl.store(dz + row * V + c, tl.where(c == target, d + g, d), mask=inside)
-
-
-@triton.jit
-def _ranked(z, t, m, c, V: constexpr):
-    """(rank, mass) of the tokens c of a row."""
-    logits = tl.load(z + c, mask=c < V, other=float("-inf"))
-    x = tl.div_rn(logits, t)
-    mass = (_exp(x - m) * 2.0**30).to(tl.int64)
-    return _rank_int64(x), mass
-
-
-@triton.jit
-def _all_above(z, t, m, rank, V: constexpr, BLOCK: constexpr):
-    n = tl.zeros([BLOCK], tl.int64)
-    mass = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, V, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        ranks, masses = _ranked(z, t, m, c, V)
-        above = ranks > rank
-        n += above.to(tl.int64)
-        mass += tl.where(above, masses, 0)
-    return tl.sum(n, 0), tl.sum(mass, 0)
-
-
-@triton.jit
-def triton_cut(z, t, stats, rules, V: constexpr, BLOCK: constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    z += row * V
-    rules += row * 3
-    t = tl.load(t)
-    m = tl.load(stats + row * 2)
-    top_p = tl.load(rules)
-    top_k = tl.load(rules + 1).to(tl.int64)
-    _, whole = _all_above(z, t, m, -(1 << 32), V, BLOCK)
-    enough = (whole.to(tl.float64) * top_p).to(tl.int64)
-    enough = tl.maximum(enough, 1)
-    enough = tl.where(top_p < 1, enough, whole + 1)
-    most = tl.where(top_k > 0, top_k, V)
-    high = _rank_int64(m)
-    min_p = tl.load(rules + 2 + tl.arange(0, 1)).to(tl.float64)
-    low = tl.max(_rank_int64(m + _log(min_p).to(tl.float32)), 0) - 1
-    while high - low > 1:
-        middle = (low + high) >> 1
-        n, mass = _all_above(z, t, m, middle, V, BLOCK)
-        fits = (n < most) & (mass < enough)
-        high = tl.where(fits, middle, high)
-        low = tl.where(fits, low, middle)
-    n, mass = _all_above(z, t, m, high, V, BLOCK)
-    for first in range(0, V, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        inside = c < V
-        ranks, masses = _ranked(z, t, m, c, V)
-        last = ((ranks == high) & inside).to(tl.int64)
-        before = tl.cumsum(last, 0) - last
-        fits = (n + before < most) & (mass + before * masses < enough)
-        dropped = inside & (ranks <= high) & ((ranks < high) | ~fits)
-        tl.store(z + c, float("-inf"), mask=dropped)
-        n += tl.sum(last, 0)
-        mass += tl.sum(last * masses, 0)
-
-
-@triton.jit
-def triton_draw(logprobs, seeds, positions, scores, columns, V: constexpr, BLOCK: constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    seed = tl.load(seeds + row)
-    position = tl.load(positions + row)
-    h = tl.minimum(_murmur_hash_uint32(seed, position, c), 0xFFFFFFFE)
-    u = h.to(tl.float64) / 4294967295.0
-    inside = c < V
-    logprobs += row * V
-    score = tl.load(logprobs + c, mask=inside, other=float("-inf")).to(tl.float64)
-    score -= _log(tl.minimum(_log(u) * -1.0, 1.7976931348623157e308))
-    score = tl.where(score == score, score, float("inf"))
-    top = tl.max(score, 0)
-    at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(scores + at, top)
-    tl.store(columns + at, tl.min(tl.where(score == top, c, V), 0))
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# the optimizer's step, and what formulas in plain torch need
-
-
-@triton.jit
-def triton_adamw(w, g, m, v, rest1, b2, rest2, keep, rate, root, eps, N, BLOCK: constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    grad = tl.load(g + i, mask=inside, other=0.0)
-    first = tl.load(m + i, mask=inside, other=0.0)
-    second = tl.load(v + i, mask=inside, other=0.0)
-    weight = tl.load(w + i, mask=inside, other=0.0)
-    first = tl.fma(rest1, grad - first, first)
-    second = tl.fma(rest2 * grad, grad, b2 * second)
-    size = tl.div_rn(tl.sqrt_rn(second), root) + eps
-    weight = weight * keep - tl.div_rn(rate * first, size)
-    tl.store(w + i, weight, mask=inside)
-    tl.store(m + i, first, mask=inside)
-    tl.store(v + i, second, mask=inside)
-
-
-@triton.jit
-def triton_exp(x, y, N, BLOCK: constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    numbers = tl.load(x + i, mask=inside, other=0.0)
-    tl.store(y + i, _exp(numbers), mask=inside)
-
-
-@triton.jit
-def triton_log(x, y, N, BLOCK: constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    numbers = tl.load(x + i, mask=inside, other=1.0)
-    tl.store(y + i, _log(numbers.to(tl.float64)).to(tl.float32), mask=inside)
-
-
-def on_all(kernel, N, *args):
-    """An elementwise kernel over N numbers that lie side by side."""
-    _launch(kernel, (-(-N // ELEMENTS),), *args, N, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **EXACT)
-
-
-class AdamW(loops.AdamW):
-    def move(self, N, *args):
-        on_all(triton_adamw, N, *args)
-
-
-def exp(x, y):
-    on_all(triton_exp, x.numel(), x, y)
-
-
-def log(x, y):
-    on_all(triton_log, x.numel(), x, y)
-
-
-def divide(x, y):
-    """
-    aten::div.Tensor. By a number torch would multiply by its rounded reciprocal on a card; by a tensor that lies there
-    it divides.
-    """
-    dtype = torch.result_type(x, y)
-    if not isinstance(y, torch.Tensor) or y.is_cpu and y.dim() == 0:
-        y = x.new_full((), float(y), dtype=dtype)
-    if not dtype.is_floating_point:
-        dtype = torch.get_default_dtype()
-    return torch.div(x, y, out=x.new_empty(0, dtype=dtype))
-
-
-FORMULAS = {
-    "exp": loops.element_wise(exp, torch.exp),
-    "log": loops.element_wise(log, torch.log),
-    "div.Tensor": divide,
-}

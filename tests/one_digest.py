@@ -121,7 +121,7 @@ def operators(module=kernels):
     yield "bit_sums", module.bit_sums([(bits, ids * 2 + 1, factors)])
     moved = torch.nn.Parameter(x.detach().clone())
     moved.grad = a.detach().clone()
-    optimizer = module.adamw([dict(params=[moved])], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = module.AdamW([dict(params=[moved])], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer.state[moved] = dict(
         step=torch.tensor(2.0),
         exp_avg=a.detach().clone(),

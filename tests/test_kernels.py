@@ -895,7 +895,7 @@ def matmul_is_in_order(module):
 def dot_is_in_order(module):
     x = exact(75).numpy()
     y = exact(75).numpy()
-    return module._loops().dot(x, 0, y, 0, 75) == kernels.naive_dot(x, y)
+    return module.loops.dot(x, 0, y, 0, 75) == kernels.naive_dot(x, y)
 
 
 def attention_is_in_order(module):
@@ -982,7 +982,7 @@ def changed(folder, *changes):
         path.write_text(text)
         modules.append(imported(path))
     operators, own_loops = modules
-    operators._loops = lambda: own_loops
+    operators.loops = own_loops
     return operators
 
 
@@ -1002,8 +1002,8 @@ MUTANTS = {
     ),
     "K in two chains": (
         matmul_is_in_order,
-        "return _loops().cpu_matmul(a, b, out)",
-        "return _loops().cpu_matmul(a[:, :9], b[:9], out) + _loops().cpu_matmul(a[:, 9:], b[9:])",
+        "return loops.cpu_matmul(a, b, out)",
+        "return loops.cpu_matmul(a[:, :9], b[:9], out) + loops.cpu_matmul(a[:, 9:], b[9:])",
     ),
     "a product and a sum, each rounded": (
         matmul_is_in_order,
@@ -1113,9 +1113,9 @@ def random_layer(norms_heads, E):
 def layer_of_a_call(k, layer, cache):
     """What layers_on_cpu takes of a layer."""
     linears = [layer.to_qkv, layer.to_out, layer.to_gate_up, layer.to_down]
-    mixture = [(k._loops().panels_of(layer.router.t()), layer.E, 2)] if layer.E else []
+    mixture = [(k.loops.panels_of(layer.router.t()), layer.E, 2)] if layer.E else []
     norms = (*layer.norms, *layer.of_heads)
-    return k._loops().layer_on_cpu(norms, linears, cache, 1e-6, HEADS, KV_HEADS, HEAD_DIM, WIDTH, 0.25, *mixture)
+    return k.loops.layer_on_cpu(norms, linears, cache, 1e-6, HEADS, KV_HEADS, HEAD_DIM, WIDTH, 0.25, *mixture)
 
 
 def decoder_layers(k):
@@ -1141,7 +1141,7 @@ def decoder_layers(k):
         (random_layer(norms_heads=False, E=5), caches[2:]),
     ]
     calls = [layer_of_a_call(k, layer, list(cache)) for layer, cache in layers]
-    x, residual = k._loops().layers_on_cpu(x, angles, where, plan, calls)
+    x, residual = k.loops.layers_on_cpu(x, angles, where, plan, calls)
     return x, residual, *caches
 
 
@@ -1185,7 +1185,7 @@ def test_no_operator_sees_the_tile_of_a_matmul_nor_the_blocks_of_rows(tmp_path):
     sizes = dict(TILE_ROWS=5, TILE_VECTORS=3, PANEL=48, BLOCK_ROWS=24, DEPTH=7, QUERIES=20)
     for name, size in sizes.items():  # before the loops are compiled
         assert getattr(loops, name) != size
-        setattr(other._loops(), name, size)
+        setattr(other.loops, name, size)
     assert all_same(results(other), results(kernels))
 
 
@@ -1416,7 +1416,7 @@ def test_operands_that_do_not_fit_are_refused_by_name(message):
         getattr(kernels, name)(*map(operand, words), **named)
 
 
-# ---- the compiled loops: when they are imported, and their cache
+# ---- the compiled loops' cache
 
 EXP_OF_ZERO = """
 import torch
@@ -1424,13 +1424,6 @@ from onecurve.cpu import loops
 x = torch.zeros(1).numpy()
 loops.cpu_exp(x, x)
 print(x)
-"""
-WHEN_NUMBA_IS_IMPORTED = """
-import sys, torch, sync, kernels
-kernels.enable_batch_invariant()
-print('numba' in sys.modules)
-torch.ones(2).sum()
-print('numba' in sys.modules)
 """
 
 
@@ -1440,11 +1433,6 @@ def in_a_new_process(folder, source=Path(kernels.__file__).parent, code=EXP_OF_Z
     run = subprocess.run([sys.executable, "-c", code], cwd=source, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip(), run.stderr.splitlines()
-
-
-def test_numba_is_imported_when_the_first_tensor_on_a_cpu_comes(tmp_path):
-    out, _ = in_a_new_process(tmp_path, code=WHEN_NUMBA_IS_IMPORTED)
-    assert out.split() == ["False", "True"]
 
 
 def test_the_first_start_says_in_one_line_that_it_compiles(tmp_path):

@@ -13,16 +13,14 @@ import tempfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
 import pytest
 from conftest import digest, error_line, finish, run_warm, wait_for
-from pretend.driver import stub_driver
+from pretend.driver import environment
 from runs import listening, start_warm
 from test_laws import ledger
 from trials import command_of, lines
 
-SITE = Path(__file__).parent / "pretend" / "site"
 SIZES = "num_hidden_layers=1, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=64"
 SIZES = f"--scratch_args={SIZES}, intermediate_size=64"
 FLAGS = """--device=cuda --prompts_per_step=1 --group_size=3 --max_new_tokens=4 --lanes=2 --leaf_tokens=64 --tp_split=2
@@ -33,13 +31,6 @@ FLAGS.append(SIZES)
 # two trainers, and an engine beside them
 LAG = "--lag=1 --max_steps=3 --eval_size=0 --engine_args=disable_cuda_graph=True".split()
 LORA = (*LAG, "--lora_rank=4", "--max_steps=2")
-ENVIRONMENT = dict(
-    TRITON_INTERPRET="1",
-    TORCHDYNAMO_DISABLE="1",
-    SGLANG_DEEPGEMM_PDL="0",  # it would start cuBLASLt
-    OMP_NUM_THREADS="1",
-    PRETEND_ORDER="1",
-)
 
 
 @cache
@@ -47,9 +38,8 @@ def worker():
     """The address of a process for run_warm that has a card."""
     driver = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, driver)
-    pretended = dict(PYTHONPATH=str(SITE), LD_LIBRARY_PATH=stub_driver(driver))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ENVIRONMENT, **pretended}.items():
+        for name, value in (environment(driver) | dict(PRETEND_ORDER="1")).items():
             patch.setenv(name, value)
         return start_warm(listening())
 
@@ -165,9 +155,9 @@ def test_a_decode_step_is_a_graph_that_asks_nothing_of_python(alone, mixture):
 
 
 # What an upgrade of SGLang adds to a graph is seen here.
-GRAPH = """aten::_to_copy aten::add.Tensor aten::add_.Tensor aten::copy_ aten::cos aten::cumsum aten::embedding
-    aten::floor_divide aten::index_put_ aten::mul.Tensor aten::ones_like aten::sin aten::zero_ triton_attention
-    triton_matmul_tma triton_norm_rope triton_swiglu""".split()
+GRAPH = """aten::_to_copy aten::add.Tensor aten::add_.Tensor aten::copy_ aten::cumsum aten::embedding
+    aten::floor_divide aten::index_put_ aten::mul.Tensor aten::ones_like aten::zero_ triton_attention
+    triton_matmul_tma triton_norm_rope triton_rope_table triton_swiglu""".split()
 OF_EXPERTS = (
     "aten::new_zeros triton_by_expert triton_choose triton_combine triton_expert_matmul triton_to_pairs".split()
 )

@@ -588,7 +588,7 @@ def test_an_optimizer_whose_state_no_checkpoint_has_ends_in_one_line(ranks, scra
     def sgd(groups, betas):
         return torch.optim.SGD(groups, momentum=betas[0])
 
-    monkeypatch.setattr(kernels, "adamw", sgd)
+    monkeypatch.setattr(kernels, "AdamW", sgd)
     trainer = make_trainer(ranks, scratch)
     for w in trainer.weights:
         w.grad = torch.ones_like(w)

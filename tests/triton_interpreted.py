@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import gpu_bits
-import numpy as np
 import one_digest
 import pytest
 import torch
@@ -62,7 +61,7 @@ from triton.runtime import interpreter
 import kernels
 import train_grpo as train
 from onecurve import float32
-from onecurve.cpu import host, loops
+from onecurve.cpu import loops
 from onecurve.models import dense
 from onecurve.models.dense import check_model
 from onecurve.models.folders import make_scratch_model
@@ -213,7 +212,7 @@ def test_bit_sums_are_those_of_int64_products_and_see_every_bit(dtype):
     right = [((x * columns).sum(1) * rows).sum() for x, rows, columns in numbers]
     assert kernels.bit_sums(numbers).tolist() == right
     assert by_loops(lambda: kernels.bit_sums(numbers)).tolist() == right
-    with patched(BIT_SUM_PROGRAMS=2):
+    with patched(PROGRAMS=2):
         assert kernels.bit_sums(numbers).tolist() == right
     numbers[2][0][6, 699] ^= 1
     found = kernels.bit_sums(numbers).tolist()
@@ -404,7 +403,7 @@ def test_a_draw_is_the_same_in_blocks_of_any_size_and_for_a_row_alone():
     "change",
     [
         ("0xFFFFFFFE)\n", "0xFFFFFFFF)\n"),
-        ("tl.minimum(-tl.log(u), 1.7976931348623157e308)", "-tl.log(u)"),
+        ("tl.minimum(_log(u) * -1.0, 1.7976931348623157e308)", "_log(u) * -1.0"),
         ("tl.min(tl.where(score == top, c, V), 0)", "tl.max(tl.where(score == top, c, 0), 0)"),
         ('tl.where(score == score, score, float("inf"))', "score"),
         ("seed >> 32", "seed >> 31"),
@@ -435,7 +434,7 @@ def test_a_rule_keeps_what_the_cpus_loop_keeps_whatever_the_block():
         ("bits = (x + 0.0).to", "bits = x.to"),
         ("tl.cumsum(last, 0) - last", "tl.cumsum(last, 0, reverse=True) - last"),
         ("        n += tl.sum(last, 0)\n", ""),
-        ("tl.log(min_p)) - 1", "tl.log(min_p))"),
+        (".to(tl.float32)), 0) - 1", ".to(tl.float32)), 0)"),
     ],
 )
 def test_a_wrong_rule_is_caught(change, tmp_path):
@@ -527,7 +526,7 @@ def test_L17_formulas_in_plain_torch_have_the_bits_of_the_loops():
     x[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     double = torch.randn(70, 333, dtype=torch.float64)
     positions = torch.arange(0, 90_000, 1500)
-    formulas = float32.FORMULAS
+    formulas = kernels.ON_CARDS
     found = in_float32(lambda: [formulas["exp"](x), formulas["log"](x.abs())])
     assert all_same(found, [loops.aten_exp(x), loops.aten_log(x.abs())])
 
@@ -617,8 +616,6 @@ AGAINST_THE_LOOPS = {
     "a product and a sum, each rounded": ("norm", ("acc = tl.fma(u, v, acc)", "acc += u * v")),
     "1 / D": ("norm", ("tl.div_rn(_dots(x, x, inside, D), D * 1.0)", "_dots(x, x, inside, D) * (1.0 / D)")),
     "a norm's weight by other blocks": ("norm", ("block = SUM_TOKENS * H", "block = SUM_TOKENS * H // 2")),
-    "g s for g / e": ("swiglu", ("d * tl.div_rn(g, e)", "d * (g * s)")),
-    "exp of a card": ("swiglu", ("1 + _exp(g * -1.0)", "1 + tl.exp(g * -1.0)")),
     "keys of a tile first": (
         "attention",
         ("o = tl.dot(p, vt, o, input", "o = o + tl.dot(p, vt, tl.zeros([ROWS, D], tl.float32), input"),
@@ -631,12 +628,7 @@ AGAINST_THE_LOOPS = {
         "attention",
         ("p = tl.div_rn(_probabilities(s, seen & inside, top, scale), den)", UNDIVIDED),
     ),
-    "1 - p at the target": (
-        "head",
-        ("d + g, d)", "(1 - p) * g - p * (tl.maximum(x, LEAST) + tl.load(entropy + row)) * e, d)"),
-    ),
     "float32's log": ("head", ("_log(_total(sums).to(tl.float64))", "tl.log(_total(sums))")),
-    "a sum by its layout": ("head", ("_log(_total(sums).to", "_log(tl.sum(sums, 1).to")),
 }
 
 
@@ -956,7 +948,7 @@ def mixed(k, *operands, grad):
 def mixed_in_parts(dtype):
     """(output, gradients of gate_up and down)."""
     *operands, grad = mixture(dtype)
-    return mixture_in_parts(operands, grad, lambda x: torch.from_numpy(np.exp(x.numpy())), lambda a, b, c: a + b + c)
+    return mixture_in_parts(operands, grad, loops.aten_exp, lambda a, b, c: a + b + c)
 
 
 @functools.cache
@@ -1025,7 +1017,7 @@ ROUNDED = (  # to bfloat16, as elsewhere: the router's logits, and each expert's
         ("at + tl.cumsum(mine, 0) - mine", "at + tl.cumsum(mine, 0, reverse=True) - mine"),  # from the last token
         ("        at += tl.sum(mine, 0)\n", ""),
         ("x += pair // k * C", "x += pair % k * C"),
-        ("tl.store(dots + pair, tl.sum(acc, 0))", "tl.store(dots + pair, tl.max(acc, 0))"),
+        ("tl.store(dots + pair, _sum(acc))", "tl.store(dots + pair, tl.max(acc, 0))"),
         ("    tile -= tl.sum(tl.where(i < e, tiles, 0), 0)\n", ""),
         ("end = tl.load(starts + e + 1)", "end = tl.load(starts + e + 1) - 1"),
         ("K = (end - first)", "K = (end - first - 1)"),
@@ -1041,26 +1033,23 @@ def test_a_wrong_mixture_is_caught(change, tmp_path):
     assert not is_right(changed, bf16 if change in ROUNDED else torch.float32)
 
 
-def test_adamw_by_torch_as_on_a_gpu_moves_weights_as_the_cpus_loop_does():
+def test_adamw_moves_weights_as_torchs_does():
     w = torch.randn(30, 20)
     grads = torch.randn(5, 30, 20)
-    options = dict(lr=1e-2, weight_decay=0.1, foreach=True)  # CUDA's default
 
-    def moved(by_torch, b2):
+    def moved(kind, b2):
         p = torch.nn.Parameter(w.clone())
-        share = None if by_torch else host.share
-        with patched(INTERPRET=by_torch), mock.patch.object(host, "share", share):
-            optimizer = kernels.adamw([dict(params=[p])], betas=(0.9, b2), **options)
-            optimizer.state[p] = adamw_state(torch.zeros_like(w), torch.zeros_like(w))
-            for g in grads:
-                p.grad = g.clone()
-                optimizer.step()
+        optimizer = kind([dict(params=[p])], lr=1e-2, betas=(0.9, b2), weight_decay=0.1)
+        optimizer.state[p] = adamw_state(torch.zeros_like(w), torch.zeros_like(w))
+        for g in grads:
+            p.grad = g.clone()
+            optimizer.step()
         state = optimizer.state[p]
         return p.detach(), state["step"], state["exp_avg"], state["exp_avg_sq"]
 
-    torchs = moved(True, 0.95)
-    ours = moved(False, 0.95)
-    other = moved(True, 0.951)
+    torchs = moved(torch.optim.AdamW, 0.95)
+    ours = moved(kernels.AdamW, 0.95)
+    other = moved(torch.optim.AdamW, 0.951)
     bound = 1e-6  # some roundings of numbers of about 1
     assert all_close(torchs, ours, bound, bound)
     assert (ours[0] - w).abs().mean() > 1e-2
@@ -1154,8 +1143,8 @@ def launches_in(trainer):
 @pytest.mark.parametrize(
     "change,of_layer,of_rest",
     [
-        ({}, (15, 92, 12), (19, 81, 41)),
-        (dict(lora_rank=4), (22, 364, 15), (19, 45, 31)),
+        ({}, (15, 92, 12), (18, 79, 29)),
+        (dict(lora_rank=4), (22, 364, 15), (18, 43, 25)),
     ],
     ids=["full", "lora"],
 )

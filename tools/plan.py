@@ -121,7 +121,7 @@ CONTEXT = 1e9  # bytes that CUDA and NCCL hold on a card
 SAMPLER_PASSES = 20  # over the float32 logits, to draw a token
 ELEMENTWISE_PASSES = 3  # over a layer's inner activations in a pass forward; a backward is two of those
 BACKWARD_ATTENTION = 2.5  # five products, where forward has two
-UPDATE_BYTES = 100  # per parameter: AdamW, the norm, four hashes
+UPDATE_BYTES = 48  # per parameter: AdamW 28, the norm 4, four hashes 16
 BUCKET = 1 << 30  # bytes of weights that are sent at a time; a larger tensor is sent by itself
 ROLLOUT_BYTES = 21  # per token of a group's file: token, log-prob, mask, version
 

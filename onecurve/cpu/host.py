@@ -1,6 +1,5 @@
 """
-What the loops for CPUs need of their process: arrays, threads, memory; and how ranks lend each other cores. Nothing
-here needs Numba, so a GPU's process has it, too.
+What the loops for CPUs need of their process: arrays, threads, memory; and how ranks lend each other cores.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """
 The operators of kernels.py on a CPU, in float32: loops that Numba compiles. The loop `cpu_swiglu` is the kernel
-`triton_swiglu`; equations, shapes and public functions are in kernels.py. An engine's layers in one call, the step of
-AdamW and some aten operators are here alone.
+`triton_swiglu`; equations, shapes and public functions are in kernels.py. An engine's layers in one call and some aten
+operators are here alone.
 
 What torch 2.11 does on a CPU by itself, and what these loops do about it:
 
@@ -820,9 +820,7 @@ def cpu_bit_sum(x, odd_rows, odd_columns):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# AdamW: m = m + (1 - b1) (g - m), v = b2 v + (1 - b2) g^2, w = w (1 - lr decay) - lr / c1 m / (sqrt(v / c2) + eps),
-# c = 1 - b^step (Loshchilov and Hutter 2019, algorithm 2). Element by element, so there is no order; but torch's own
-# rounds in other places where its vectors are of another width.
+# AdamW
 
 
 @loop
@@ -836,32 +834,6 @@ def cpu_adamw(first, last, w, g, m, v, rest1, b2, rest2, keep, rate, root, eps):
         v[i] = fma(rest2 * g[i], g[i], b2 * v[i])
         size = np.sqrt(v[i]) / root + eps
         w[i] = w[i] * keep - rate * m[i] / size
-
-
-@functools.lru_cache(2)  # all parameters are at the same step
-def _bias_correction(beta, step):
-    """1 - beta^step. Decimal: for powers of floats Python asks the C library, which computes them in its own way."""
-    return float(1 - Decimal(beta) ** step)
-
-
-class AdamW(torch.optim.AdamW):
-    """torch's, with a step of our own."""
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for w in group["params"]:
-                state = self.state[w]
-                b1, b2 = group["betas"]
-                lr = group["lr"]
-                state["step"] += 1
-                c1, c2 = (_bias_correction(b, int(state["step"])) for b in (b1, b2))
-                keep = 1 - lr * group["weight_decay"]
-                numbers = 1 - b1, b2, 1 - b2, keep, lr / c1, math.sqrt(c2), group["eps"]
-                self.move(w.numel(), w, w.grad, state["exp_avg"], state["exp_avg_sq"], *numbers)
-
-    def move(self, N, *args):
-        host.share(cpu_adamw, N, 20 * N, *args)
 
 
 # ------------------------------------------------------------------------------------------------------------------

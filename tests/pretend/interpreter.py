@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 from triton.runtime import interpreter
 
 plain_cast, plain_fp_to_fp = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_fp_to_fp
+plain_reduction, plain_scan = interpreter.ReduceOps.apply_impl, interpreter.ScanOps.apply_impl
 
 
 def decoded(handle):
@@ -86,10 +87,11 @@ def add_as_tensor_core(a, b, acc):
     for m in range(a.shape[0]):
         for first in range(0, a.shape[1], 16):
             step = range(first, min(first + 16, a.shape[1]))
-            top = exponents(acc[m])
+            top = np.where(acc[m] == 0, -133, exponents(acc[m]))
             for k in step:
                 for n in range(len(top)):
-                    top[n] = max(top[n], a_exponents[m, k] + b_exponents[k, n])
+                    if a[m, k] != 0 and b[k, n] != 0:
+                        top[n] = max(top[n], a_exponents[m, k] + b_exponents[k, n])
             scale = ((25 + 1023 - top).astype(np.int64) << 52).view(np.float64)  # 2^(25 - top)
             for n in range(len(top)):
                 total[n] = np.trunc(acc[m, n] * scale[n])
@@ -99,7 +101,8 @@ def add_as_tensor_core(a, b, acc):
             for n in range(len(top)):
                 exact = total[n] / scale[n] + 0.0  # no zero is negative
                 near = np.float32(exact)
-                acc[m, n] = np.nextafter(near, np.float32(0.0)) if abs(near) > abs(exact) else near
+                beyond = abs(near) > abs(exact) and abs(exact) < 2.0**128
+                acc[m, n] = np.nextafter(near, np.float32(0.0)) if beyond else near
 
 
 def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
@@ -108,6 +111,36 @@ def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     add = add_in_order if a.dtype.scalar == tl.float32 else add_as_tensor_core
     add(np.ascontiguousarray(decoded(a)), np.ascontiguousarray(decoded(b)), acc)
     return interpreter.TensorHandle(acc, d.dtype.scalar)
+
+
+def reduced(self, inputs):
+    """
+    A float's `tl.sum` over more than two numbers has an order, which the compiler chooses, as has any other reduction
+    but a maximum, which passes by NaN and takes 0.0 for more than -0.0.
+    """
+    (x, *_) = inputs
+    data = x.handle.data
+    if not np.issubdtype(data.dtype, np.floating):
+        return plain_reduction(self, inputs)
+    if self.combine_fn == tl.standard._sum_combine and data.shape[self.axis] == 2:
+        return self.to_tensor(np.add(*np.moveaxis(data, self.axis, 0)), x.dtype)
+    assert self.combine_fn == tl.standard._elementwise_max, data.shape
+    most = np.fmax.reduce(data, self.axis)
+    zero = np.add.reduce(np.where(data == 0, data, -0.0), self.axis, initial=-0.0)
+    return self.to_tensor(np.where(most == 0, zero, most).astype(data.dtype), x.dtype)
+
+
+def larger(x, y):
+    return np.where((x == 0) & (y == 0), x + y, np.fmax(x, y))
+
+
+def smaller(x, y):
+    return -larger(-x, -y)
+
+
+def in_order_of_its_own(self, inputs):
+    assert not any(x.dtype.is_floating() for x in inputs)
+    return plain_scan(self, inputs)
 
 
 def convert(otherwise):
@@ -185,6 +218,10 @@ def install():
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     make_types_once()
     builder = interpreter.InterpreterBuilder
+    interpreter.ReduceOps.apply_impl = reduced
+    interpreter.ScanOps.apply_impl = in_order_of_its_own
+    builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, larger)
+    builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, smaller)
     builder.create_dot = dot
     builder.create_fma = fma
     builder.cast_impl = convert(plain_cast)
