@@ -164,6 +164,8 @@ def others(k, dtype):
 
 EITHER = norms, turns, gates, sums, heads, experts
 CASES = [(work, bf16) for work in (*EITHER, rest)] + [(work, f32) for work in (*EITHER, operators, others)]
+if turn := os.environ.get("ONECURVE_TURN"):  # of a run of all tests: a commit has a third
+    CASES = CASES[int(turn) :: 3]
 REFUSED = ["kernels.triton_matmul_tma", *(f"kernels.triton_attention{end}" for end in ("", "_dq", "_dkv"))]
 
 
@@ -224,21 +226,15 @@ def both(tmp_path_factory):
 
 
 def all_results():
-    return {name_of(*case): results(*case) for case in CASES}
+    return {f"{work.__name__} {dtype}": results(work, dtype) for work, dtype in CASES}
 
 
-def name_of(work, dtype):
-    return f"{work.__name__} {dtype}"
-
-
-@pytest.mark.parametrize("case", [name_of(*case) for case in CASES])
-def test_compiled_code_has_the_interpreters_bits(case, both):
-    compiled_ones, interpreted = both
-    assert all_same(compiled_ones[case], interpreted[case])
-
-
-def test_in_float32_compiled_code_has_the_bits_of_a_cpus_loops(both):
-    assert all_same(both[0][name_of(operators, f32)], operators(kernels, f32))
+@pytest.mark.parametrize("work,dtype", CASES, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_compiled_code_has_the_interpreters_bits(work, dtype, both):
+    ours, interpreted = (of[f"{work.__name__} {dtype}"] for of in both)
+    assert all_same(ours, interpreted)
+    if work is operators:
+        assert all_same(ours, operators(kernels, f32))  # by the loops
 
 
 def test_every_kernel_without_copy_engine_or_tensor_core_is_among_them(both):
@@ -246,8 +242,8 @@ def test_every_kernel_without_copy_engine_or_tensor_core_is_among_them(both):
     for module in (kernels, float32):
         text = Path(module.__file__).read_text()
         written |= {f"{module.__name__}.{name}" for name in re.findall(r"^def (triton_\w+)\(", text, re.M)}
-    executed = {f"{kernel.module}.{kernel.__name__}" for kernel, _ in compiled}
-    assert written - executed == set(REFUSED)
+    left = written - {f"{kernel.module}.{kernel.__name__}" for kernel, _ in compiled}
+    assert left >= {*REFUSED} if turn else left == {*REFUSED}
 
 
 @pytest.mark.parametrize(
@@ -257,18 +253,21 @@ def test_every_kernel_without_copy_engine_or_tensor_core_is_among_them(both):
         (rest, bf16, ("x.shape[1] // 2, 2), 2)", "2, x.shape[1] // 2), 1)")),  # halves are added, not neighbours
     ],
 )
-def test_contraction_and_another_order_are_caught(work, dtype, change, both, tmp_path):
+def test_contraction_and_another_order_are_caught(work, dtype, change, tmp_path):
     with as_on_a_card():
-        found = results(work, dtype, mutant(tmp_path, change))
-    assert not all_same(found, both[1][name_of(work, dtype)])
+        assert not all_same(results(work, dtype, mutant(tmp_path, change)), results(work, dtype))
 
 
-def test_a_missing_barrier_is_caught(both, monkeypatch):
+def test_a_missing_barrier_is_caught(monkeypatch):
     execute = ptx.execute
-    monkeypatch.setattr(ptx, "execute", lambda text, *args: execute(text.replace("bar.sync", "bar.warp.sync"), *args))
+
+    def without(text, *args):
+        execute(text.replace("bar.sync", "bar.warp.sync"), *args)
+
     with as_on_a_card():
-        found = results(sums, bf16)
-    assert not all_same(found, both[1][name_of(sums, bf16)])
+        right = results(sums, bf16)
+        monkeypatch.setattr(ptx, "execute", without)
+        assert not all_same(results(sums, bf16), right)
 
 
 if __name__ == "__main__":
