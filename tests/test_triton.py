@@ -598,6 +598,7 @@ FOLLOWED_NO_MORE = {  # (what is launched, a change, the fault of some kernel)
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", FOLLOWED_NO_MORE)
 def test_what_a_cpu_could_not_follow_is_caught(name, tmp_path):
     work, change, fault = FOLLOWED_NO_MORE[name]
