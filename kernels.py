@@ -49,8 +49,8 @@ The operators; E is the engine, T the trainer:
 Each is a public function that checks its operands and picks by device: the kernel `triton_*`, for an NVIDIA GPU of one
 of CARDS, in bfloat16, or on a CPU the loop of that name in onecurve/cpu/loops.py, in float32. A section has the
 equation, why its order is fixed, the kernel, the autograd Function over kernel and loop, the public function. How one
-of the two is chosen and started is at the end. A run with `--dtype=float32` takes the kernels of onecurve/float32.py,
-which have the loops' bits on a card. `naive_*`, on this page, is a CPU's order of addition in plain words.
+of the two is chosen and started is at the end. A run with `--dtype=float32` takes what adds from onecurve/float32.py,
+and then has the loops' bits on a card. `naive_*`, on this page, is a CPU's order of addition in plain words.
 
 What the Triton kernels do about the order:
 
@@ -914,21 +914,21 @@ class NormRope(torch.autograd.Function):
         R = N * H
         config = _norm_config(D)
         steps = max(1, SUM_ROWS // config["ROWS"])
-        like_loops = FLOAT32 or not use_triton(x)
-        rows = loops.SUM_TOKENS * H if like_loops else steps * config["ROWS"]
+        by_triton = use_triton(x)
+        rows = steps * config["ROWS"] if by_triton and not FLOAT32 else loops.SUM_TOKENS * H
         blocks = -(-R // rows)
         dx = _contiguous_like(x)
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = x.new_empty(D, blocks, dtype=torch.float64) if use_triton(x) else x.new_zeros(blocks, D)
+            dw = x.new_empty(D, blocks, dtype=torch.float64) if by_triton else x.new_zeros(blocks, D)
         args = grad.contiguous(), *saved, dx, dw, *ctx.tail
         config = dict(config, STEPS=steps)
-        if in_float32(x):
+        if by_triton and FLOAT32:
             _float32().norm_rope_backward(*args)
         else:
             on_rows(triton_norm_rope_backward, blocks, 200 * R * D, args, (blocks,), config)
         if dw is not None:
-            dw = row_sums(dw if use_triton(x) else dw.t().double(), torch.empty_like(weight))
+            dw = row_sums(dw if by_triton else dw.t().double(), torch.empty_like(weight))
         return dx, dw, None, None, None
 
 
@@ -1956,10 +1956,9 @@ def triton_token_logprobs(z, t, stats, targets, logprobs, entropy, V: constexpr,
     stats += row * 2
     acc = tl.zeros([BLOCK], tl.float32)
     for first in range(0, V, BLOCK):
-        inside = first + i < V
-        logits = tl.load(z + first + i, mask=inside, other=0.0)
+        logits = tl.load(z + first + i, mask=first + i < V, other=float("-inf"))
         x = _log_prob(logits, t, stats)
-        acc += tl.where(inside, _exp(x) * tl.maximum(x, LEAST), 0.0)
+        acc += _exp(x) * tl.maximum(x, LEAST)
     tl.store(entropy + row, _sum(acc) * -1.0)
     logprobs += row
     logit = tl.load(z + tl.load(targets + row))
@@ -2450,15 +2449,14 @@ class AdamW(torch.optim.AdamW):
             keep = 1 - lr * group["weight_decay"]
             factors = 1 - b1, b2, 1 - b2, keep, lr / c1, math.sqrt(c2), group["eps"]
             tensors = [(w, w.grad, s["exp_avg"], s["exp_avg_sq"]) for w, s in zip(group["params"], states)]
-            if use_triton(tensors[0][0]):
+            like = tensors[0][0]
+            if use_triton(like):
                 table, grid = _table([[x.view(-1) for x in each] for each in tensors], ELEMENTS)
-                _launch(
-                    triton_adamw, grid, tensors[0][0], table, *factors, ELEMENTS, num_warps=2 * ELEMENT_WARPS, **EXACT
-                )
-                continue
-            for each in tensors:
-                N = each[0].numel()
-                host.share(loops.cpu_adamw, N, 20 * N, *each, *factors)
+                _launch(triton_adamw, grid, like, table, *factors, ELEMENTS, num_warps=2 * ELEMENT_WARPS, **EXACT)
+            else:
+                for each in tensors:
+                    N = each[0].numel()
+                    host.share(loops.cpu_adamw, N, 20 * N, *each, *factors)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2645,11 +2643,6 @@ def compute_dtype(device):
 def use_triton(x):
     """Whether x takes the Triton path: the loops are for CPUs, and for no other device."""
     return not x.is_cpu or INTERPRET
-
-
-def in_float32(x):
-    """Whether x takes the Triton path in the loops' order."""
-    return FLOAT32 and use_triton(x)
 
 
 def check(fits, message, *args):

@@ -5,7 +5,6 @@ tests/ptx.py: their bits are those of Triton's interpreter, which knows nothing 
     pytest tests/test_ptx.py
 """
 
-import itertools
 import os
 import re
 import subprocess
@@ -21,7 +20,7 @@ import torch
 import triton
 from gpu_bits import patched
 from pretend.interpreter import install
-from test_kernels import both_ways
+from test_kernels import all_same, both_ways
 from test_triton import HOPPER, Compiled, bf16, f32, mutant
 from triton.runtime.jit import JITFunction
 
@@ -172,19 +171,9 @@ REFUSED = ["kernels.triton_matmul_tma", *(f"kernels.triton_attention{end}" for e
 def results(work, dtype, k=kernels):
     torch.manual_seed(0)
     with patched(FLOAT32=dtype == f32, SUM_ROWS=8):  # fewer, or a wide norm takes long
-        return list(work(k, dtype))
-
-
-def same(x, y):
-    """To the bit, whatever the bits of a NaN are."""
-    if x.is_floating_point():
-        x, y = (each.masked_fill(each.isnan(), torch.nan) for each in (x, y))
-    x, y = (each.reshape(-1).view(torch.uint8) for each in (x, y))
-    return torch.equal(x, y)
-
-
-def all_same(xs, ys):
-    return all(itertools.starmap(same, zip(xs, ys, strict=True)))
+        found = work(k, dtype)
+    # a NaN may have any bits
+    return [x.masked_fill(x.isnan(), torch.nan) if x.is_floating_point() else x for x in found]
 
 
 compiled = {}
@@ -222,7 +211,7 @@ def both(tmp_path_factory):
         assert process.wait() == 0
     finally:
         process.kill()
-    return found, torch.load(path)
+    return found, torch.load(path)  # tensors alone, which the process above has written
 
 
 def all_results():
