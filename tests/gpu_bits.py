@@ -400,16 +400,15 @@ def operand_forms(size):
 
 
 def tensor_core(size):
-    """Products of many sizes, beside the public rule of how these cards add them."""
-    from pretend.interpreter import add_as_tensor_core
+    """Products of many sizes, beside the public rule of how such a card adds them."""
+    from pretend.interpreter import add_as_tensor_core, tensor_core
 
-    if CUDA and torch.cuda.get_device_capability() < (9, 0):
-        return
+    rule = tensor_core(torch.cuda.get_device_capability() if CUDA else (9, 0))
     row = Row("matmul NT, its bits", f"64 x 256 sums of {size.K} products, as MMA-Sim says")
     x, w = (torch.randn(n, size.K).mul(torch.randn(n, size.K).mul(5).exp2()).to(bf16) for n in (64, 256))
     ours = kernels.matmul(x.to(DEVICE), w.to(DEVICE).t(), out_dtype=f32).cpu()
     expected = torch.zeros_like(ours)
-    add_as_tensor_core(x.float().numpy(), w.float().t().contiguous().numpy(), expected.numpy())
+    add_as_tensor_core(x.float().numpy(), w.float().t().contiguous().numpy(), expected.numpy(), *rule)
     row.check(ours, expected)
     row.control("each sum rounded once", (x.double() @ w.double().t()).float(), expected)
     yield row

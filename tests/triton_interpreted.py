@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from gpu_bits import patched
 from pretend.graph import Recorder
-from pretend.interpreter import add_as_tensor_core, install
+from pretend.interpreter import add_as_tensor_core, install, tensor_core
 from test_kernels import (
     Sequences,
     adamw_state,
@@ -718,21 +718,23 @@ def test_a_matmul_of_bfloat16_is_rounded_once_and_its_rows_are_alone(card, M, N,
 
 
 @pytest.mark.parametrize(
-    "acc,products,total",
+    "acc,products,hopper,ampere",
     [
-        (1.0, [2**-24] * 2, 1 + 2**-23),  # one after the other would be 1
-        (1.0, [2**-26] * 15, 1.0),  # added exactly and rounded 1 + 2**-22
-        (1.0, [2**-25] * 15, 1 + 3 * 2**-23),  # rounded 1 + 4 * 2**-23
-        (-1.0, [2**-25], 2**-24 - 1),  # rounded -1
-        (0.0, [1.0] * 16 + [2**-25] * 4, 16.0),  # two steps
+        (1.0, [2**-24] * 2, 1 + 2**-23, 1 + 2**-23),  # one after the other would be 1
+        (1.0, [2**-26] * 15, 1.0, 1.0),  # added exactly and rounded 1 + 2**-22
+        (1.0, [2**-25] * 15, 1 + 3 * 2**-23, 1.0),  # rounded 1 + 4 * 2**-23
+        (-1.0, [2**-25], 2**-24 - 1, -1.0),  # rounded -1
+        (2.0**24, [1.0] + [0.0] * 7 + [-(2.0**24)], 1.0, 0.0),  # one step, two steps
+        (0.0, [1.0] * 16 + [2**-25] * 4, 16.0, 16.0),  # two steps, three
     ],
 )
-def test_a_step_of_a_tensor_core_is_aligned_and_cut_off(acc, products, total):
+def test_a_step_of_a_tensor_core_is_aligned_and_cut_off(acc, products, hopper, ampere):
     a = torch.ones(1, len(products), dtype=bf16)
     b = torch.tensor(products)[:, None].to(bf16)
-    found = torch.tensor([[acc]])
-    add_as_tensor_core(a.float().numpy(), b.float().numpy(), found.numpy())
-    assert found.item() == total
+    for capability, total in (((9, 0), hopper), ((8, 6), ampere)):
+        found = torch.tensor([[acc]])
+        add_as_tensor_core(a.float().numpy(), b.float().numpy(), found.numpy(), *tensor_core(capability))
+        assert found.item() == total, capability
 
 
 def test_every_tile_of_bfloat16_gives_the_same_bits_on_either_path():

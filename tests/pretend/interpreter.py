@@ -75,24 +75,29 @@ def exponents(x):
     return np.maximum(bits >> 23 & 255, 1) - 127
 
 
+def tensor_core(capability):
+    """(products of a step, bits behind the point) of a card of this compute capability, by MMA-Sim."""
+    return (8, 24) if capability < (9, 0) else (16, 25)
+
+
 @numba.njit(cache=True)
-def add_as_tensor_core(a, b, acc):
+def add_as_tensor_core(a, b, acc, products, fraction):
     """
-    acc (M, N) += a (M, K) @ b (K, N), bfloat16's numbers as float32, as compute capability 9.0 and later add (MMA-Sim,
-    arXiv:2511.10909): per step of 16, the products and the accumulator are aligned at the largest exponent (a product's
-    is the sum of its factors'), cut off 25 bits behind the point and added exactly; the sum is cut off to a float32.
+    acc (M, N) += a (M, K) @ b (K, N), bfloat16's numbers as float32, as a card does (MMA-Sim, arXiv:2511.10909): step
+    by step, the products and the accumulator are aligned at the largest exponent (a product's is the sum of its
+    factors'), cut off behind `fraction` bits and added exactly; the sum is cut off to a float32.
     """
     a_exponents, b_exponents = exponents(a), exponents(b)
     total = np.empty(acc.shape[1])
     for m in range(a.shape[0]):
-        for first in range(0, a.shape[1], 16):
-            step = range(first, min(first + 16, a.shape[1]))
+        for first in range(0, a.shape[1], products):
+            step = range(first, min(first + products, a.shape[1]))
             top = np.where(acc[m] == 0, -133, exponents(acc[m]))
             for k in step:
                 for n in range(len(top)):
                     if a[m, k] != 0 and b[k, n] != 0:
                         top[n] = max(top[n], a_exponents[m, k] + b_exponents[k, n])
-            scale = ((25 + 1023 - top).astype(np.int64) << 52).view(np.float64)  # 2^(25 - top)
+            scale = ((fraction + 1023 - top).astype(np.int64) << 52).view(np.float64)  # 2^(fraction - top)
             for n in range(len(top)):
                 total[n] = np.trunc(acc[m, n] * scale[n])
             for k in step:
@@ -105,12 +110,19 @@ def add_as_tensor_core(a, b, acc):
                 acc[m, n] = np.nextafter(near, np.float32(0.0)) if beyond else near
 
 
-def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """float32: a chain. bfloat16: the tensor core's steps."""
-    acc = d.data.copy()
-    add = add_in_order if a.dtype.scalar == tl.float32 else add_as_tensor_core
-    add(np.ascontiguousarray(decoded(a)), np.ascontiguousarray(decoded(b)), acc)
-    return interpreter.TensorHandle(acc, d.dtype.scalar)
+def dot(capability):
+    """float32: a chain. bfloat16: the steps of such a card's tensor core."""
+
+    def method(self, a, b, d, input_precision, max_num_imprecise_acc):
+        acc = d.data.copy()
+        operands = np.ascontiguousarray(decoded(a)), np.ascontiguousarray(decoded(b)), acc
+        if a.dtype.scalar == tl.float32:
+            add_in_order(*operands)
+        else:
+            add_as_tensor_core(*operands, *tensor_core(capability))
+        return interpreter.TensorHandle(acc, d.dtype.scalar)
+
+    return method
 
 
 def reduced(self, inputs):
@@ -196,7 +208,7 @@ def make_types_once():
     interpreter._get_np_dtype = np_dtype
 
 
-def install():
+def install(capability=(9, 0)):
     launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
     patch, patched = interpreter._patch_lang, set()
 
@@ -222,7 +234,7 @@ def install():
     interpreter.ScanOps.apply_impl = in_order_of_its_own
     builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, larger)
     builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, smaller)
-    builder.create_dot = dot
+    builder.create_dot = dot(capability)
     builder.create_fma = fma
     builder.cast_impl = convert(plain_cast)
     builder.create_fp_to_fp = convert(plain_fp_to_fp)

@@ -6,7 +6,7 @@ A function mode sends what is asked for on 'cuda' to the CPU, and marks its stor
 handed on by every function, and a function of marked and unmarked tensors is one that a card refuses. torch.cuda's
 names are stubs; NCCL's groups are gloo's. `note` writes an event to a file of this process, for tests to read.
 
-Not pretended: the card's arithmetic, the compiler, time, NCCL's and CUDA's own errors.
+Not pretended: the compiler, time, NCCL's and CUDA's own errors.
 """
 
 import builtins
@@ -551,7 +551,7 @@ def patch_interpreter(module):
     from pretend.graph import patch_launches
     from pretend.interpreter import install
 
-    install()
+    install(capability())
     patch_launches(module)
 
 
