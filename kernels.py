@@ -96,7 +96,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from onecurve.cpu import host, loops
 
 # Part of the order of addition: whoever tunes one of these changes the bits of engine and trainer alike, and with them
-# every curve that was ever recorded. On both devices (a CPU has two more, VECTOR and SUM_TOKENS, in its loops):
+# every curve that was ever recorded. On both devices (a CPU has one more, SUM_TOKENS, in its loops):
+VECTOR = constexpr(loops.VECTOR)  # sums side by side that a loop makes of a row; on Triton of a token's experts
 CHUNK = 1024  # rows of logits held at a time: the head's weight gradient is added chunk by chunk
 
 # On Triton:
@@ -187,10 +188,16 @@ def _log2(n):
 
 
 @triton.jit
-def _total(x):
-    """The sum of each row of x (rows, n): neighbours are added until one number is left, whatever the layout is."""
+def _total(x, HALVES: constexpr = False):
+    """
+    The sum of each row of x (rows, n): neighbours, or the two halves, are added until one number is left, whatever the
+    layout is.
+    """
     for _ in tl.static_range(_log2(x.shape[1])):
-        x = tl.sum(x.reshape(x.shape[0], x.shape[1] // 2, 2), 2)
+        if HALVES:
+            x = tl.sum(x.reshape(x.shape[0], 2, x.shape[1] // 2), 1)
+        else:
+            x = tl.sum(x.reshape(x.shape[0], x.shape[1] // 2, 2), 2)
     return x.reshape(x.shape[0])
 
 
@@ -1066,17 +1073,18 @@ def triton_choose(z, experts, w, E, k, BLOCK: constexpr):
     keys = (_rank_int64(x) << 24) - i
     keys = tl.where(inside, keys, TAKEN)
     p = tl.zeros([BLOCK], tl.float32)
-    total = tl.zeros([1], tl.float32)
+    lane = tl.arange(0, VECTOR)[None, :]
+    sums = tl.zeros([1, VECTOR], tl.float32)
     for j in range(k):
         e = -tl.max(keys, 0) & 0xFFFFFF
         tl.store(experts + row * k + j, e)
         keys = tl.where(i == e, TAKEN, keys)
         its = _exp(tl.load(z + e + tl.arange(0, 1)) - m)
         p = tl.where(i == j, its, p)
-        total += its
+        sums += tl.where((j - lane) % VECTOR == 0, its[None, :], 0.0)
     inside = i < k
     w += row * k
-    tl.store(w + i, tl.div_rn(p, total), mask=inside)
+    tl.store(w + i, tl.div_rn(p, _total(sums, True)), mask=inside)
 
 
 @triton.jit

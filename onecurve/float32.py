@@ -18,11 +18,22 @@ import triton.language as tl
 from triton.language import constexpr
 
 import kernels
-from kernels import EXACT, LEAST, _before, _exp, _find, _launch, _log, _log_prob, _rank_int64, _row_tile, _turn
+from kernels import (
+    EXACT,
+    LEAST,
+    VECTOR,
+    _before,
+    _exp,
+    _find,
+    _launch,
+    _log,
+    _log_prob,
+    _row_tile,
+    _total,
+    _turn,
+)
 from onecurve.cpu import loops
 
-VECTOR = constexpr(loops.VECTOR)
-HALVINGS = constexpr(loops.VECTOR.bit_length() - 1)
 SUM_TOKENS = loops.SUM_TOKENS  # as on a CPU part of the order
 
 # Speed only, never seen in the bits; guesses until measured:
@@ -38,15 +49,6 @@ KEYS = 32  # .. and its keys
 
 
 @triton.jit
-def _total(x):
-    """The sum of each row of x (rows, VECTOR): its two halves are added until one number is left."""
-    for _ in tl.static_range(HALVINGS):
-        low, high = tl.split(x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1))
-        x = low + high
-    return x.reshape(x.shape[0])
-
-
-@triton.jit
 def _dots(x, y, inside, D: constexpr):
     """The products of rows of D at the pointers x and y (rows, 1), of those that are inside (rows, 1)."""
     lane = tl.arange(0, VECTOR)[None, :]
@@ -56,7 +58,7 @@ def _dots(x, y, inside, D: constexpr):
         u = tl.load(x + first + lane, mask=here, other=0.0)
         v = tl.load(y + first + lane, mask=here, other=0.0)
         acc = tl.fma(u, v, acc)
-    return _total(acc)
+    return _total(acc, True)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ def triton_norm_rope_backward(
             h = _turned_back(grad, cos, sin, row, c, here, H, D)
             h *= tl.load(weight + c, mask=c < D, other=0.0)
             acc = tl.fma(h, tl.load(x + c, mask=here, other=0.0), acc)
-        mean = tl.div_rn(_total(acc)[:, None] * r, D * 1.0)
+        mean = tl.div_rn(_total(acc, True)[:, None] * r, D * 1.0)
         g *= tl.load(weight + i, mask=i < D, other=0.0)
         n = tl.load(x + i, mask=inside, other=0.0) * r
         g = r * (g - n * mean)
@@ -194,32 +196,6 @@ def norm_rope_backward(grad, x, weight, cos, sin, dx, dw, eps, x_n, R, H, D):
 
 # ------------------------------------------------------------------------------------------------------------------
 # mixture of experts
-
-
-@triton.jit
-def triton_choose(z, experts, w, E, k, BLOCK: constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    z += row * E
-    inside = i < E
-    x = tl.load(z + i, mask=inside, other=float("-inf"))
-    m = tl.max(x, 0)
-    TAKEN: constexpr = -(1 << 62)
-    keys = (_rank_int64(x) << 24) - i
-    keys = tl.where(inside, keys, TAKEN)
-    p = tl.zeros([BLOCK], tl.float32)
-    lane = tl.arange(0, VECTOR)[None, :]
-    sums = tl.zeros([1, VECTOR], tl.float32)
-    for j in range(k):
-        e = -tl.max(keys, 0) & 0xFFFFFF
-        tl.store(experts + row * k + j, e)
-        keys = tl.where(i == e, TAKEN, keys)
-        its = _exp(tl.load(z + e + tl.arange(0, 1)) - m)
-        p = tl.where(i == j, its, p)
-        sums += tl.where((j - lane) % VECTOR == 0, its[None, :], 0.0)
-    inside = i < k
-    w += row * k
-    tl.store(w + i, tl.div_rn(p, _total(sums)), mask=inside)
 
 
 @triton.jit
@@ -306,7 +282,7 @@ def triton_attention(
         p = _probabilities(s, seen, m[:, None], scale)
         sums = tl.dot(p, comb, sums, input_precision="ieee")
         o = tl.dot(p, vt, o, input_precision="ieee")
-    den = _total(sums)
+    den = _total(sums, True)
     tl.store(out + at, tl.div_rn(o, den[:, None]), mask=inside)
     tl.store(stats + row * 3, m, mask=valid)
     tl.store(stats + row * 3 + 1, den, mask=valid)
@@ -457,7 +433,7 @@ def triton_softmax_stats(z, t, stats, V: constexpr, BLOCK: constexpr):
         sums += _exp(tl.div_rn(x, t) - m)
     stats += row * 2
     tl.store(stats, m)
-    log_sum = _log(_total(sums).to(tl.float64))
+    log_sum = _log(_total(sums, True).to(tl.float64))
     tl.store(stats + 1 + tl.arange(0, 1), log_sum.to(tl.float32))
 
 
@@ -474,6 +450,6 @@ def triton_token_logprobs(z, t, stats, targets, logprobs, entropy, V: constexpr,
         x = _log_prob(logits, t, stats)
         sums += _exp(x) * tl.maximum(x, LEAST)
     one = tl.arange(0, 1)
-    tl.store(entropy + row + one, _total(sums) * -1.0)
+    tl.store(entropy + row + one, _total(sums, True) * -1.0)
     logit = tl.load(z + tl.load(targets + row) + one)
     tl.store(logprobs + row + one, _log_prob(logit, t, stats))

@@ -918,18 +918,19 @@ def attention_is_in_order(module):
     return same(packed[:30], naive)
 
 
-def mixture_in_parts(operands, grad, exp, total):
+def mixture_in_parts(operands, grad):
     """
     (output, gradients of gate_up and down) of a mixture that takes the first three experts, expert by expert and slot
-    by slot, by the operators of a dense MLP. total: of the three weights of a token.
+    by slot, by the operators of a dense MLP.
     """
     x, router, gate_up, down = (y.detach() for y in operands)
     dtype = x.dtype
     logits = kernels.matmul(x, router.t(), torch.float32)
     z, experts = logits.sort(dim=1, stable=True, descending=True)
     below_top = (z - z[:, :1])[:, :3]
-    p = exp(below_top)
-    w = p / total(*p.unbind(1))[:, None]
+    p = loops.aten_exp(below_top)
+    first, second, third = p.unbind(1)
+    w = p / ((first + third) + second)[:, None]  # as `naive_dot`
     y = torch.zeros(*p.shape, x.shape[1])
     d_gate_up = []
     d_down = []
@@ -957,7 +958,7 @@ def mixture_is_in_order(module):
     grad = exact(40, 24)
     out = module.moe(*operands, 3)
     found = gradients(out, weights, grad)
-    right, *d_right = mixture_in_parts(operands, grad, loops.aten_exp, lambda a, b, c: (a + c) + b)  # as `naive_dot`
+    right, *d_right = mixture_in_parts(operands, grad)
     apart = among_ranks(module, operands, 3, 2)
     return all_same(found, d_right) and all(same(y, right) for y in (out, *apart))
 
