@@ -6,18 +6,14 @@ tools/diff.py on run folders made by hand.
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import group_tensors, lines, write_ledger
+from conftest import ROOT, group_tensors, lines, write_ledger
+from diff import main
 from safetensors.torch import save_file
 
 import sync
-
-DIFF = Path(__file__).parent.parent / "tools" / "diff.py"
-sys.path.insert(0, str(DIFF.parent))
-from diff import main  # noqa: E402
 
 
 def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=None):
@@ -80,7 +76,7 @@ def a(tmp_path):
 
 def test_equal_runs_are_identical_and_the_exit_status_says_so(a, tmp_path):
     def compared(b):
-        return subprocess.run([sys.executable, DIFF, a, b], capture_output=True, text=True)
+        return subprocess.run([sys.executable, "tools/diff.py", a, b], cwd=ROOT, capture_output=True, text=True)
 
     same = compared(make_run(tmp_path / "b"))
     assert same.returncode == 0

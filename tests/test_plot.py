@@ -18,22 +18,18 @@ import time
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from conftest import error_line, group_tensors, read_groups
+from conftest import error_line, group_tensors, lines, read_groups
 from safetensors.torch import save_file
 
 import sync
 from train_grpo import samples_of, with_advantages
 
 pytest.importorskip("matplotlib", reason="no matplotlib: uv sync --group plot")
-PLOT = Path(__file__).parent.parent / "tools" / "plot.py"
-sys.path.insert(0, str(PLOT.parent))
 import plot  # noqa: E402
-from trials import lines  # noqa: E402
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no browser: apt-get install chromium")
@@ -277,7 +273,7 @@ def test_what_is_no_run_ends_in_one_line(tmp_path, refusal, spoil, line):
 
 def test_without_matplotlib_the_line_says_what_to_install(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError\n")
-    command = [sys.executable, PLOT, tmp_path]
+    command = [sys.executable, plot.__file__, tmp_path]
     end = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)})
     assert end.returncode == 2 and error_line(end.stderr).endswith("matplotlib is not installed; uv sync --group plot")
 
@@ -387,7 +383,7 @@ def test_a_browser_draws_it_in_a_narrow_window_too(draw, tmp_path):
 def live(tmp_path):
     """(the run's folder, the address) of a page that is served while a run goes on; its folder is empty yet."""
     folder = tmp_path / "run"
-    command = [sys.executable, PLOT, folder, "--live", "--port=0", "--every=1"]
+    command = [sys.executable, plot.__file__, folder, "--live", "--port=0", "--every=1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     yield folder, process.stdout.readline().split()[0]
     process.send_signal(signal.SIGINT)

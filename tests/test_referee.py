@@ -10,11 +10,13 @@ import json
 import math
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import referee
 import torch
+from referee_formats import read
+from referee_hypotheses import Reference
 from referee_others import generate, write_rows
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -22,11 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import kernels
 import train_grpo
 from onecurve.models.folders import make_scratch_model
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-import referee  # noqa: E402
-from referee_formats import read  # noqa: E402
-from referee_hypotheses import Reference  # noqa: E402
 
 EOS = 1
 
