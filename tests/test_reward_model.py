@@ -77,13 +77,6 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop_at_any_distance(ranks):
     assert torch.equal(rejected, -chosen) and chosen[0] == -0.5
 
 
-def test_a_leaf_without_a_pair_has_no_loss_and_a_gradient_of_zeros(ranks):
-    scores = torch.ones(1, requires_grad=True)  # a FILLER's
-    losses, _ = preference_loss(scores)
-    losses.sum().backward()
-    assert losses.shape == (0,) and scores.grad.tolist() == [0.0]
-
-
 def test_scores_loss_and_gradients_are_those_of_plain_transformers(trainer, judge):
     """Against float64, through leaves, the sum and our operators."""
     samples = make_pairs(9)
