@@ -8,7 +8,6 @@ import math
 import random
 import types
 from collections import Counter
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from onecurve.keys.reference import ESTIMATORS
 from onecurve.models.dense import Output, check_model
 from onecurve.run.observers import off_policy_of
 from onecurve.run.past import max_staleness, of_age
-from onecurve.run.scores import pass_at_k
 from rewards import draw_rows, rows_of_step
 from rollout_server import Flight
 from sync import Group
@@ -258,15 +256,6 @@ def test_overlong_penalty_and_masked_weights_are_those_of_loops():
     for kind in ("truncate", "mask"):
         exact = train.importance_weights(tensor(new), tensor(new), kind, 0.6, 1.5)
         assert exact.tolist() == [1.0] * 40  # equal bits in, exactly 1 out
-
-
-def test_pass_at_k_is_the_chance_of_drawing_a_right_sample():
-    cases = (1, 0), (1, 1), (5, 2), (6, 0), (6, 6), (7, 3)
-    for n, right in cases:
-        samples = [i < right for i in range(n)]
-        for k in range(1, n + 1):
-            chance = mean([any(drawn) for drawn in combinations(samples, k)])
-            assert pass_at_k(n, right, k) == approx(chance)
 
 
 @pytest.mark.parametrize("cut", [[5], [2, 3], [1] * 5])
