@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 from conftest import digest, finish, read_groups
+from referee_others import write_rows
 from safetensors.torch import load_file
 from trials import ROOT, lines, replay_of
 
@@ -99,7 +100,7 @@ def losses(folder):
 def test_supervised_learning_from_a_file_on_one_rank_and_two_and_resumed(tmp_path):
     rows = [dict(q=row["prompt"], a=row["answer"]) for row in arithmetic(0, 10)]
     rows.append(dict(q="1+1=", a="a long answer"))
-    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path / "sums.jsonl", rows)
     flags = f"""--mode=sft --dataset={tmp_path}/sums.jsonl --prompt_column=q --answer_column=a --eval_size=0
         --learning_rate=2e-3 --max_steps=24""".split()
     output = finish(tmp_path / "one", *flags)
