@@ -192,12 +192,12 @@ def test_the_templates_arguments_reach_it(thinking):
 
 @pytest.mark.parametrize(
     "text, why",
-    [
-        ("{% for m in messages %}{{ loop.length }}{{ m.content }}<eos>{% endfor %}", "does not go on"),
-        ("{% for m in messages %}{{ m.content }}<eos>{{ loop.index }}{% endfor %}", "depends on what was before"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "no stop token"),
-        ("", "no chat template"),
-    ],
+    {
+        "{% for m in messages %}{{ loop.length }}{{ m.content }}<eos>{% endfor %}": "does not go on",
+        "{% for m in messages %}{{ m.content }}<eos>{{ loop.index }}{% endfor %}": "depends on what was before",
+        "{% for m in messages %}{{ m.content }}{% endfor %}": "no stop token",
+        "": "no chat template",
+    }.items(),
 )
 def test_a_template_that_cannot_continue_is_refused_with_renderings(template, monkeypatch, text, why, refusal):
     monkeypatch.setattr(template.tokenizer, "chat_template", text)
@@ -462,13 +462,13 @@ def test_a_tool_that_cannot_be_one_ends_the_run_with_one_line(tool, template):
 
 
 @pytest.mark.parametrize(
-    "wrong, expected",
-    [
-        (lambda: 1 / 0, "ZeroDivisionError: division by zero (test_chat.py:"),
-        (lambda: None, "it returned None, not a finite number"),
-        (lambda: "1.0", "it returned '1.0', not a finite"),
-        (sys.exit, "SystemExit"),
-    ],
+    "expected, wrong",
+    {
+        "ZeroDivisionError: division by zero (test_chat.py:": lambda: 1 / 0,
+        "it returned None, not a finite number": lambda: None,
+        "it returned '1.0', not a finite": lambda: "1.0",
+        "SystemExit": sys.exit,
+    }.items(),
 )
 def test_an_agent_that_fails_or_returns_no_number_ends_the_run_in_a_line(wrong, expected, template):
     async def solve(chat, row):

@@ -132,23 +132,23 @@ def test_a_file_is_sought_in_the_working_folder_then_beside_the_script(block, tm
 
 @pytest.mark.parametrize(
     "flag, value",
-    [
-        ("--learning_rate=2e-6", 2e-6),
-        ("--learning_rate=3", 3.0),
-        ("--learning_rate=-.5", -0.5),
-        ("--steps=1e3", 1000),
-        ("--steps=1_000", 1000),
-        ("--steps=-1", -1),
-        ("--steps=9223372036854775807", 9223372036854775807),  # by way of a float it would be one more
-        ("--strict=false", False),
-        ("--strict=False", False),
-        ("--strict=true", True),
-        ("--strict", True),
-        ("--out_dir=", ""),
-        ("--out_dir=a=b --c", "a=b --c"),
-        ("--out_dir=1", "1"),
-        ("--out_dir='x'", "'x'"),
-    ],
+    {
+        "--learning_rate=2e-6": 2e-6,
+        "--learning_rate=3": 3.0,
+        "--learning_rate=-.5": -0.5,
+        "--steps=1e3": 1000,
+        "--steps=1_000": 1000,
+        "--steps=-1": -1,
+        "--steps=9223372036854775807": 9223372036854775807,  # by way of a float it would be one more
+        "--strict=false": False,
+        "--strict=False": False,
+        "--strict=true": True,
+        "--strict": True,
+        "--out_dir=": "",
+        "--out_dir=a=b --c": "a=b --c",
+        "--out_dir=1": "1",
+        "--out_dir='x'": "'x'",
+    }.items(),
 )
 def test_a_flag_takes_the_type_of_its_default(block, flag, value):
     block["strict"] = value is False  # another than the flag's
@@ -158,23 +158,23 @@ def test_a_flag_takes_the_type_of_its_default(block, flag, value):
 
 @pytest.mark.parametrize(
     "flag, wants",
-    [
-        ("--learning_rate=abc", "a finite number, as in --learning_rate=1e-06"),
-        ("--learning_rate=true", "a finite number"),
-        ("--learning_rate=1e999", "a finite number"),
-        ("--learning_rate=nan", "a finite number"),
-        ("--learning_rate=__import__('os')", "a finite number"),
-        ("--learning_rate=" + "9" * 400, "a finite number"),
-        ("--steps=1.5", "a whole number, as in --steps=100"),
-        ("--steps=1e999", "a whole number"),
-        ("--steps=true", "a whole number"),
-        ("--steps=" + "9" * 5000, "a whole number"),
-        ("--steps=" + "(" * 5000, "a whole number"),
-        ("--strict=1", "true or false, as in --strict=True"),
-        ("--strict=", "true or false"),
-        ("--steps", "a whole number, as in --steps=100"),
-        ("--out_dir", "a string in UTF-8 without NUL, as in --out_dir='out'"),
-    ],
+    {
+        "--learning_rate=abc": "a finite number, as in --learning_rate=1e-06",
+        "--learning_rate=true": "a finite number",
+        "--learning_rate=1e999": "a finite number",
+        "--learning_rate=nan": "a finite number",
+        "--learning_rate=__import__('os')": "a finite number",
+        "--learning_rate=" + "9" * 400: "a finite number",
+        "--steps=1.5": "a whole number, as in --steps=100",
+        "--steps=1e999": "a whole number",
+        "--steps=true": "a whole number",
+        "--steps=" + "9" * 5000: "a whole number",
+        "--steps=" + "(" * 5000: "a whole number",
+        "--strict=1": "true or false, as in --strict=True",
+        "--strict=": "true or false",
+        "--steps": "a whole number, as in --steps=100",
+        "--out_dir": "a string in UTF-8 without NUL, as in --out_dir='out'",
+    }.items(),
 )
 def test_a_flag_of_another_type_is_refused_with_an_example(refuse, flag, wants):
     line = refuse(flag)
@@ -183,12 +183,12 @@ def test_a_flag_of_another_type_is_refused_with_an_example(refuse, flag, wants):
 
 @pytest.mark.parametrize(
     "source, changed",
-    [
-        ("learning_rate = 1", dict(learning_rate=1.0)),
-        ("steps = 1e3", dict(steps=1000)),
-        ("strict = False", dict(strict=False)),
-        ("import enum\nclass _E(enum.IntEnum): A = 5\nsteps = _E.A", dict(steps=5)),
-    ],
+    {
+        "learning_rate = 1": dict(learning_rate=1.0),
+        "steps = 1e3": dict(steps=1000),
+        "strict = False": dict(strict=False),
+        "import enum\nclass _E(enum.IntEnum): A = 5\nsteps = _E.A": dict(steps=5),
+    }.items(),
 )
 def test_a_value_in_a_file_takes_the_type_of_its_default(block, write, source, changed):
     before = configure(block, [])
@@ -199,20 +199,20 @@ def test_a_value_in_a_file_takes_the_type_of_its_default(block, write, source, c
 
 @pytest.mark.parametrize(
     "source, complaint",
-    [
-        ("learning_rate = 'abc'", "learning_rate='abc': wants a finite number, as in learning_rate=1e-06"),
-        ("learning_rate = '1e-6'", "learning_rate='1e-6': wants a finite number"),
-        ("learning_rate = float('inf')", "learning_rate=inf: wants a finite number"),
-        ("learning_rate = float('nan')", "learning_rate=nan: wants a finite number"),
-        ("learning_rate = float", "learning_rate=<class 'float'>: wants a finite number"),
-        ("steps = 1.5", "steps=1.5: wants a whole number"),
-        ("steps = True", "steps=True: wants a whole number"),
-        ("strict = 1", "strict=1: wants true or false"),
-        ("strict = 'false'", "strict='false': wants true or false"),
-        ("out_dir = 1", "out_dir=1: wants a string"),
-        ("import pathlib\nout_dir = pathlib", "out_dir=<module"),
-        (r"out_dir = 'a\udcff'", r"out_dir='a\udcff': wants a string in UTF-8"),
-    ],
+    {
+        "learning_rate = 'abc'": "learning_rate='abc': wants a finite number, as in learning_rate=1e-06",
+        "learning_rate = '1e-6'": "learning_rate='1e-6': wants a finite number",
+        "learning_rate = float('inf')": "learning_rate=inf: wants a finite number",
+        "learning_rate = float('nan')": "learning_rate=nan: wants a finite number",
+        "learning_rate = float": "learning_rate=<class 'float'>: wants a finite number",
+        "steps = 1.5": "steps=1.5: wants a whole number",
+        "steps = True": "steps=True: wants a whole number",
+        "strict = 1": "strict=1: wants true or false",
+        "strict = 'false'": "strict='false': wants true or false",
+        "out_dir = 1": "out_dir=1: wants a string",
+        "import pathlib\nout_dir = pathlib": "out_dir=<module",
+        r"out_dir = 'a\udcff'": r"out_dir='a\udcff': wants a string in UTF-8",
+    }.items(),
 )
 def test_a_value_of_another_type_in_a_file_is_refused(refuse, write, source, complaint):
     file = write(source)
@@ -253,16 +253,16 @@ def test_a_missing_file_and_one_that_is_no_text_are_refused_in_one_line(refuse, 
 
 @pytest.mark.parametrize(
     "source, complaint",
-    [
-        ("steps = 1\nsteps = = 2\n", "2: SyntaxError: invalid syntax"),
-        ("steps = 1\n\nsteps = 1 / 0\n", "3: ZeroDivisionError: division by zero"),
-        ("def _f():\n    return unknown\nsteps = _f()\n", "2: NameError: name 'unknown' is not defined"),
-        ("import no_such_module_at_all\n", "1: ModuleNotFoundError: No module named 'no_such_module_at_all'"),
-        ("import json\nsteps = json.loads('')\n", "2: JSONDecodeError: Expecting value"),
-        ("raise ValueError('two\\nlines')\n", "1: ValueError: two lines"),
-        ("exec('1 +')\n", "1: SyntaxError: invalid syntax"),
-        ("import sys\nsys.exit(0)\n", "2: SystemExit: 0"),
-    ],
+    {
+        "steps = 1\nsteps = = 2\n": "2: SyntaxError: invalid syntax",
+        "steps = 1\n\nsteps = 1 / 0\n": "3: ZeroDivisionError: division by zero",
+        "def _f():\n    return unknown\nsteps = _f()\n": "2: NameError: name 'unknown' is not defined",
+        "import no_such_module_at_all\n": "1: ModuleNotFoundError: No module named 'no_such_module_at_all'",
+        "import json\nsteps = json.loads('')\n": "2: JSONDecodeError: Expecting value",
+        "raise ValueError('two\\nlines')\n": "1: ValueError: two lines",
+        "exec('1 +')\n": "1: SyntaxError: invalid syntax",
+        "import sys\nsys.exit(0)\n": "2: SystemExit: 0",
+    }.items(),
 )
 def test_an_error_inside_a_file_names_the_file_and_the_line(refuse, write, source, complaint):
     file = write(source)

@@ -309,10 +309,10 @@ def test_a_function_without_an_end_is_ended(tmp_path, monkeypatch):
         check.check_values("tree_sum", check.answers_in(path)["tree_sum"], path)
 
 
-@pytest.mark.parametrize("text, line", [
-    ("def gae(:", "SyntaxError"), ("x = 1", "defines none of advantages_of"), ("1 / 0", "line 1: ZeroDivisionError"),
-    ("raise SystemExit(0)", "line 1: SystemExit: 0"),
-])  # fmt: skip
+@pytest.mark.parametrize("text, line", {
+    "def gae(:": "SyntaxError", "x = 1": "defines none of advantages_of", "1 / 0": "line 1: ZeroDivisionError",
+    "raise SystemExit(0)": "line 1: SystemExit: 0",
+}.items())  # fmt: skip
 def test_a_file_that_answers_nothing_is_refused_in_one_line(tmp_path, refusal, text, line):
     (tmp_path / "mine.py").write_text(text)
     error = refusal(check.answers_in, tmp_path / "mine.py")

@@ -339,16 +339,16 @@ def test_side_by_side_a_step_is_the_longer_side_and_in_turn_both():
 
 @pytest.mark.parametrize(
     "flags, line",
-    [
-        ("--card=A100", "card='A100': use H100 or H200 or RTX4090"),
-        ("--gpus=0", "gpus=0: must be more than 0"),
-        ("--gpus=7", "lanes=4: 3 trainer ranks cannot share them; use 1, 2, 4"),
-        ("--mode=eval", "mode='eval': a plan is of RL steps; use 'grpo'"),
-        ("--dtype=float32", "dtype='float32': a plan is of bfloat16; leave it out"),
-        ("--response_tokens=2000", "response_tokens=2000.0: the longest has 1024; use 0 .. 1024"),
-        ("--init_from=nobody/nothing", "init_from='nobody/nothing': use a folder with a config.json, a GGUF file"),
-        ("--gpu=8", "--gpu: no such key; did you mean gpus?"),
-    ],
+    {
+        "--card=A100": "card='A100': use H100 or H200 or RTX4090",
+        "--gpus=0": "gpus=0: must be more than 0",
+        "--gpus=7": "lanes=4: 3 trainer ranks cannot share them; use 1, 2, 4",
+        "--mode=eval": "mode='eval': a plan is of RL steps; use 'grpo'",
+        "--dtype=float32": "dtype='float32': a plan is of bfloat16; leave it out",
+        "--response_tokens=2000": "response_tokens=2000.0: the longest has 1024; use 0 .. 1024",
+        "--init_from=nobody/nothing": "init_from='nobody/nothing': use a folder with a config.json, a GGUF file",
+        "--gpu=8": "--gpu: no such key; did you mean gpus?",
+    }.items(),
 )
 def test_what_makes_no_plan_is_refused_in_a_line(refusal, flags, line):
     assert refusal(plan.read, ["config/qwen3_8b.py", *flags.split()]).startswith(f"error: {line}")

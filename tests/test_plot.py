@@ -250,23 +250,27 @@ def test_a_run_that_is_still_going_may_have_written_half_a_line(draw, tmp_path):
     assert "3 RL steps" in draw(run)[0]
 
 
-@pytest.mark.parametrize("spoil, line", [
-    (lambda run: shutil.rmtree(run), "no such run"),
-    (lambda run: (run / "ledger.jsonl").unlink(), "no ledger.jsonl in it: not the folder of a run"),
-    (lambda run: (run / "metrics.jsonl").write_text("a\n"), "not lines of JSON"),
-    (lambda run: (run / "metrics.jsonl").write_text("[]\n"), "a line that has no phase and step"),
-    (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": "x"}\n'), "a line that has no phase"),
-    (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n'), "sync_seconds: no number"),
-    (lambda run: (run / "config.py").write_text("seed = print(1)"), "not only lines 'key = literal'"),
-    (lambda run: (run / "queue/rl_000000").rename(run / "queue/rl_x"), "not as a run writes its files: invalid lit"),
-    (lambda run: (run / "config.py").write_text("init_from = 5\n"), "not as a run writes its files: expected str"),
-    (lambda run: (run / "ledger.jsonl").write_text('{"phase": "rl", "step": 0}\n'), "writes its files: 'chain'"),
-    (lambda run: (run / "queue/rl_000009").symlink_to(run / "queue/rl_000000"), "rl_000009: a symbolic link"),
-    (lambda run: (run / "queue/rl_000000/group_0000.safetensors").write_text("a"), "torn or not a rollout file"),
-])  # fmt: skip
+@pytest.mark.parametrize("line, spoil", {
+    "no such run": lambda run: shutil.rmtree(run),
+    "no ledger.jsonl in it: not the folder of a run": lambda run: (run / "ledger.jsonl").unlink(),
+    "not lines of JSON": ("metrics.jsonl", "a\n"),
+    "a line that has no phase and step": ("metrics.jsonl", "[]\n"),
+    "a line that has no phase": ("metrics.jsonl", '{"phase": "rl", "step": "x"}\n'),
+    "sync_seconds: no number": ("metrics.jsonl", '{"phase": "rl", "step": 0}\n'),
+    "not only lines 'key = literal'": ("config.py", "seed = print(1)"),
+    "not as a run writes its files: invalid lit": lambda run: (run / "queue/rl_000000").rename(run / "queue/rl_x"),
+    "not as a run writes its files: expected str": ("config.py", "init_from = 5\n"),
+    "writes its files: 'chain'": ("ledger.jsonl", '{"phase": "rl", "step": 0}\n'),
+    "rl_000009: a symbolic link": lambda run: (run / "queue/rl_000009").symlink_to(run / "queue/rl_000000"),
+    "torn or not a rollout file": ("queue/rl_000000/group_0000.safetensors", "a"),
+}.items())  # fmt: skip
 def test_what_is_no_run_ends_in_one_line(tmp_path, refusal, spoil, line):
     run = make_run(tmp_path / "run", ["a"])
-    spoil(run)
+    if callable(spoil):
+        spoil(run)
+    else:
+        file, text = spoil
+        (run / file).write_text(text)
     assert line in refusal(plot.main, [str(run), f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
 

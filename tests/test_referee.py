@@ -283,21 +283,21 @@ def test_trl_s_batch_is_read_without_its_padding(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, text",
-    [
-        ("a.jsonl", "{"),
-        ("a.jsonl", "[1]"),
-        ("a.jsonl", '{"text": "x"}'),
-        ("a.jsonl", '{"prompt_ids": [1], "response_ids": [2, 3], "logprobs": [-1.0]}'),
-        ("a.jsonl", '{"prompt_ids": [1], "response_ids": 3}'),
-        ("a.jsonl", '{"prompt_ids": [1], "response_ids": [-2], "logprobs": [-1.0]}'),
-        ("a.jsonl", '{"prompt_ids": [1.0], "response_ids": [2], "logprobs": [-1.0]}'),
-        ("a.jsonl", '{"prompt_ids": "ab", "response_ids": "c", "logprobs": [-1.0]}'),
-        ("a.jsonl", '{"prompt_ids": [1], "response_ids": [2], "logprobs": ["x"]}'),
-        ("a.jsonl", ""),
-        ("a.safetensors", "x"),
-        ("a.pt", "\x80"),
-    ],
+    "text, name",
+    {
+        "{": "a.jsonl",
+        "[1]": "a.jsonl",
+        '{"text": "x"}': "a.jsonl",
+        '{"prompt_ids": [1], "response_ids": [2, 3], "logprobs": [-1.0]}': "a.jsonl",
+        '{"prompt_ids": [1], "response_ids": 3}': "a.jsonl",
+        '{"prompt_ids": [1], "response_ids": [-2], "logprobs": [-1.0]}': "a.jsonl",
+        '{"prompt_ids": [1.0], "response_ids": [2], "logprobs": [-1.0]}': "a.jsonl",
+        '{"prompt_ids": "ab", "response_ids": "c", "logprobs": [-1.0]}': "a.jsonl",
+        '{"prompt_ids": [1], "response_ids": [2], "logprobs": ["x"]}': "a.jsonl",
+        "": "a.jsonl",
+        "x": "a.safetensors",
+        "\x80": "a.pt",
+    }.items(),
 )
 def test_a_bad_file_is_one_line(name, text, tmp_path, refusal):
     (tmp_path / name).write_text(text)
