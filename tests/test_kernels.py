@@ -292,6 +292,7 @@ def test_a_split_linear_has_the_gradients_of_a_linear():
         assert all_same(gradients(ours, inputs, grad), gradients(plain, inputs, grad))
         adapted = kernels.LoRALinear.apply(x, weight, b, A, B, 0.5, 4)
         assert same(adapted, kernels.linear(x, merged, b, 4))
+        assert same(kernels.LoRALinear.apply(x, weight, b, A, B, 0.5), F.linear(x, merged, b))
 
 
 # ---- elementwise, sums and norms
