@@ -88,10 +88,6 @@ def test_nothing_is_fetched_that_a_models_folder_names(model, tmp_path):
     assert torch.equal(found.rounded.lm_head.weight, found.model.lm_head.weight.bfloat16())
 
 
-def with_logprobs(rows, change):
-    return [row | dict(logprobs=change(row["logprobs"])) for row in rows]
-
-
 def response_logprobs(model, prompt, response):
     """As the model computes them, in its own numbers."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -135,7 +131,7 @@ def test_mistakes_of_log_probs_are_named(judge, healthy):
         "weights changed in flight?": lambda x: [y + (i > 8) * (i % 5) for i, y in enumerate(x)],
     }
     for named, change in mistakes.items():
-        _, found = judge(with_logprobs(healthy, change))
+        _, found = judge([row | dict(logprobs=change(row["logprobs"])) for row in healthy])
         assert named in found[0]
     assert "unexplained" in found[0]
     assert "temperature 1: explains" in judge(healthy, temperature=0.6)[1][0]
@@ -322,9 +318,7 @@ def a_step(folder, rows, out, half=1.0, frozen=False, norms_decay=0.0, by="token
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if frozen:
         model.get_input_embeddings().weight.grad = None
-    groups = []
-    for p in model.parameters():
-        groups.append(dict(params=[p], weight_decay=0.1 if p.dim() > 1 else norms_decay))
+    groups = [dict(params=[p], weight_decay=0.1 if p.dim() > 1 else norms_decay) for p in model.parameters()]
     torch.optim.AdamW(groups, lr=rate).step()
     model.save_pretrained(out)
 

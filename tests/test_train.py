@@ -358,9 +358,7 @@ def test_costs_are_taken_from_a_samples_reward_and_a_teacher_is_followed():
     rewards = tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]])
     samples = [s._replace(of=i) for i, s in enumerate(random_samples(6))]
     away = [[a - b for a, b in side_by_side(s.logprobs, s.reference)] for s in samples]
-    net = []
-    for r, costs in zip(rewards.flatten().tolist(), away):
-        net.append(r - 0.2 * sum(costs))
+    net = [r - 0.2 * sum(costs) for r, costs in zip(rewards.flatten().tolist(), away)]
     c = config_of(advantage="dr_grpo", kl_coef=0.2, kl_in_reward=True, kl_estimator="k1")
     done = train.with_advantages(samples, rewards, c)
     assert len(done) == 6
@@ -424,9 +422,7 @@ class Rollouts:
 
     def sample(self, job):
         self.jobs.append(job)
-        groups = []
-        for i, row in job.rows.items():
-            groups.append(make_group(i, self.rewards_of(row)))
+        groups = [make_group(i, self.rewards_of(row)) for i, row in job.rows.items()]
         return groups
 
     def drawn(self):

@@ -33,9 +33,7 @@ def steps_of(n, **metrics):
         kl_reference=lambda i: 0.001 * i,
         reward_numeric=lambda i: 0.2 + i / 200,
     )
-    steps = []
-    for i in range(n):
-        steps.append({name: x(i) if callable(x) else x for name, x in (honest | metrics).items()})
+    steps = [{name: x(i) if callable(x) else x for name, x in (honest | metrics).items()} for i in range(n)]
     return steps
 
 
