@@ -449,17 +449,52 @@ def test_sglang_looks_only_at_tokens_that_end_or_report_and_none_is_another(pair
 
 
 @one_family
-def test_an_engine_that_cannot_lend_its_memory_says_so_and_keeps_it(pair, tmp_path, capfd, monkeypatch):
-    """As on CUDA where a rank trains, too; test_pretend_cuda.py has runs that lend it."""
-    engine, _, _ = pair
+@pytest.mark.parametrize("loaded", [True, False])
+def test_memory_is_lent_from_a_steps_last_sample_to_its_first_weights(pair, tmp_path, loaded, capfd, monkeypatch):
+    """
+    As on CUDA where a rank trains, too. SGLang can lend a GPU's memory only, so here the real engine has a stand-in
+    that knows what is lent: nothing is lent while it is in use, and nothing is sampled or loaded while it is lent.
+    """
+    engine, model, send = pair
+    sglang = engine.manager
+    lent = []
+
+    async def release(request):
+        assert (await sglang.flush_cache()).success, "SGLang is not idle"
+        lent.extend(request.tags)
+
+    async def resume(request):
+        for tag in request.tags:
+            lent.remove(tag)
+
+    def only_awake(method):
+        def call(*args, **kwargs):
+            assert not lent, f"{method.__name__} while the memory is lent"
+            return method(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(engine, "can_lend", loaded)
+    monkeypatch.setattr(sglang, "release_memory_occupation", release)
+    monkeypatch.setattr(sglang, "resume_memory_occupation", resume)
+    for name in ("generate_request", "update_weights_from_tensor"):
+        monkeypatch.setattr(sglang, name, only_awake(getattr(sglang, name)))
+
+    rows = prompts(2, seed=6)
     version = engine.version
-    for name, value in dict(can_lend=False, lends=True, device="cuda").items():
-        monkeypatch.setattr(engine, name, value)
     engine.sleep()
-    assert not engine.lends
-    assert "engine 0: SGLang lends no memory" in capfd.readouterr().out
-    roll_out(engine, tmp_path, prompts(2, seed=6))
-    assert engine.version == version
+    assert not lent
+    assert engine.version == version  # an engine that does not lend keeps its weights
+    monkeypatch.setattr(engine, "lends", True)
+    monkeypatch.setattr(engine, "device", "cuda")
+    roll_out(engine, tmp_path / "before", rows)
+    engine.sleep()
+    assert lent == (["kv_cache", "weights"] if loaded else [])
+    assert engine.lends == loaded == ("engine 0: SGLang lends no memory" not in capfd.readouterr().out)
+    send["ipc"](9)
+    assert not lent
+    assert engine.version == 9
+    roll_out(engine, tmp_path / "after", rows)
 
 
 # ---- the pieces
