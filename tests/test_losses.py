@@ -163,9 +163,7 @@ GROUPS = [  # of four samples: two reward terms and lengths; the rewards of the 
 
 
 def make_group(numeric, format_, lengths):
-    noted = []
-    for x, y in zip(numeric, format_):
-        noted.append({"numeric": {"reward": x}, "format": {"reward": y}})
+    noted = [{"numeric": {"reward": x}, "format": {"reward": y}} for x, y in zip(numeric, format_)]
     return Group(group_tensors(lengths), dict(noted=noted))
 
 
@@ -279,9 +277,7 @@ def test_dpo_is_that_of_a_loop_over_plain_transformers(ranks, scratch):
         ours, before = (plain_logprobs(model, s.tokens, s.loss_at).sum() for model in (plain, reference))
         return ours - before.detach()
 
-    margins = []
-    for chosen, rejected in zip(samples[::2], samples[1::2]):
-        margins.append(0.3 * (gain(chosen) - gain(rejected)))
+    margins = [0.3 * (gain(chosen) - gain(rejected)) for chosen, rejected in zip(samples[::2], samples[1::2])]
     margins = torch.stack(margins)
     loss = -torch.nn.functional.logsigmoid(margins).mean()
     loss.backward()
