@@ -6,6 +6,7 @@ under torchrun are launched as a user launches them; `launch_warm` saves the oth
 """
 
 import fcntl
+import inspect
 import json
 import os
 import random
@@ -140,6 +141,13 @@ def error_line(output):
     assert "Traceback" not in output, output
     (line,) = [x for x in output.splitlines() if x.startswith("error:")]
     return line
+
+
+def error_of_run(folder, *flags, status=2, **options):
+    """The one line with which a run ends that has to fail."""
+    ended, output = launch_warm(folder, *flags, **options)
+    assert ended == status, output[-4000:]
+    return error_line(output)
 
 
 @pytest.fixture
@@ -306,6 +314,12 @@ def plain_logprobs(model, ids, at):
     return scores[at - 1, ids[at]]
 
 
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a test's own run."""
+    return tmp_path / "run"
+
+
 # ---- runs that tests share
 
 
@@ -325,27 +339,30 @@ def assert_it_learned(record_property):
     return check
 
 
-@pytest.fixture(scope="session")
-def once(tmp_path_factory):
-    """once(name, make): (folder, output) of what make(folder) ran, by the first worker that wants it."""
-    base = tmp_path_factory.getbasetemp()
-    runs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
-    runs.mkdir(exist_ok=True)
+def shared(make):
+    """A fixture: (folder, output) of what make(folder, other fixtures ..) ran, by the first worker that wants it."""
+    _, *fixtures = inspect.signature(make).parameters
+    name = f"{make.__module__}_{make.__name__}".removeprefix("conftest_")
 
-    def find(name, make):
+    @pytest.fixture(scope="session", name=make.__name__)
+    def find(request, tmp_path_factory):
+        others = [request.getfixturevalue(fixture) for fixture in fixtures]
+        base = tmp_path_factory.getbasetemp()
+        runs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+        runs.mkdir(exist_ok=True)
         output = runs / f"output_of_{name}"
         with locked(runs / f"lock_of_{name}"):
             if not output.exists():
-                output.write_text(make(runs / name))
+                output.write_text(make(runs / name, *others))
         return runs / name, output.read_text()
 
     return find
 
 
-@pytest.fixture(scope="session")
-def two_ranks(once):
+@shared
+def two_ranks(folder):
     """One trainer and one engine under torchrun."""
-    return once("two_ranks", lambda folder: finish(folder, ranks=2, launch=launch))
+    return finish(folder, ranks=2, launch=launch)
 
 
 @pytest.fixture(scope="session")
@@ -354,62 +371,58 @@ def warmed(two_ranks):
     return f"--init_from={two_ranks[0] / 'ckpt' / 'step_000016'}", "--warmup_sft_steps=0"
 
 
-@pytest.fixture(scope="session")
-def one_process(once):
+@shared
+def one_process(folder):
     """The same run in one process that does both, and with all that must not matter changed."""
     flags = "--threads=2 --gradient_checkpointing --weight_sync=ipc --checkpoint_every=0".split()
-
-    def make(folder):
-        temporary = folder.with_name("temporary" * 12)  # too long for the names of sockets
-        temporary.mkdir()
-        return finish(folder, *ENGINE_FLAGS, *flags, env=dict(TMPDIR=str(temporary)))
-
-    return once("one_process", make)
+    temporary = folder.with_name("temporary" * 12)  # too long for the names of sockets
+    temporary.mkdir()
+    return finish(folder, *ENGINE_FLAGS, *flags, env=dict(TMPDIR=str(temporary)))
 
 
-@pytest.fixture(scope="session")
-def one_engine(once):
+@shared
+def one_engine(folder):
     """DAPO's dynamic sampling in one process."""
-    return once("one_engine", lambda folder: finish(folder, *DAPO))
+    return finish(folder, *DAPO)
 
 
-@pytest.fixture(scope="session")
-def two_engines(once):
+@shared
+def two_engines(folder):
     """The same with two engines that share the work; small caches, so that they put requests back all the time."""
     flags = "--rollout_ranks=2 --engine_args=max_total_tokens=150".split()
-    options = dict(ranks=3, env={"SGLANG_TEST_RETRACT": "1"})
-    return once("two_engines", lambda folder: finish(folder, *DAPO, *flags, **options))
+    return finish(folder, *DAPO, *flags, ranks=3, env={"SGLANG_TEST_RETRACT": "1"})
 
 
-@pytest.fixture(scope="session")
-def replayed(once, two_ranks):
+@shared
+def replayed(folder, two_ranks):
     """The run of two_ranks again, from its rollout files, on four trainers."""
-    return once("replayed", lambda folder: finish(folder, *replay_of(two_ranks[0]), ranks=4))
+    return finish(folder, *replay_of(two_ranks[0]), ranks=4)
 
 
-@pytest.fixture(scope="session")
-def resumed(once, two_ranks):
+@shared
+def resumed(folder, two_ranks):
     """The run of two_ranks, interrupted after step 22 and resumed at step 16, now on two trainers and an engine."""
-
-    def resume(folder):
-        queue = interrupt(two_ranks[0], folder) / "queue"
-        torn = sync.group_path(queue / "rl_000020", 3)
-        torn.write_bytes(torn.read_bytes()[:-7])
-        return finish(folder, "--init_from=resume", ranks=3)
-
-    return once("resumed", resume)
+    queue = interrupt(two_ranks[0], folder) / "queue"
+    torn = sync.group_path(queue / "rl_000020", 3)
+    torn.write_bytes(torn.read_bytes()[:-7])
+    return finish(folder, "--init_from=resume", ranks=3)
 
 
 @pytest.fixture(scope="session")
-def killed(once, request):
+def kills(request):
+    return request.config.getoption("kills")
+
+
+@shared
+def killed(folder, kills):
     """The run of two_ranks with SIGKILLs at random moments, restarted by torchrun."""
-    return once("killed", lambda folder: survive(folder, request.config.getoption("kills")))
+    return survive(folder, kills)
 
 
 @pytest.fixture(scope="session")
-def some_kills(request):
+def some_kills(kills):
     """A third of --kills, for laws that are not about kills."""
-    return -(-request.config.getoption("kills") // 3)
+    return -(-kills // 3)
 
 
 def resume_with_kills(folder, kills, rng, *flags, **options):
@@ -451,114 +464,106 @@ def survive(folder, kills, *flags, run=run_with_kills, **options):
     return f"SIGKILLs: {counts}\n{output}"
 
 
-@pytest.fixture(scope="session")
-def lagged(once, warmed):
+@shared
+def lagged(folder, warmed):
     """Samples two steps ahead of the updates, in one process that does both in turn."""
-    flags = (*LAG, *warmed, "--weight_sync=ipc")
-    return once("lagged", lambda folder: finish(folder, *flags))
+    return finish(folder, *LAG, *warmed, "--weight_sync=ipc")
 
 
-@pytest.fixture(scope="session")
-def lagged_apart(once, warmed, some_kills):
+@shared
+def lagged_apart(folder, warmed, some_kills):
     """
     The same side by side, on two engines that are slow at random, with SIGKILLs at random moments; ranks that wait lend
     their cores.
     """
-    return once("lagged_apart", lambda folder: survive_apart(folder, some_kills, *LAG, *warmed, "--threads=0"))
+    return survive_apart(folder, some_kills, *LAG, *warmed, "--threads=0")
 
 
-@pytest.fixture(scope="session")
-def segments(once, warmed):
+@shared
+def segments(folder, warmed):
     """Partial rollouts, each segment with the weights of its step, in one process; no prefix is found again."""
-    flags = (*SEGMENTS, *warmed, "--engine_args=disable_radix_cache=True, max_running_requests=17")
-    return once("segments", lambda folder: finish(folder, *flags, "--weight_sync=ipc"))
+    engine = "--engine_args=disable_radix_cache=True, max_running_requests=17"
+    return finish(folder, *SEGMENTS, *warmed, engine, "--weight_sync=ipc")
 
 
-@pytest.fixture(scope="session")
-def segments_apart(once, warmed, some_kills):
+@shared
+def segments_apart(folder, warmed, some_kills):
     """The same side by side on two slow engines, with SIGKILLs at random moments."""
-    return once("segments_apart", lambda folder: survive_apart(folder, some_kills, *SEGMENTS, *warmed))
+    return survive_apart(folder, some_kills, *SEGMENTS, *warmed)
 
 
-@pytest.fixture(scope="session")
-def split(once, warmed):
+@shared
+def split(folder, warmed):
     """Sums of four parts and samples a step ahead, in one process."""
-    return once("split", lambda folder: finish(folder, *SPLIT, *warmed))
+    return finish(folder, *SPLIT, *warmed)
 
 
-@pytest.fixture(scope="session")
-def split_apart(once, warmed):
+@shared
+def split_apart(folder, warmed):
     """
     The same on two engines of two ranks each, until one of their four schedulers is killed; resumed with one engine.
     Its first output is in the file `lost` beside its folder.
     """
     flags = (*SPLIT, *warmed, "--rollout_tp=2")
 
-    def kill_one(folder):
+    def kill_one():
         wait_for((folder / "ckpt" / "step_000008").exists, 300)
         found = schedulers_of(folder)
         assert len(found) == 4
         os.kill(random.SystemRandom().choice(found), signal.SIGKILL)
 
-    def run(folder):
-        with ThreadPoolExecutor(1) as pool:
-            killed = pool.submit(kill_one, folder)
-            status, output = launch_warm(folder, *flags, "--rollout_ranks=4", ranks=5)
-            killed.result()
-        assert status, output[-4000:]
-        (folder.parent / "lost").write_text(output)
-        return finish(folder, *flags, "--rollout_ranks=2", "--init_from=resume", ranks=3)
-
-    return once("split_apart", run)
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_one)
+        status, output = launch_warm(folder, *flags, "--rollout_ranks=4", ranks=5)
+        killed.result()
+    assert status, output[-4000:]
+    (folder.parent / "lost").write_text(output)
+    return finish(folder, *flags, "--rollout_ranks=2", "--init_from=resume", ranks=3)
 
 
-@pytest.fixture(scope="session")
-def mixture(once):
+@shared
+def mixture(folder):
     """A mixture of experts, with one trainer and one engine."""
-    return once("mixture", lambda folder: finish(folder, *MIXTURE, ranks=2))
+    return finish(folder, *MIXTURE, ranks=2)
 
 
-@pytest.fixture(scope="session")
-def mixture_resumed(once, mixture):
+@shared
+def mixture_resumed(folder, mixture):
     """The same, interrupted after step 14 and resumed at step 8, on two trainers and an engine."""
+    interrupt(mixture[0], folder)
+    return finish(folder, *MIXTURE, "--init_from=resume", ranks=3)
 
-    def resume(folder):
-        interrupt(mixture[0], folder)
-        return finish(folder, *MIXTURE, "--init_from=resume", ranks=3)
 
-    return once("mixture_resumed", resume)
+@shared
+def taught(folder):
+    return finish(folder, *AGENT, *DIALOGUES)
 
 
 @pytest.fixture(scope="session")
-def agent(once):
+def agent(taught):
     """Flags of the runs of an agent whose tool takes its time, after supervised steps on its dialogues."""
-    folder, _ = once("taught", lambda folder: finish(folder, *AGENT, *DIALOGUES))
-    return taught_by(folder)
+    return taught_by(taught[0])
 
 
-@pytest.fixture(scope="session")
-def agents(once, agent):
+@shared
+def agents(folder, agent):
     """Such a run in one process."""
-    return once("agents", lambda folder: finish(folder, *agent))
+    return finish(folder, *agent)
 
 
-@pytest.fixture(scope="session")
-def agents_apart(once, agent):
+@shared
+def agents_apart(folder, agent):
     """
     The same with two trainers and two engines, ended by SIGKILL between a call and its result, and resumed. The files
     `notes` and `victim` are beside its folder.
     """
-
-    def run(folder):
-        env = dict(NOTES=str(folder.parent / "notes"), VICTIM=str(folder.parent / "victim"))
-        flags = (*agent, "--rollout_ranks=2")
-        with shared_memory():
-            status, output = launch_warm(folder, *flags, ranks=4, env=env)
-        assert status == -signal.SIGKILL, output[-4000:]
-        assert Path(env["VICTIM"]).exists()
-        return finish(folder, *flags, "--init_from=resume", ranks=4, env=env)
-
-    return once("agents_apart", run)
+    env = dict(NOTES=str(folder.parent / "notes"), VICTIM=str(folder.parent / "victim"))
+    flags = (*agent, "--rollout_ranks=2")
+    with shared_memory():
+        status, output = launch_warm(folder, *flags, ranks=4, env=env)
+    assert status == -signal.SIGKILL, output[-4000:]
+    assert Path(env["VICTIM"]).exists()
+    return finish(folder, *flags, "--init_from=resume", ranks=4, env=env)
 
 
 # ---- a process group of one, in the process of the tests

@@ -272,9 +272,7 @@ def right(row, f, reference, rows, others=(), backward=True, slack=1):
         return out + shared
 
     def error(found):
-        errors = []
-        for a, b in zip(found, exact, strict=True):
-            errors.append((a.double() - b).norm() / b.norm())
+        errors = [(a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True)]
         return float(torch.stack(errors).max())  # NaN where one is
 
     bound = (slack or 1) * (2e-2 if CUDA else 1e-5)

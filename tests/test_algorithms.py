@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 from conftest import digest, finish, read_groups
+from referee_others import write_rows
 from safetensors.torch import load_file
 from trials import ROOT, lines, replay_of
 
@@ -26,35 +27,33 @@ def replay(recorded, flags, folder, ranks=0):
     return lines(folder, "ledger.jsonl")
 
 
-def test_several_updates_of_a_sequence_ratio_with_kl_and_entropy(two_ranks, warmed, tmp_path):
+def test_several_updates_of_a_sequence_ratio_with_kl_and_entropy(two_ranks, warmed, run, tmp_path):
     flags = f"""--advantage=rloo --loss=gspo --loss_aggregation=sequence --clip_low=0.01 --clip_high=0.01 --dual_clip=3
         --updates_per_batch=2 --entropy_coef=0.01 --kl_coef=0.1 --reference={two_ranks[0]}/ckpt/step_000024
         --max_steps=4 --eval_size=0""".split()
     flags += warmed
-    folder = tmp_path / "run"
-    finish(folder, *flags)
-    steps = lines(folder, "metrics.jsonl", "rl")
+    finish(run, *flags)
+    steps = lines(run, "metrics.jsonl", "rl")
     assert any(s["clip_fraction"] > 0 for s in steps)
     assert all(s["kl_reference"] > 0 for s in steps)
-    ours = lines(folder, "ledger.jsonl")
-    assert ours == replay(folder, flags, tmp_path / "again", ranks=2) and len(ours) == 4
+    ours = lines(run, "ledger.jsonl")
+    assert ours == replay(run, flags, tmp_path / "again", ranks=2) and len(ours) == 4
 
 
-def test_a_critic_is_resumed_and_replayed_on_two_trainers(warmed, tmp_path):
+def test_a_critic_is_resumed_and_replayed_on_two_trainers(warmed, run, tmp_path):
     """With the KL in the rewards, and importance weights that are exactly 1."""
     flags = """--advantage=gae --kl_coef=0.05 --kl_in_reward --importance=truncate --learning_rate=1e-3 --max_steps=10
         --eval_size=0 --checkpoint_every=5""".split()
     flags += warmed
-    folder = tmp_path / "run"
-    finish(folder, *flags)
-    steps = lines(folder, "metrics.jsonl", "rl")
+    finish(run, *flags)
+    steps = lines(run, "metrics.jsonl", "rl")
     assert all(s["importance_not_one"] == 0 for s in steps)
     assert all(s["value_loss"] > 0 for s in steps)  # test_train.py has that it falls
-    (optimizer,) = folder.glob("ckpt/step_000010/optimizer/*.safetensors")
+    (optimizer,) = run.glob("ckpt/step_000010/optimizer/*.safetensors")
     assert load_file(optimizer)["value_head"].abs().max() > 1e-3
-    replay(folder, [*flags, "--max_steps=5"], tmp_path / "again", ranks=2)
-    resumed = replay(folder, [*flags, "--init_from=resume"], tmp_path / "again")
-    assert resumed == lines(folder, "ledger.jsonl")
+    replay(run, [*flags, "--max_steps=5"], tmp_path / "again", ranks=2)
+    resumed = replay(run, [*flags, "--init_from=resume"], tmp_path / "again")
+    assert resumed == lines(run, "ledger.jsonl")
 
 
 def test_dynamic_sampling_replaces_groups_of_equal_rewards(one_engine):
@@ -68,24 +67,23 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(one_engine):
         assert (0 < replaced < s["groups"]) == (s["groups"] > 8)
 
 
-def test_distillation_moves_the_student_towards_its_teacher(two_ranks, tmp_path):
+def test_distillation_moves_the_student_towards_its_teacher(two_ranks, run):
     flags = f"""--advantage=distill --loss=pg --kl_estimator=k1 --max_steps=12 --warmup_sft_steps=20 --eval_size=0
         --learning_rate=4e-3 --reference={two_ranks[0]}/ckpt/step_000024""".split()
-    finish(tmp_path / "run", *flags)
-    distances = [s["kl_reference"] for s in lines(tmp_path / "run", "metrics.jsonl", "rl")]
+    finish(run, *flags)
+    distances = [s["kl_reference"] for s in lines(run, "metrics.jsonl", "rl")]
     assert 0 < sum(distances[-3:]) < 0.7 * sum(distances[:3])
 
 
-def test_a_loss_and_an_advantage_of_a_file_are_the_same_on_two_trainers(warmed, tmp_path):
+def test_a_loss_and_an_advantage_of_a_file_are_the_same_on_two_trainers(warmed, run, tmp_path):
     """With a lag, and a loss that looks at the whole batch, and asks the model, before the first of two updates."""
     flags = """--loss=experiments/losses.py:sdpo --advantage=experiments/losses.py:opo --lag=1 --updates_per_batch=2
         --max_steps=4 --eval_size=0""".split()
     flags += warmed
-    folder = tmp_path / "run"
-    finish(folder, *flags)
-    assert all(s["grad_norm"] > 0 for s in lines(folder, "metrics.jsonl", "rl"))
-    ours = lines(folder, "ledger.jsonl")
-    assert ours == replay(folder, flags, tmp_path / "again", ranks=2)
+    finish(run, *flags)
+    assert all(s["grad_norm"] > 0 for s in lines(run, "metrics.jsonl", "rl"))
+    ours = lines(run, "ledger.jsonl")
+    assert ours == replay(run, flags, tmp_path / "again", ranks=2)
     assert len({s["advantages"] for s in ours}) == 4
 
 
@@ -99,7 +97,7 @@ def losses(folder):
 def test_supervised_learning_from_a_file_on_one_rank_and_two_and_resumed(tmp_path):
     rows = [dict(q=row["prompt"], a=row["answer"]) for row in arithmetic(0, 10)]
     rows.append(dict(q="1+1=", a="a long answer"))
-    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path / "sums.jsonl", rows)
     flags = f"""--mode=sft --dataset={tmp_path}/sums.jsonl --prompt_column=q --answer_column=a --eval_size=0
         --learning_rate=2e-3 --max_steps=24""".split()
     output = finish(tmp_path / "one", *flags)

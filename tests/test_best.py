@@ -6,17 +6,14 @@ tools/best.py: which samples of a run's queue become data. tests/test_algorithms
 
 import json
 import sys
-from pathlib import Path
 
+import best
 import pytest
 import torch
 
 import configurator
 import sync
 from train_grpo import DEFAULTS
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-import best  # noqa: E402
 
 
 @pytest.fixture
@@ -33,7 +30,7 @@ def run(tmp_path, monkeypatch, capsys):
             sync.write_group(sync.group_path(queue, i % 2), dict(rewards=torch.tensor(rewards)), meta)
         monkeypatch.setattr(sys, "argv", ["best.py", str(tmp_path), *flags])
         best.main()
-        rows = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
+        rows = map(json.loads, open(tmp_path / "best.jsonl"))
         return [row["prompt"] + row["answer"] for row in rows], capsys.readouterr().out
 
     return call

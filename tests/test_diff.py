@@ -6,18 +6,14 @@ tools/diff.py on run folders made by hand.
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import group_tensors, lines, write_ledger
+from conftest import ROOT, group_tensors, lines, write_ledger
+from diff import main
 from safetensors.torch import save_file
 
 import sync
-
-DIFF = Path(__file__).parent.parent / "tools" / "diff.py"
-sys.path.insert(0, str(DIFF.parent))
-from diff import main  # noqa: E402
 
 
 def make_run(folder, steps=3, seed=1, change=lambda step, tensors: None, weight=None):
@@ -52,11 +48,7 @@ def diff(capsys):
     """(exit status, output) of tools/diff.py."""
 
     def run(a, b):
-        try:
-            status = main(a, b)
-        except SystemExit as end:
-            status = end.code
-        return status, "".join(capsys.readouterr())
+        return main(a, b), capsys.readouterr().out
 
     return run
 
@@ -80,7 +72,7 @@ def a(tmp_path):
 
 def test_equal_runs_are_identical_and_the_exit_status_says_so(a, tmp_path):
     def compared(b):
-        return subprocess.run([sys.executable, DIFF, a, b], capture_output=True, text=True)
+        return subprocess.run([sys.executable, "tools/diff.py", a, b], cwd=ROOT, capture_output=True, text=True)
 
     same = compared(make_run(tmp_path / "b"))
     assert same.returncode == 0
@@ -174,15 +166,14 @@ def test_a_line_that_one_run_alone_has_is_no_difference(parted, a, tmp_path, pha
     assert "first difference: rl step 1, weights of b\n    11\n    12\n" in parted(a, c)
 
 
-def test_evaluations_are_compared_and_of_nothing_nothing_is_said(diff, tmp_path):
+def test_evaluations_are_compared_and_of_nothing_nothing_is_said(diff, refusal, tmp_path):
     """Two empty ledgers were identical, and so were runs with other held-out scores."""
     a, b, c = (make_run(tmp_path / name) for name in "abc")
     for folder, rewards in ((a, "1"), (b, "2")):
         line = dict(phase="eval", step=3, tokens="0", rewards=rewards, scores={"pass@1": 0})
         write_ledger(folder / "evaluations.jsonl", [line])
     status, output = diff(a, b)
-    assert status == 1
-    assert output.startswith("first difference: eval step 3, rewards\n")
+    assert status == 1 and output.startswith("first difference: eval step 3, rewards\n")
     assert diff(a, c)[0] == 0 == diff(a, a)[0]
     for folder in (a, b, c):
         (folder / "ledger.jsonl").write_text("")
@@ -190,15 +181,9 @@ def test_evaluations_are_compared_and_of_nothing_nothing_is_said(diff, tmp_path)
     assert status == 0
     assert output.startswith("identical: 1 evaluations, digest ")
     assert diff(a, b)[0] == 1
-    status, output = diff(c, c)
-    assert status == 2
-    assert output.count("\n") == 1
-    assert "nothing to compare" in output
+    assert "nothing to compare" in refusal(main, c, c)
 
 
 @pytest.mark.parametrize("other", ["nothing", "."])
-def test_what_is_no_run_is_refused_in_one_line(diff, a, tmp_path, other):
-    status, output = diff(a, tmp_path / other)
-    assert status == 2
-    assert output.startswith("error: ")
-    assert output.count("\n") == 1
+def test_what_is_no_run_is_refused_in_one_line(refusal, a, tmp_path, other):
+    assert refusal(main, a, tmp_path / other).startswith("error: ")

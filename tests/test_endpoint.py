@@ -24,7 +24,7 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from conftest import error_line, finish, launch_warm, orphans, read_groups, wait_for
+from conftest import error_of_run, finish, orphans, read_groups, wait_for
 from test_chat import in_memory
 from test_train import DEFAULTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -287,34 +287,34 @@ def schema(content):
 
 
 @pytest.mark.parametrize(
-    "settings, why",
-    [
-        (dict(top_p=1.5), "top_p=1.5: Input should be less than or equal to 1"),
-        (dict(presence_penalty=0.5), "presence_penalty=0.5: must be 0"),
-        (dict(logit_bias={"5": 1}), "logit_bias"),
-        (dict(temperature=-1), "temperature=-1: Input should be greater"),
-        (dict(temperature=1e-5), "at least 0.001"),
-        (dict(max_tokens=0), "max_tokens=0: Input should be greater than 0"),
-        (dict(stop=""), 'stop.0="": String should have at least 1 character'),
-        (dict(n=True), "n=true: Input should be a valid integer"),
-        (dict(tool_choice="required"), "tool_choice="),
-        (dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "sub"}}), "one of the tools"),
-        (dict(response_format={"type": "grammar"}), "response_format.type="),
-        (schema({"type": "x"}), "Unsupported"),
-        (schema({"$defs": 5}), "wants an object"),
-        (dict(tools=[{"type": "function", "function": {"description": "x"}}]), "tools.0.function.name="),
-        (dict(tools=TOOLS * 129), "tools="),
-        (dict(tools=[TOOLS[0] | {"type": "web_search"}]), "tools.0.type="),
-        (dict(functions=[{"name": "add"}]), "functions="),
-        (dict(messages=[user("9" * 600_000)], n=64), "the most are 33554432 together"),
-        (dict(stop=["x"] * 17), "stop="),
-        (dict(messages=[user("1")] * 4097), "messages="),
-        (dict(messages=[]), "must end with what the model is told"),
-        (dict(messages=[user([{"type": "image_url"}])]), '0.type="image_url": Input should be'),
-        (dict(messages=[dict(role="tool", tool_call_id="x", content="1")]), "message 0 is the result of no call"),
-        (dict(messages=[user("9" * 300)]), "length is 200 tokens, and the request has 303"),
-        (dict(messages=[user("9" * 300_000)]), "the request has more than 199"),
-    ],
+    "why, settings",
+    {
+        "top_p=1.5: Input should be less than or equal to 1": dict(top_p=1.5),
+        "presence_penalty=0.5: must be 0": dict(presence_penalty=0.5),
+        "logit_bias": dict(logit_bias={"5": 1}),
+        "temperature=-1: Input should be greater": dict(temperature=-1),
+        "at least 0.001": dict(temperature=1e-5),
+        "max_tokens=0: Input should be greater than 0": dict(max_tokens=0),
+        'stop.0="": String should have at least 1 character': dict(stop=""),
+        "n=true: Input should be a valid integer": dict(n=True),
+        "tool_choice=": dict(tool_choice="required"),
+        "one of the tools": dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "sub"}}),
+        "response_format.type=": dict(response_format={"type": "grammar"}),
+        "Unsupported": schema({"type": "x"}),
+        "wants an object": schema({"$defs": 5}),
+        "tools.0.function.name=": dict(tools=[{"type": "function", "function": {"description": "x"}}]),
+        "tools=": dict(tools=TOOLS * 129),
+        "tools.0.type=": dict(tools=[TOOLS[0] | {"type": "web_search"}]),
+        "functions=": dict(functions=[{"name": "add"}]),
+        "the most are 33554432 together": dict(messages=[user("9" * 600_000)], n=64),
+        "stop=": dict(stop=["x"] * 17),
+        "messages=": dict(messages=[user("1")] * 4097),
+        "must end with what the model is told": dict(messages=[]),
+        '0.type="image_url": Input should be': dict(messages=[user([{"type": "image_url"}])]),
+        "message 0 is the result of no call": dict(messages=[dict(role="tool", tool_call_id="x", content="1")]),
+        "length is 200 tokens, and the request has 303": dict(messages=[user("9" * 300)]),
+        "the request has more than 199": dict(messages=[user("9" * 300_000)]),
+    }.items(),
 )
 def test_what_cannot_be_answered_is_refused_in_one_line(ask, settings, why):
     with pytest.raises(openai.BadRequestError) as refused:
@@ -325,7 +325,7 @@ def test_what_cannot_be_answered_is_refused_in_one_line(ask, settings, why):
     assert (error.code == "context_length_exceeded") == ("maximum context length" in str(error))
 
 
-def test_keys_routes_and_bodies_are_checked(address):
+def test_routes_and_bodies_are_checked(address):
     with httpx.Client(base_url=address, headers=KEYED) as http:
 
         def status(method, path, **options):
@@ -338,10 +338,6 @@ def test_keys_routes_and_bodies_are_checked(address):
         assert http.get(f"/models/{name}").json()["id"] == name
         assert status("GET", "/models/gpt") == 404
         assert status("POST", "/chat/completions", json=dict(model="gpt", messages=[user("1")])) == 404
-        for key in ("", "Bearer", f"Bearer {KEY}x", KEY.upper()):
-            wrong = {"Authorization": key}
-            assert status("GET", "/models", headers=wrong) == 401
-            assert status("POST", "/chat/completions", headers=wrong, content=b"{}") == 401
         assert status("GET", address.replace("/v1", "/health"), headers={"Authorization": ""}) == 200
         assert status("POST", "/no_such_route") == 404
         assert status("GET", "/chat/completions") == 405
@@ -804,24 +800,14 @@ def test_a_key_without_scheme_and_a_request_of_two_lengths_are_refused():
         writer.write(two + one)
         said = await asyncio.wait_for(reader.read(), 5)
         writer.close()
-        keys = (KEY, f"Basic {KEY}", f"Bearer {KEY}")
+        keys = (KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY}")
         return said, [await http.get("/v1/models", headers={"Authorization": key}) for key in keys]
 
     said, answers = with_server(requests)
     assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 400")
     assert b"a request has one of them" in said
-    assert [answer.status_code for answer in answers] == [401, 401, 200]
+    assert [answer.status_code for answer in answers] == [401, 401, 401, 200]
     assert "must be 'Authorization: Bearer <OPENAI_API_KEY>'" in answers[0].json()["error"]["message"]
-
-
-def test_what_is_too_long_is_refused_before_it_is_rendered(template, monkeypatch):
-    monkeypatch.setattr(template, "first", None)  # would be a TypeError
-
-    async def requests(http, server):
-        answer = await http.post("/v1/chat/completions", json=dict(messages=[user("a" * 100_000)]))
-        return answer.status_code, answer.json()["error"]["code"]
-
-    assert served_by_a_script(template, requests) == (400, "context_length_exceeded")
 
 
 def test_a_refused_request_ends_the_run_unless_it_lacks_the_key():
@@ -934,17 +920,17 @@ ask("a")
 
 
 @pytest.mark.parametrize(
-    ["code", "what"],
-    [
-        (ASK + "print('so')\nprint(0.25)", 0.25),
-        (ASK + "reward(2)\nprint('no number')", 2.0),
-        (ASK + "print(json.loads(os.environ['ROW'])['n'] + ('RANK' in os.environ))", 7.0),
-        (ASK + "print('half')", "its last line of output must be the reward, and is 'half'"),
-        (ASK + "print('nan')", "its last line of output must be the reward, and is 'nan'"),
-        (ASK + "raise KeyError('why')", "ended with status 1: KeyError: 'why'"),
-        (ASK + "print(ask('9' * 999))", "the prompt has"),
-        ("print(1)", "returned without a turn of the model"),
-    ],
+    "code, what",
+    {
+        ASK + "print('so')\nprint(0.25)": 0.25,
+        ASK + "reward(2)\nprint('no number')": 2.0,
+        ASK + "print(json.loads(os.environ['ROW'])['n'] + ('RANK' in os.environ))": 7.0,
+        ASK + "print('half')": "its last line of output must be the reward, and is 'half'",
+        ASK + "print('nan')": "its last line of output must be the reward, and is 'nan'",
+        ASK + "raise KeyError('why')": "ended with status 1: KeyError: 'why'",
+        ASK + "print(ask('9' * 999))": "the prompt has",
+        "print(1)": "returned without a turn of the model",
+    }.items(),
 )
 def test_a_program_gives_a_reward_or_ends_the_run_in_one_line(template, monkeypatch, tmp_path, code, what):
     monkeypatch.setenv("RANK", "0")
@@ -1045,5 +1031,5 @@ def test_a_run_of_programs_learns_and_streams_do_not_change_its_ledger(model, te
     for path in tmp_path.glob("a/queue/rl_*/group_*"):
         tensors, meta = sync.read_group(path)
         sync.write_group(path, tensors | dict(loss_mask=tensors["turn"] >= 0), meta)
-    status, output = launch_warm(tmp_path / "c", *flags, *replay_of(tmp_path / "a"))
-    assert status == 2 and "log-probs differ; --strict=False goes on" in error_line(output)
+    error = error_of_run(tmp_path / "c", *flags, *replay_of(tmp_path / "a"))
+    assert "log-probs differ; --strict=False goes on" in error

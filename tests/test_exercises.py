@@ -261,23 +261,27 @@ def write(path, signature, body):
     return path
 
 
+def checked(path):
+    """What check.py says of the values that the file's one answer gives."""
+    ((name, answer),) = check.answers_in(path).items()
+    return check.check_values(name, answer, path)
+
+
 WRONG = [(signature, body, words) for signature, answers in BODIES.items() for body, words in answers]
 
 
 @pytest.mark.parametrize("signature, body, words", WRONG, ids=[f"{s.partition('(')[0]}: {w}" for s, _, w in WRONG])
 def test_a_wrong_answer_gets_a_sentence_that_helps(tmp_path, signature, body, words):
-    path = write(tmp_path / "mine.py", signature, body)
-    ((name, answer),) = check.answers_in(path).items()
     with pytest.raises(check.Wrong) as wrong:
-        check.check_values(name, answer, path)
+        checked(write(tmp_path / "mine.py", signature, body))
     assert words in str(wrong.value) and len(str(wrong.value)) < 2000
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_exercise_is_a_page_and_a_file_with_a_hole_which_is_said(path):
-    ((name, answer),) = check.answers_in(path).items()
+    (name,) = check.answers_in(path)
     with pytest.raises(check.Wrong, match="the hole is still there"):
-        check.check_values(name, answer, path)
+        checked(path)
     page = path.with_suffix(".md").read_text()
     mine = f"mine_{path.stem[0]}.py"  # of its own, so that no page overwrites the solution before it
     assert f"    cp -n learn/exercises/{path.name} {mine}\n    uv run learn/exercises/check.py {mine}\n" in page
@@ -292,27 +296,23 @@ def test_another_order_differs_by_rounding_and_is_left_to_the_digest(tmp_path):
         centred = rewards - rewards.mean(1, keepdim=True)
         return dict(grpo=centred / (rewards.std(1, keepdim=True) + eps), dr_grpo=centred, rloo=rewards - others)[kind]
     """
-    path = write(tmp_path / "mine.py", "advantages_of(rewards, kind, eps=1e-6)", body)
-    line = check.check_values("advantages_of", check.answers_in(path)["advantages_of"], path)
-    assert line.startswith("right but for rounding") and line.endswith("'rloo'): the 24 steps use 'grpo' alone")
-    path = write(
-        tmp_path / "mine.py", "advantages_of(rewards, kind, eps=1e-6)", body.replace("centred /", "3 * centred / 3 /")
-    )
-    line = check.check_values("advantages_of", check.answers_in(path)["advantages_of"], path)
-    assert line.startswith("right but for rounding") and line.endswith("the digest decides")
+    everywhere = body.replace("centred /", "3 * centred / 3 /")
+    for text, end in ((body, "'rloo'): the 24 steps use 'grpo' alone"), (everywhere, "the digest decides")):
+        line = checked(write(tmp_path / "mine.py", "advantages_of(rewards, kind, eps=1e-6)", text))
+        assert line.startswith("right but for rounding") and line.endswith(end)
 
 
 def test_a_function_without_an_end_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "PATIENCE", 1)
     path = write(tmp_path / "mine.py", "tree_sum(parts)", "while True: pass")
     with pytest.raises(check.Wrong, match="^line 8: TimeoutError: no end after 1 s\n"):
-        check.check_values("tree_sum", check.answers_in(path)["tree_sum"], path)
+        checked(path)
 
 
-@pytest.mark.parametrize("text, line", [
-    ("def gae(:", "SyntaxError"), ("x = 1", "defines none of advantages_of"), ("1 / 0", "line 1: ZeroDivisionError"),
-    ("raise SystemExit(0)", "line 1: SystemExit: 0"),
-])  # fmt: skip
+@pytest.mark.parametrize("text, line", {
+    "def gae(:": "SyntaxError", "x = 1": "defines none of advantages_of", "1 / 0": "line 1: ZeroDivisionError",
+    "raise SystemExit(0)": "line 1: SystemExit: 0",
+}.items())  # fmt: skip
 def test_a_file_that_answers_nothing_is_refused_in_one_line(tmp_path, refusal, text, line):
     (tmp_path / "mine.py").write_text(text)
     error = refusal(check.answers_in, tmp_path / "mine.py")

@@ -117,15 +117,15 @@ def test_what_a_chat_template_does_by_itself_is_said(tmp_path, home, capsys):
 
 
 @pytest.mark.parametrize(
-    "change,problem",
-    [
-        (dict(arch="gemma2"), "a gemma2 model; known are"),
-        (dict(arch="nonsense"), "nonsense is not supported"),
-        (dict(words="falcon"), "rule for words is 'falcon'; known are smollm, "),
-        (dict(rope_freqs=numpy.ones(4, numpy.float32)), "it has rope_freqs.weight, which transformers ignore"),
-        (dict(without="model.norm.weight"), "no model.norm.weight in it"),
-        (None, "not a GGUF file that can be read: "),
-    ],
+    "problem, change",
+    {
+        "a gemma2 model; known are": dict(arch="gemma2"),
+        "nonsense is not supported": dict(arch="nonsense"),
+        "rule for words is 'falcon'; known are smollm, ": dict(words="falcon"),
+        "it has rope_freqs.weight, which transformers ignore": dict(rope_freqs=numpy.ones(4, numpy.float32)),
+        "no model.norm.weight in it": dict(without="model.norm.weight"),
+        "not a GGUF file that can be read: ": None,
+    }.items(),
 )
 def test_a_file_that_is_not_understood_is_refused_in_one_line(tmp_path, home, capsys, change, problem):
     path = tmp_path / "model.gguf"

@@ -15,12 +15,12 @@ import torch
 from conftest import answering
 from trials import ROOT
 
+import kernels
+
 FOLDER = ROOT / "tools" / "golden"
-sys.path[:0] = [str(ROOT / "tools"), str(FOLDER)]
+sys.path.insert(0, str(FOLDER))
 import golden  # noqa: E402
 import make  # noqa: E402
-
-import kernels  # noqa: E402
 
 ROWS = golden.read(FOLDER / "dense.jsonl")
 RULED = [row for row in ROWS if row["top_p"] < 1]

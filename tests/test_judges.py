@@ -21,20 +21,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from conftest import SMALLEST, answering, error_line, finish, launch_warm, read_groups, wait_for
-from test_chat import play
+from conftest import answering, error_of_run, finish, read_groups, wait_for
+from referee_others import write_rows
 from test_endpoint import KEY, serving
-from transformers import AutoTokenizer
 from trials import ROOT, lines, processes_of, replay_of
 
-from onecurve.agents import chat
 from onecurve.graders import judges
 from onecurve.graders import workers as workers_of
-from onecurve.graders.judges import judge, score_of
+from onecurve.graders.judges import score_of
 from onecurve.graders.workers import Workers
-from onecurve.models import folders
 from rewards import RewardError, load_reward, score
-from train_grpo import DEFAULTS
 
 # ------------------------------------------------------------------------------------------------------------------
 # math
@@ -337,25 +333,6 @@ def test_what_a_judge_needs_is_asked_for_at_the_start(settings, refusal, tmp_pat
     load_reward("judge", settings(judge=nobody))
 
 
-def test_an_agent_asks_a_judge_by_chat_do_and_a_resume_does_not_ask_again(settings, tmp_path):
-    config = DEFAULTS | SMALLEST | dict(agent="x")
-    folders.make_scratch_model(tmp_path / "model", config)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    template = chat.Template(tokenizer, [tokenizer.eos_token_id], {})
-
-    async def solve(of, row):
-        of.user(row["prompt"])
-        reply = await of.generate()
-        value, notes = await of.do(judge, row["prompt"], reply.text, row["answer"])
-        return value + len(notes["judge"])
-
-    with answering(lambda body: says("score: 0.5")) as (url, asked):
-        for _ in range(2):
-            journal = chat.Journal(tmp_path / "journal", "run")
-            _, reward = play(solve, ["seven"], template, journal, config | settings(judge=url))
-            assert reward == 0.5 + len("score: 0.5") and len(asked) == 1
-
-
 # ------------------------------------------------------------------------------------------------------------------
 # judge: whole runs, whose judge is a model of our own
 
@@ -390,7 +367,7 @@ def judge_model(tmp_path_factory):
     texts = ["".join(dice.choices(letters, k=dice.randrange(5))) + dice.choice("0123456789 +=ax") for _ in range(2000)]
     texts += [str(i) for i in range(200)] * 10
     rows = [dict(prompt=f"{text}?", answer=f"score: {even(text):d}") for text in dice.sample(texts, len(texts))]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     (folder / "says.py").write_text(SAYS)
     flags = f"""--mode=sft --agent={folder}/says.py:solve --dataset={folder}/rows.jsonl --eval_size=0 --max_steps=80
         --learning_rate=3e-3 --max_prompt_tokens=24 --max_new_tokens=12 --leaf_tokens=1024"""
@@ -436,9 +413,8 @@ def test_runs_with_a_judge_that_is_killed_and_comes_back_have_one_ledger(served,
     assert len(asked) == 4 * 32
 
     with gate(served, alive=2 * 32 + 20) as (url, asked):
-        status, output = launch_warm(tmp_path / "b", *flags, f"--judge={url}")
-    assert status == 2, output[-3000:]
-    assert re.search(rf"rl step 2, prompt \d, sample \d: RuntimeError: judge='{url}' failed 2", error_line(output))
+        error = error_of_run(tmp_path / "b", *flags, f"--judge={url}")
+    assert re.search(rf"rl step 2, prompt \d, sample \d: RuntimeError: judge='{url}' failed 2", error)
     wait_for(lambda: not processes_of(tmp_path / "b"), 10)
     made = {path: path.read_bytes() for path in (tmp_path / "b/queue/rl_000002").glob("group_*")}
     with gate(served) as (url, asked):
@@ -465,7 +441,7 @@ async def solve(chat, row):
 
 
 @pytest.mark.parametrize("agent", [False, True])
-def test_a_failure_ends_the_run_though_the_judge_owes_an_answer(agent, prompt_file, tmp_path):
+def test_a_failure_ends_the_run_though_the_judge_owes_an_answer(agent, prompt_file, run, tmp_path):
     """At its end Python waits for threads that wait for a judge: 120 s in each try."""
     (tmp_path / "mine.py").write_text(AGENT)
     failed = []
@@ -481,10 +457,9 @@ def test_a_failure_ends_the_run_though_the_judge_owes_an_answer(agent, prompt_fi
     flags += [f"--agent={tmp_path}/mine.py:solve"] if agent else ["--reward=judge"]
     with answering(respond) as (url, asked):
         flags += [f"--judge={url}", f"--judge_prompt={prompt_file}"]
-        status, output = launch_warm(tmp_path / "run", *flags)
+        error = error_of_run(run, *flags)
         ended = time.monotonic()
         over.set()
-    assert status == 2, output[-3000:]
-    assert "failed 1 times: no line ends in 'score: '" in error_line(output)
+    assert "failed 1 times: no line ends in 'score: '" in error
     assert ended - failed[0] < 20
-    wait_for(lambda: not processes_of(tmp_path / "run"), 10)
+    wait_for(lambda: not processes_of(run), 10)

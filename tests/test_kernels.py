@@ -132,10 +132,6 @@ def matmul64(a, b):
     return a.double() @ b.double()
 
 
-def merge64(weight, A, B, scale):
-    return weight.double() + scale * matmul64(B, A)
-
-
 def textbook_norm(x, weight):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
@@ -193,7 +189,7 @@ def reference(q, k, v, lengths, scale):
 
 
 @pytest.mark.parametrize("K,N", SHAPES)
-def test_a_row_of_mm_does_not_see_its_batch_nor_the_threads(K, N, monkeypatch):
+def test_rows_and_columns_of_mm_see_no_others_nor_the_threads(K, N, monkeypatch):
     monkeypatch.setattr(host, "WORTH_THREADS", 0)
     x, w = normal((300, K), (N, K))
     whole = kernels.mm(x, w.t())
@@ -203,24 +199,15 @@ def test_a_row_of_mm_does_not_see_its_batch_nor_the_threads(K, N, monkeypatch):
     for threads in (1, 2, 3):
         host.threads = threads
         assert not differing(lambda rows: kernels.mm(x[rows], w.t()), whole, *places), threads
-
-
-@pytest.mark.parametrize("K,N", SHAPES)
-def test_a_column_of_mm_does_not_see_the_other_columns(K, N):
-    """The engine multiplies by q, k and v weights in one matrix, the trainer by each alone."""
-    x, w = normal((40, K), (N, K))
-    whole = kernels.mm(x, w.t())
-    for first, last in ((0, N // 2), (N // 2, N), (5, N - 1)):
-        some = kernels.mm(x, w[first:last].t())
-        assert same(some, whole[:, first:last])
+    # the engine multiplies by q, k and v weights in one matrix, the trainer by each alone
+    for columns in (slice(N // 2), slice(N // 2, N), slice(5, N - 1)):
+        assert same(kernels.mm(x[:40], w[columns].t()), whole[:40, columns])
 
 
 def test_torch_alone_is_not_row_invariant():
     """The negative control: torch's own matmul does not pass the test above."""
     x, w = normal((64, 1024), (512, 1024))
-    whole = x @ w.t()
-    distances = [(x[:M] @ w.t() - whole[:M]).abs().max() for M in (1, 2, 3)]
-    assert 0 < max(distances) < 1e-3
+    assert differing(lambda rows: x[rows] @ w.t(), x @ w.t(), (0, 1), (0, 2), (0, 3))
 
 
 def test_the_switch_makes_rows_of_linears_invariant_and_gives_torchs_back():
@@ -305,30 +292,7 @@ def test_a_split_linear_has_the_gradients_of_a_linear():
         assert all_same(gradients(ours, inputs, grad), gradients(plain, inputs, grad))
         adapted = kernels.LoRALinear.apply(x, weight, b, A, B, 0.5, 4)
         assert same(adapted, kernels.linear(x, merged, b, 4))
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_linear_with_adapters_has_the_gradients_of_its_merged_weight(biased):
-    kernels.enable_batch_invariant()
-    weight, bias, grad, *inputs = normal((70, 40), (70,), (37, 70), (37, 40), (4, 40), (70, 4))
-    bias = bias if biased else None
-    x, A, B = inputs
-
-    def ours(x, A, B):
-        return kernels.LoRALinear.apply(x, weight, bias, A, B, 0.5)
-
-    def right(x, A, B):
-        return x @ merge64(weight, A, B, 0.5).t()
-
-    out, *found = both_ways(ours, inputs, grad)
-    _, *wanted = both_ways(right, doubles(inputs), grad)
-    merged = kernels.merge(weight, A, B, 0.5)
-    plain = kernels.mm(x, merged.t())
-    assert same(out, kernels.addmm(bias, x, merged.t()) if biased else plain)
-    assert all_close(found, wanted, 1e-4)
-    assert all(g.abs().max() > 1 for g in wanted)
-    others = F.linear(x, weight) + 0.5 * x @ A.t() @ B.t()  # what others compute is not the engine's
-    assert not same(others, plain)
+        assert same(kernels.LoRALinear.apply(x, weight, b, A, B, 0.5), F.linear(x, merged, b))
 
 
 # ---- elementwise, sums and norms
@@ -369,13 +333,6 @@ def test_the_sum_of_a_row_is_right_and_sees_no_other_rows_nor_zeros(C):
     width = 1 << max(0, C - 1).bit_length()
     padded = F.pad(x, (0, width - C))
     assert same(kernels.row_sums(padded), whole)
-
-
-def test_torchs_sum_of_a_row_sees_how_many_rows_there_are():
-    """The negative control."""
-    x = torch.randn(64, 100_000, dtype=torch.float64)
-    torch.set_num_threads(2)  # which share one row, but not one of many rows
-    assert differing(lambda rows: x[rows].sum(1), x.sum(1), *[(i, 1) for i in range(64)])
 
 
 def norm_rope(cos, sin):
@@ -454,17 +411,6 @@ def test_a_mixture_is_right_forward_and_backward(N, C, E, k, width):
     theirs = gradients(right, operands, grad)
     for a, b in zip(ours, theirs):
         assert close(a, b, 1e-5 * float(b.abs().max()))
-
-
-def test_of_equal_logits_the_first_experts_take_all_and_others_get_zeros():
-    """Those without tokens have gradients of exact zeros."""
-    x, router, gate_up, down = mixture(150, 24, 7, 20)
-    router = router[:1].detach().expand(7, 24).contiguous().requires_grad_()
-    weights = router, gate_up, down
-    out = kernels.moe(x, *weights, 2)
-    for g in gradients(out, weights, torch.ones_like(out)):
-        assert (bits(g[2:]) == 0).all()
-        assert (g[:2] != 0).any()
 
 
 def among_ranks(module, operands, k, ranks):
@@ -666,12 +612,8 @@ def test_sdpa_decode_differs_from_its_prefill():
     """The negative control: torch's own attention does not pass the test above."""
     q, k, v = torch.randn(3, 1, 4, 100, 32)
     prefill = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    steps = []
-    for i in range(100):
-        seen = slice(i + 1)
-        step = F.scaled_dot_product_attention(q[:, :, i : i + 1], k[:, :, seen], v[:, :, seen])
-        steps.append(step)
-    assert not same(torch.cat(steps, 2), prefill)
+    decode = F.scaled_dot_product_attention(q[:, :, 99:], k, v)
+    assert not same(decode, prefill[:, :, 99:])
 
 
 def test_a_gradient_does_not_see_the_other_sequences():
@@ -1001,11 +943,6 @@ MUTANTS = {
         "for k in range(K):",
         "for k in range(K - 1, -1, -1):",
     ),
-    "K in two chains": (
-        matmul_is_in_order,
-        "return loops.cpu_matmul(a, b, out)",
-        "return loops.cpu_matmul(a[:, :9], b[:9], out) + loops.cpu_matmul(a[:, 9:], b[9:])",
-    ),
     "a product and a sum, each rounded": (
         matmul_is_in_order,
         "_llvm(builder, FMA, FLOATS, factor, ys[j], builder.extract_value(out, i))",
@@ -1021,11 +958,6 @@ MUTANTS = {
         "VECTOR = 16 ",
         "VECTOR = 8 ",
     ),
-    "one more than top_k": (
-        cuts_are_right,
-        "n < most and mass < enough",
-        "n <= most and mass < enough",
-    ),
     "the one beyond top_p": (
         cuts_are_right,
         "n < most and mass < enough",
@@ -1036,20 +968,10 @@ MUTANTS = {
         "np.float32(x + ZERO).view",
         "np.float32(x).view",
     ),
-    "numbers below zero as they stand": (
-        cuts_are_right,
-        "bits ^ ((bits >> 31) & 0x7FFFFFFF)",
-        "bits",
-    ),
     "min_p without its edge": (
         cuts_are_right,
         "np.float64(min_p)))) - 1",
         "np.float64(min_p))))",
-    ),
-    "equal ones from the last column": (
-        cuts_are_right,
-        "for i in range(V):\n            if ranks[i] == high",
-        "for i in range(V - 1, -1, -1):\n            if ranks[i] == high",
     ),
     "equal logits from the last expert": (
         mixture_is_in_order,
@@ -1057,16 +979,6 @@ MUTANTS = {
         "<< 24) - (E - 1 - e)\n",
         "experts[j] = -keys[j - row * k] & 0xFFFFFF",
         "experts[j] = E - 1 - (-keys[j - row * k] & 0xFFFFFF)",
-    ),
-    "the slots from the last": (
-        mixture_is_in_order,
-        "for i in range(row * k, (row + 1) * k):\n            pair",
-        "for i in range(row * k + k - 1, row * k - 1, -1):\n            pair",
-    ),
-    "an expert's tokens from the last": (
-        mixture_is_in_order,
-        "for i, e in enumerate(experts):\n        places[i] = starts[e + 1]",
-        "for i in range(len(experts) - 1, -1, -1):\n        e = experts[i]\n        places[i] = starts[e + 1]",
     ),
     "a softmax over what the block sees": (
         attention_is_in_order,

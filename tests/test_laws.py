@@ -48,17 +48,19 @@ from conftest import (
     SEGMENTS,
     digest,
     error_line,
+    error_of_run,
     finish,
     float64_model,
     launch,
-    launch_warm,
     lines,
     plain_logprobs,
     read_groups,
     replay_of,
+    shared,
 )
 from runs import saved_config
 from safetensors.torch import load_file
+from test_trainer import same_bits
 from transformers import AutoTokenizer
 from trials import (
     a_flipped_bit,
@@ -98,10 +100,6 @@ def rl_metrics(folder):
     return lines(folder, "metrics.jsonl", "rl")
 
 
-def same_bits(a, b):
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
 def sampled_logprobs(folder, steps="rl_*"):
     """All that the engines gave, in the order of a run's files."""
     return torch.cat([tensors["logprobs"] for tensors, _ in read_groups(folder, steps)])
@@ -124,10 +122,10 @@ def test_L1_two_runs_one_ledger_whether_in_one_process_or_two(two_ranks, one_pro
 
 
 @pytest.mark.control("another seed")
-def test_L1_control_another_seed_is_another_ledger(two_ranks, tmp_path):
-    finish(tmp_path / "run", "--seed=2", "--max_steps=1", "--eval_size=0")
+def test_L1_control_another_seed_is_another_ledger(two_ranks, run):
+    finish(run, "--seed=2", "--max_steps=1", "--eval_size=0")
     ours = lines(two_ranks[0], "ledger.jsonl")
-    other = lines(tmp_path / "run", "ledger.jsonl")
+    other = lines(run, "ledger.jsonl")
     assert len(other) == 61  # of the warm-up, and the first of RL
     for x, y in zip(ours, other):
         for stage in ("tokens", "gradients", "weights", "chain"):
@@ -137,16 +135,10 @@ def test_L1_control_another_seed_is_another_ledger(two_ranks, tmp_path):
 # ---- L2: every log-prob
 
 
-@pytest.fixture(scope="session")
-def without_our_operators(once):
+@shared
+def without_our_operators(folder):
     """The engine's and the trainer's own operators: the check ends this run before its first update."""
-
-    def run(folder):
-        status, output = launch_warm(folder, "--batch_invariant=False", "--max_steps=1", "--eval_size=0")
-        assert status == 2
-        return output
-
-    return once("without_our_operators", run)
+    return error_of_run(folder, "--batch_invariant=False", "--max_steps=1", "--eval_size=0")
 
 
 @pytest.mark.law("the log-prob of every token")
@@ -194,9 +186,9 @@ def test_L2_a_checkpoint_gives_recorded_logprobs_also_outside_the_run(two_ranks,
 
 @pytest.mark.control("batch_invariant=False")
 def test_L2_control_without_our_operators_the_check_stops_the_run(without_our_operators):
-    folder, output = without_our_operators
+    folder, error = without_our_operators
     where = r"step 0, prompt \d+, sample \d, token \d+"
-    assert re.search(where + r": engine .*0x.* trainer .*0x.* of \d+ log-probs differ", error_line(output))
+    assert re.search(where + r": engine .*0x.* trainer .*0x.* of \d+ log-probs differ", error)
     assert not rl_ledger(folder)
 
 
@@ -210,18 +202,15 @@ def test_L2_no_logprob_differs_under_a_sampling_rule(one_engine, segments, asser
 
 
 @pytest.mark.control("a rule on one side only")
-def test_L2_control_a_sampling_rule_on_one_side_only_stops_the_run(warmed, tmp_path):
-    status, output = launch_warm(tmp_path / "run", *DAPO, *warmed, broken=rule_on_one_side)
-    assert status == 2
-    assert "log-probs differ" in error_line(output)
-    assert not rl_ledger(tmp_path / "run")
+def test_L2_control_a_sampling_rule_on_one_side_only_stops_the_run(warmed, run):
+    assert "log-probs differ" in error_of_run(run, *DAPO, *warmed, broken=rule_on_one_side)
+    assert not rl_ledger(run)
 
 
 @pytest.mark.law("with a dial: the same difference in every run")
-def test_L2_a_dialled_run_has_its_mismatch_again_on_other_ranks(tmp_path):
+def test_L2_a_dialled_run_has_its_mismatch_again_on_other_ranks(run, tmp_path):
     """Rounded weights, and rounded results of operators too; the first once more, with two trainers and an engine."""
     short = ("--max_steps=3", "--eval_size=0", "--checkpoint_every=0")
-    run = tmp_path / "run"
     weights = tmp_path / "weights"
     results = tmp_path / "results"
     finish(weights, "--engine_bits=bf16", *short)
@@ -263,25 +252,25 @@ def test_L3_one_two_and_four_trainers_one_ledger(two_ranks, resumed, replayed, a
 
 
 @pytest.mark.control("gradients added as they come")
-def test_L3_control_sums_as_they_come_are_other_bits(two_ranks, tmp_path):
+def test_L3_control_sums_as_they_come_are_other_bits(two_ranks, run):
     """
     Leaf after leaf on one trainer. On two, whose reduce-scatter adds pairs first, it would still be the tree: so the
     number of trainers would be seen.
     """
     flags = (*replay_of(two_ranks[0]), "--strict=False", "--max_steps=1", "--checkpoint_every=0")
-    finish(tmp_path / "run", *flags, broken=sums_as_they_come)
+    finish(run, *flags, broken=sums_as_they_come)
 
     def first(folder, file):
         return lines(folder, file, "sft")[0]
 
     ours = first(two_ranks[0], "ledger.jsonl")
-    other = first(tmp_path / "run", "ledger.jsonl")
+    other = first(run, "ledger.jsonl")
     assert ours["tokens"] == other["tokens"]
     for stage in ("gradients", "weights", "optimizer"):
         assert ours[stage] != other[stage]
     norm = first(two_ranks[0], "metrics.jsonl")["grad_norm"]
     # it is only a rounding
-    assert first(tmp_path / "run", "metrics.jsonl")["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert first(run, "metrics.jsonl")["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 # ---- L4: engines
@@ -297,10 +286,10 @@ def test_L4_one_engine_and_two_one_ledger_in_whatever_order_groups_come(one_engi
 
 
 @pytest.mark.control("seeds by engine rank")
-def test_L4_control_seeds_by_engine_are_other_samples(one_engine, tmp_path):
+def test_L4_control_seeds_by_engine_are_other_samples(one_engine, run):
     """One engine is enough: its rank is part of its seeds."""
-    finish(tmp_path / "run", *DAPO, "--max_steps=1", broken=seeds_by_engine)
-    *same, other = lines(tmp_path / "run", "ledger.jsonl")
+    finish(run, *DAPO, "--max_steps=1", broken=seeds_by_engine)
+    *same, other = lines(run, "ledger.jsonl")
     ours = lines(one_engine[0], "ledger.jsonl")
     assert same == ours[: len(same)]
     assert other["tokens"] != ours[len(same)]["tokens"]
@@ -325,12 +314,10 @@ def test_L5_batches_caches_chunks_and_retractions_cannot_be_seen(
 
 
 @pytest.mark.control("the same without our operators")
-def test_L5_control_without_our_operators_the_batch_is_seen(without_our_operators, tmp_path):
+def test_L5_control_without_our_operators_the_batch_is_seen(without_our_operators, run):
     flags = ("--batch_invariant=False", "--max_steps=1", "--eval_size=0", *ENGINE_FLAGS)
-    run = tmp_path / "run"
     base = without_our_operators[0]
-    status, _ = launch_warm(run, *flags)
-    assert status == 2
+    error_of_run(run, *flags)
     assert ledger(run) == ledger(base)  # from the same weights
     assert not torch.equal(sampled_logprobs(run, "rl_000000"), sampled_logprobs(base, "rl_000000"))
 
@@ -368,11 +355,11 @@ def test_L6_a_random_sigkill_and_torchruns_restart_keep_the_ledger(
 
 
 @pytest.mark.control("a resume without the optimizer")
-def test_L6_control_a_resume_that_lost_the_optimizer_is_caught(two_ranks, tmp_path):
-    forget_optimizer(interrupt(two_ranks[0], tmp_path / "run"))
-    status, output = launch_warm(tmp_path / "run", "--init_from=resume", *replay_of(two_ranks[0]))  # needs no engine
-    assert status == 1
-    assert "rl step 16 came out otherwise than before the interruption" in error_line(output)
+def test_L6_control_a_resume_that_lost_the_optimizer_is_caught(two_ranks, run):
+    forget_optimizer(interrupt(two_ranks[0], run))
+    replay = replay_of(two_ranks[0])  # needs no engine
+    error = error_of_run(run, "--init_from=resume", *replay, status=1)
+    assert "rl step 16 came out otherwise than before the interruption" in error
 
 
 # ---- L7: replay
@@ -387,12 +374,11 @@ def test_L7_a_replay_without_an_engine_makes_the_same_ledger(two_ranks, replayed
 
 
 @pytest.mark.control("one changed token")
-def test_L7_control_one_changed_token_is_caught(two_ranks, tmp_path):
+def test_L7_control_one_changed_token_is_caught(two_ranks, run, tmp_path):
     shutil.copytree(two_ranks[0] / "queue", tmp_path / "queue")
     flip_token(tmp_path / "queue")
-    status, output = launch_warm(tmp_path / "run", *replay_of(tmp_path))
-    assert status == 2
-    assert error_line(output).startswith("error: step 3, prompt 0, sample 0, token")
+    error = error_of_run(run, *replay_of(tmp_path))
+    assert error.startswith("error: step 3, prompt 0, sample 0, token")
 
 
 # ---- L8: the ways of the weights
@@ -407,12 +393,11 @@ def test_L8_broadcast_by_one_or_two_trainers_and_ipc_one_ledger(two_ranks, one_p
 
 
 @pytest.mark.control("a bit flipped on the way")
-def test_L8_control_a_bit_flipped_on_the_way_names_its_parameter(warmed, tmp_path):
-    status, output = launch_warm(tmp_path / "run", *warmed, "--max_steps=1", broken=a_flipped_bit)
-    assert status == 1
-    assert re.search("did not arrive as sent: .*up_proj.weight", error_line(output))
-    assert not rl_ledger(tmp_path / "run")
-    assert not (tmp_path / "run" / "queue").exists()
+def test_L8_control_a_bit_flipped_on_the_way_names_its_parameter(warmed, run):
+    error = error_of_run(run, *warmed, "--max_steps=1", broken=a_flipped_bit, status=1)
+    assert re.search("did not arrive as sent: .*up_proj.weight", error)
+    assert not rl_ledger(run)
+    assert not (run / "queue").exists()
 
 
 # ---- L9: a lag
@@ -450,20 +435,19 @@ def test_L9_training_and_sampling_overlap(lagged, lagged_apart):
 
 
 @pytest.mark.control("weights as they come")
-def test_L9_control_weights_as_they_come_are_caught(warmed, tmp_path):
+def test_L9_control_weights_as_they_come_are_caught(warmed, run):
     flags = (*LAG, *warmed, "--max_steps=6", "--eval_size=0")
-    status, output = launch_warm(tmp_path / "run", *flags, broken=weights_as_they_come)
-    assert status == 2
-    assert re.search("step 4, prompt 0, sample 0, token 0: engine .* differ", error_line(output))
-    assert len(rl_ledger(tmp_path / "run")) == 4  # before it moved a weight
+    error = error_of_run(run, *flags, broken=weights_as_they_come)
+    assert re.search("step 4, prompt 0, sample 0, token 0: engine .* differ", error)
+    assert len(rl_ledger(run)) == 4  # before it moved a weight
 
 
 @pytest.mark.law("a replay")
-def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, warmed, tmp_path, assert_it_learned):
+def test_L9_a_replay_on_other_ranks_checks_against_the_same_versions(lagged, warmed, run, assert_it_learned):
     flags = (*LAG, *warmed, *replay_of(lagged[0]), "--checkpoint_every=0")
-    finish(tmp_path / "run", *flags, ranks=2)
-    assert_it_learned(tmp_path / "run", steps=16)
-    assert ledger(tmp_path / "run") == ledger(lagged[0])
+    finish(run, *flags, ranks=2)
+    assert_it_learned(run, steps=16)
+    assert ledger(run) == ledger(lagged[0])
 
 
 # ---- L10: agents
@@ -521,41 +505,37 @@ def test_L10_dialogues_are_what_their_template_makes_of_the_messages(agent, agen
 
 
 @pytest.mark.law("a replay")
-def test_L10_a_replay_calls_nothing_and_has_the_same_ledger(agent, agents, tmp_path):
+def test_L10_a_replay_calls_nothing_and_has_the_same_ledger(agent, agents, run, tmp_path):
     env = {"NOTES": str(tmp_path / "notes")}
-    finish(tmp_path / "run", *agent, *replay_of(agents[0]), "--checkpoint_every=0", env=env)
-    assert ledger(tmp_path / "run") == ledger(agents[0])
+    finish(run, *agent, *replay_of(agents[0]), "--checkpoint_every=0", env=env)
+    assert ledger(run) == ledger(agents[0])
     assert not (tmp_path / "notes").exists()
 
 
 @pytest.mark.control("seeds by arrival")
-def test_L10_control_seeds_by_arrival_are_other_samples(agent, agents, tmp_path):
-    finish(tmp_path / "run", *agent, "--max_steps=2", "--eval_size=0", broken=seeds_by_arrival)
-    pairs = zip(rl_ledger(agents[0]), rl_ledger(tmp_path / "run"))
+def test_L10_control_seeds_by_arrival_are_other_samples(agent, agents, run):
+    finish(run, *agent, "--max_steps=2", "--eval_size=0", broken=seeds_by_arrival)
+    pairs = zip(rl_ledger(agents[0]), rl_ledger(run))
     assert any(x["tokens"] != y["tokens"] for x, y in pairs)
 
 
 @pytest.mark.control("another result in a journal")
-def test_L10_control_a_journal_with_another_result_is_another_run(agent, agents, tmp_path):
-    queue = interrupt(agents[0], tmp_path / "run") / "queue"
+def test_L10_control_a_journal_with_another_result_is_another_run(agent, agents, run):
+    queue = interrupt(agents[0], run) / "queue"
     path = sync.group_path(queue / "rl_000009", 0)
     tensors, meta = sync.read_group(path)
     entry = next(entry for entry in itertools.chain(*meta["journal"]) if entry["name"] == "add")
     entry["result"] += "0"
     sync.write_group(path, tensors, meta)
-    status, output = launch_warm(tmp_path / "run", *agent, "--init_from=resume")
-    assert status == 1
-    assert "rl step 9 came out otherwise" in error_line(output)
+    assert "rl step 9 came out otherwise" in error_of_run(run, *agent, "--init_from=resume", status=1)
 
 
 @pytest.mark.control("a tool with a clock")
-def test_L10_control_a_tool_with_a_clock_is_named_after_the_first_step(agent, tmp_path):
+def test_L10_control_a_tool_with_a_clock_is_named_after_the_first_step(agent, run):
     flags = (*agent, "--agent=tests/slow_agent.py:ask_the_clock", "--eval_size=0")
-    status, output = launch_warm(tmp_path / "run", *flags)
-    why = r"^error: rl step 0, prompt \d, sample \d, turn 0, call 0: add gave '\d+' and now '\d+'; .* @impure"
-    assert status == 2
-    assert re.search(why, error_line(output))
-    assert not rl_ledger(tmp_path / "run")
+    why = r"error: rl step 0, prompt \d, sample \d, turn 0, call 0: add gave '\d+' and now '\d+'; .* @impure"
+    assert re.match(why, error_of_run(run, *flags))
+    assert not rl_ledger(run)
 
 
 # ---- L11: segments
@@ -581,11 +561,11 @@ def test_L11_segments_one_ledger_on_any_engines_at_any_pace(
 
 
 @pytest.mark.law("cuts alone")
-def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, tmp_path):
+def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, run, tmp_path):
     """Until the first update nothing but the cuts is different."""
     flags = ("--segment_tokens=2", "--groups_in_flight=8", "--max_steps=1")
-    finish(tmp_path / "run", *flags)
-    (ours,) = rl_ledger(tmp_path / "run")
+    finish(run, *flags)
+    (ours,) = rl_ledger(run)
     base = rl_ledger(two_ranks[0])[0]
     assert len([*tmp_path.glob("run/queue/rl_000000/group_*")]) > 8
     del ours["weight_version"]
@@ -593,28 +573,28 @@ def test_L11_under_equal_weights_segments_are_the_whole_sample(two_ranks, tmp_pa
 
 
 @pytest.mark.law("a replay on 2 trainers, under a sampling rule")
-def test_L11_a_replay_on_other_ranks_holds_what_the_rule_kept(segments, warmed, tmp_path, assert_it_learned):
+def test_L11_a_replay_on_other_ranks_holds_what_the_rule_kept(segments, warmed, run, assert_it_learned):
     flags = (*SEGMENTS, *warmed, *replay_of(segments[0]), "--checkpoint_every=0")
-    finish(tmp_path / "run", *flags, ranks=2)
-    assert_it_learned(tmp_path / "run", steps=16)
-    assert ledger(tmp_path / "run") == ledger(segments[0])
+    finish(run, *flags, ranks=2)
+    assert_it_learned(run, steps=16)
+    assert ledger(run) == ledger(segments[0])
 
 
 @pytest.mark.control("what a rule keeps, by other weights than those that sampled")
-def test_L11_control_what_is_kept_by_other_weights_is_another_update(segments, warmed, tmp_path):
+def test_L11_control_what_is_kept_by_other_weights_is_another_update(segments, warmed, run):
     flags = (*SEGMENTS, *warmed, *replay_of(segments[0]), "--strict=False", "--max_steps=6", "--checkpoint_every=0")
-    finish(tmp_path / "run", *flags, broken=kept_by_other_weights)
+    finish(run, *flags, broken=kept_by_other_weights)
     ours = rl_ledger(segments[0])[:6]
-    other = rl_ledger(tmp_path / "run")
+    other = rl_ledger(run)
     assert [x["tokens"] for x in ours] == [x["tokens"] for x in other]
     assert [x["gradients"] for x in ours] != [x["gradients"] for x in other]
 
 
 @pytest.mark.control("segments cut by time")
-def test_L11_control_segments_cut_by_time_are_other_samples(segments, warmed, tmp_path):
+def test_L11_control_segments_cut_by_time_are_other_samples(segments, warmed, run):
     flags = (*SEGMENTS, *warmed, "--max_steps=4", "--eval_size=0")
-    finish(tmp_path / "run", *flags, broken=segments_by_time)
-    pairs = zip(rl_ledger(segments[0]), rl_ledger(tmp_path / "run"))
+    finish(run, *flags, broken=segments_by_time)
+    pairs = zip(rl_ledger(segments[0]), rl_ledger(run))
     assert any(x["tokens"] != y["tokens"] for x, y in pairs)
 
 
@@ -642,20 +622,22 @@ on_a_cpu = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="session")
-def hashes(once):
-    """{setting: {piece: hash}} of what tests/one_digest.py computes, in a process per setting."""
+@shared
+def computed(_):
+    """What tests/one_digest.py computes, in a process per setting."""
+    found = {}
+    script = ROOT / "tests" / "one_digest.py"
+    for name, (threads, env) in SETTINGS.items():
+        command = [sys.executable, script, str(threads)]
+        output = subprocess.check_output(command, env=os.environ | env, text=True)
+        found[name] = json.loads(output.splitlines()[-1])
+    return json.dumps(found)
 
-    def run(_):
-        found = {}
-        script = ROOT / "tests" / "one_digest.py"
-        for name, (threads, env) in SETTINGS.items():
-            command = [sys.executable, script, str(threads)]
-            output = subprocess.check_output(command, env=os.environ | env, text=True)
-            found[name] = json.loads(output.splitlines()[-1])
-        return json.dumps(found)
 
-    return json.loads(once("hashes_by_cpu", run)[1])
+@pytest.fixture
+def hashes(computed):
+    """{setting: {piece: hash}}."""
+    return json.loads(computed[1])
 
 
 @on_a_cpu
@@ -682,15 +664,15 @@ def test_L12_control_torchs_own_operators_differ_between_cpus(hashes):
 
 @on_a_cpu
 @pytest.mark.law("the small run, and a real chat model's on AVX2's instructions")
-def test_L12_the_small_run_and_a_real_models_have_one_digest(two_ranks, hashes, tmp_path, assert_it_learned):
+def test_L12_the_small_run_and_a_real_models_have_one_digest(two_ranks, hashes, run, tmp_path, assert_it_learned):
     assert digest(two_ranks[1]) == f"digest {SMALL_RUN}", ON_PURPOSE
     reward = tmp_path / "varied.py"
     reward.write_text("def characters(prompt, response, answer):\n    return float(len({*response}))\n")
     flags = """config/smollm2.py --max_steps=2 --prompts_per_step=2 --group_size=4 --max_new_tokens=6 --eval_size=2
         --warmup_sft_steps=0 --checkpoint_every=0 --threads=2""".split()
     env = AVX2 | dict(ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="2")  # `hashes` has compiled the loops for it
-    output = finish(tmp_path / "run", *flags, f"--reward={reward}:characters", env=env, launch=launch)
-    assert_it_learned(tmp_path / "run", steps=2)
+    output = finish(run, *flags, f"--reward={reward}:characters", env=env, launch=launch)
+    assert_it_learned(run, steps=2)
     assert digest(output) == f"digest {REAL_MODEL}", ON_PURPOSE
 
 
@@ -714,11 +696,10 @@ def test_L13_one_rank_of_an_engine_that_is_lost_ends_the_run_in_one_line(split_a
 
 
 @pytest.mark.control("a plain all-reduce")
-def test_L13_control_a_plain_all_reduce_is_caught(warmed, tmp_path):
+def test_L13_control_a_plain_all_reduce_is_caught(warmed, run):
     flags = (*warmed, "--tp_split=4", "--rollout_tp=2", "--rollout_ranks=2", "--max_steps=1", "--eval_size=0")
-    status, output = launch_warm(tmp_path / "run", *flags, ranks=3, broken=plain_all_reduce)
-    assert status
-    assert "log-probs differ" in error_line(output)
+    error = error_of_run(run, *flags, ranks=3, broken=plain_all_reduce)
+    assert "log-probs differ" in error
 
 
 # ---- L15: a mixture of experts
@@ -726,7 +707,7 @@ def test_L13_control_a_plain_all_reduce_is_caught(warmed, tmp_path):
 
 @pytest.mark.law("experts, lag=1: 1 + 1, 2 + 1 and 1 + 2 ranks, one process, a resume, a replay on 4 trainers")
 def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
-    mixture, mixture_resumed, tmp_path, assert_it_learned
+    mixture, mixture_resumed, run, tmp_path, assert_it_learned
 ):
     assert_it_learned(mixture[0], steps=16)
     assert "resuming at step 8" in mixture_resumed[1]
@@ -736,19 +717,17 @@ def test_L15_a_mixture_of_experts_has_one_ledger_however_it_is_run(
     flags = "--tp_split=2 --warmup_sft_steps=0 --checkpoint_every=0 --max_steps=3".split()
     flags = [*MIXTURE, *flags, f"--init_from={mixture[0] / 'ckpt' / 'step_000016'}"]
     other = "--threads=2 --gradient_checkpointing --weight_sync=ipc".split()
-    finish(tmp_path / "run", *flags, *ENGINE_FLAGS, *other)
+    finish(run, *flags, *ENGINE_FLAGS, *other)
     finish(tmp_path / "shared", *flags, "--rollout_ranks=2", "--rollout_tp=2", ranks=3)
-    assert len(rl_ledger(tmp_path / "run")) == 3
-    assert ledger(tmp_path / "run") == ledger(tmp_path / "shared")
+    assert len(rl_ledger(run)) == 3
+    assert ledger(run) == ledger(tmp_path / "shared")
 
 
 @pytest.mark.control("experts added by number")
-def test_L15_control_experts_added_in_another_order_are_caught(tmp_path):
+def test_L15_control_experts_added_in_another_order_are_caught(run):
     flags = ("--warmup_sft_steps=0", "--max_steps=1", "--eval_size=0")
-    status, output = launch_warm(tmp_path / "run", *MIXTURE, *flags, broken=experts_by_number)
-    assert status == 2
-    assert "log-probs differ" in error_line(output)
-    assert not rl_ledger(tmp_path / "run")
+    assert "log-probs differ" in error_of_run(run, *MIXTURE, *flags, broken=experts_by_number)
+    assert not rl_ledger(run)
 
 
 # ---- L16: a curriculum
@@ -772,8 +751,7 @@ def test_L16_a_curriculum_draws_the_same_on_any_ranks_after_any_kill(lagged, lag
 
 
 @pytest.mark.control("a resume that forgot what was seen")
-def test_L16_control_a_resume_that_forgot_the_seen_draws_other_prompts(lagged, warmed, tmp_path):
-    forget_seen(interrupt(lagged[0], tmp_path / "run"))
-    status, output = launch_warm(tmp_path / "run", *warmed, "--init_from=resume", "--weight_sync=ipc")
-    assert status == 1
-    assert "rl step 8 came out otherwise than before the interruption" in error_line(output)
+def test_L16_control_a_resume_that_forgot_the_seen_draws_other_prompts(lagged, warmed, run):
+    forget_seen(interrupt(lagged[0], run))
+    error = error_of_run(run, *warmed, "--init_from=resume", "--weight_sync=ipc", status=1)
+    assert "rl step 8 came out otherwise than before the interruption" in error

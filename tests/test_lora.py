@@ -12,7 +12,7 @@ import types
 import pytest
 import test_trainer
 import torch
-from conftest import error_line, finish, launch_warm, plain_logprobs
+from conftest import error_of_run, finish, plain_logprobs, shared
 from merge import main as merge_folder
 from safetensors.torch import load_file, save_file
 from test_laws import ledger
@@ -41,59 +41,56 @@ def base(two_ranks):
     return two_ranks[0] / "ckpt" / "step_000016"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def flags(warmed):
     return *warmed, *LORA
 
 
-@pytest.fixture(scope="module")
-def lockstep(once, flags):
+@shared
+def lockstep(folder, flags):
     """One trainer and one engine."""
-    return once("lora", lambda folder: finish(folder, *flags, ranks=2))
+    return finish(folder, *flags, ranks=2)
 
 
-@pytest.fixture(scope="module")
-def lagged(once, flags):
+@shared
+def lagged(folder, flags):
     """Two steps ahead, in one process that does both in turn."""
-    more = ("--lag=2", "--weight_sync=ipc")
-    return once("lora_lagged", lambda folder: finish(folder, *flags, *more))
+    return finish(folder, *flags, "--lag=2", "--weight_sync=ipc")
 
 
-def test_a_run_and_its_resume_on_other_ranks_have_one_ledger(lockstep, flags, tmp_path, assert_it_learned):
+def test_a_run_and_its_resume_on_other_ranks_have_one_ledger(lockstep, flags, run, assert_it_learned):
     """On two ranks by broadcast; in one process by shared memory, from step 8 on."""
     assert_it_learned(lockstep[0], steps=16)
-    folder = interrupt(lockstep[0], tmp_path / "run")
-    output = finish(folder, *LORA, "--init_from=resume")
-    assert "resuming at step 8" in output and ledger(folder) == ledger(lockstep[0])
+    interrupt(lockstep[0], run)
+    output = finish(run, *LORA, "--init_from=resume")
+    assert "resuming at step 8" in output and ledger(run) == ledger(lockstep[0])
     (entry,) = lines(lockstep[0], "ledger.jsonl", "base")  # the base stands there once, and nothing else of it
     assert entry["weights"].startswith("float32 ")
     trained = lines(lockstep[0], "ledger.jsonl", "rl")[-1]["weights"]
     assert len(trained) == 2 * 2 * len(LINEAR) and all(".lora_" in name for name in trained)
 
 
-def test_four_trainers_that_keep_no_activations_replay_the_same_ledger(lockstep, flags, tmp_path):
+def test_four_trainers_that_keep_no_activations_replay_the_same_ledger(lockstep, flags, run):
     more = ("--gradient_checkpointing", "--checkpoint_every=0")
-    finish(tmp_path / "run", *flags, *more, *replay_of(lockstep[0]), ranks=4)
-    assert ledger(tmp_path / "run") == ledger(lockstep[0])
+    finish(run, *flags, *more, *replay_of(lockstep[0]), ranks=4)
+    assert ledger(run) == ledger(lockstep[0])
 
 
-def test_side_by_side_with_a_lag_it_is_the_ledger_of_the_same_in_turn(
-    lagged, lockstep, flags, tmp_path, assert_it_learned
-):
+def test_side_by_side_with_a_lag_it_is_the_ledger_of_the_same_in_turn(lagged, lockstep, flags, run, assert_it_learned):
     """Two trainers, two engines that are slow at random."""
     more = ("--lag=2", "--rollout_ranks=2")
-    finish(tmp_path / "run", *flags, *more, ranks=4, broken=slow_engines)
+    finish(run, *flags, *more, ranks=4, broken=slow_engines)
     assert_it_learned(lagged[0], steps=16)
-    assert ledger(tmp_path / "run") == ledger(lagged[0]) != ledger(lockstep[0])
+    assert ledger(run) == ledger(lagged[0]) != ledger(lockstep[0])
     staleness = [m["staleness"] for m in lines(lagged[0], "metrics.jsonl", "rl")]
     assert staleness == [0, 1, *[2] * 14]
     kept = load_file(next((lagged[0] / "ckpt/step_000016/optimizer").glob("*.safetensors")))
     assert kept and all("lora_" in name for name in kept)  # an earlier version is a version of the adapters
 
 
-def test_control_adapters_only_the_engine_merges_are_caught_when_nonzero(flags, tmp_path):
-    status, output = launch_warm(tmp_path / "run", *flags, "--max_steps=3", "--eval_size=0", broken=adapters_apart)
-    assert status == 2 and error_line(output).startswith("error: step 1, prompt"), output[-3000:]
+def test_control_adapters_only_the_engine_merges_are_caught_when_nonzero(flags, run):
+    error = error_of_run(run, *flags, "--max_steps=3", "--eval_size=0", broken=adapters_apart)
+    assert error.startswith("error: step 1, prompt")
 
 
 # ---- the trainer

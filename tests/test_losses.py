@@ -7,7 +7,6 @@ chosen over the whole batch, DPO, and a user's mistakes.
 
 import math
 import random
-import types
 from typing import NamedTuple
 
 import pytest
@@ -164,9 +163,7 @@ GROUPS = [  # of four samples: two reward terms and lengths; the rewards of the 
 
 
 def make_group(numeric, format_, lengths):
-    noted = []
-    for x, y in zip(numeric, format_):
-        noted.append({"numeric": {"reward": x}, "format": {"reward": y}})
+    noted = [{"numeric": {"reward": x}, "format": {"reward": y}} for x, y in zip(numeric, format_)]
     return Group(group_tensors(lengths), dict(noted=noted))
 
 
@@ -280,9 +277,7 @@ def test_dpo_is_that_of_a_loop_over_plain_transformers(ranks, scratch):
         ours, before = (plain_logprobs(model, s.tokens, s.loss_at).sum() for model in (plain, reference))
         return ours - before.detach()
 
-    margins = []
-    for chosen, rejected in zip(samples[::2], samples[1::2]):
-        margins.append(0.3 * (gain(chosen) - gain(rejected)))
+    margins = [0.3 * (gain(chosen) - gain(rejected)) for chosen, rejected in zip(samples[::2], samples[1::2])]
     margins = torch.stack(margins)
     loss = -torch.nn.functional.logsigmoid(margins).mean()
     loss.backward()
@@ -310,9 +305,6 @@ def raises(logprobs, **_):
 
 def ends(rewards, **_):
     return rewards[0]
-
-def twice(rewards, **_):
-    return 2 * rewards
 """
 MISTAKES = [
     ("loss", "none.py:f", "no file none.py in"),
@@ -342,15 +334,3 @@ def test_a_mistake_in_a_file_is_one_line(key, name, message, file, refusal):
     line = refusal(use)
     assert line.startswith(f"error: {key}='{name}': ")
     assert message in line
-
-
-def test_an_advantage_of_a_file_gets_rewards_after_the_costs_of_the_kl(file):
-    c = types.SimpleNamespace(**DEFAULTS | dict(advantage="mine.py:twice", kl_in_reward=True, kl_coef=0.1))
-    samples = make_samples(3)
-    scores = [1.0, 0.0, 0.5]
-    expected = []
-    for score, s in zip(scores, samples):
-        away = train.kl(s.logprobs, s.reference, c.kl_estimator).tolist()
-        expected.append(2 * (score - 0.1 * sum(away)))
-    ours = train.with_advantages(samples, torch.tensor([scores]), c)
-    assert [float(s.advantages[0]) for s in ours] == approx(expected)

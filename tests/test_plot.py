@@ -18,22 +18,18 @@ import time
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from conftest import error_line, group_tensors, read_groups
+from conftest import error_line, group_tensors, lines, read_groups
 from safetensors.torch import save_file
 
 import sync
 from train_grpo import samples_of, with_advantages
 
 pytest.importorskip("matplotlib", reason="no matplotlib: uv sync --group plot")
-PLOT = Path(__file__).parent.parent / "tools" / "plot.py"
-sys.path.insert(0, str(PLOT.parent))
 import plot  # noqa: E402
-from trials import lines  # noqa: E402
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no browser: apt-get install chromium")
@@ -254,30 +250,34 @@ def test_a_run_that_is_still_going_may_have_written_half_a_line(draw, tmp_path):
     assert "3 RL steps" in draw(run)[0]
 
 
-@pytest.mark.parametrize("spoil, line", [
-    (lambda run: shutil.rmtree(run), "no such run"),
-    (lambda run: (run / "ledger.jsonl").unlink(), "no ledger.jsonl in it: not the folder of a run"),
-    (lambda run: (run / "metrics.jsonl").write_text("a\n"), "not lines of JSON"),
-    (lambda run: (run / "metrics.jsonl").write_text("[]\n"), "a line that has no phase and step"),
-    (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": "x"}\n'), "a line that has no phase"),
-    (lambda run: (run / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n'), "sync_seconds: no number"),
-    (lambda run: (run / "config.py").write_text("seed = print(1)"), "not only lines 'key = literal'"),
-    (lambda run: (run / "queue/rl_000000").rename(run / "queue/rl_x"), "not as a run writes its files: invalid lit"),
-    (lambda run: (run / "config.py").write_text("init_from = 5\n"), "not as a run writes its files: expected str"),
-    (lambda run: (run / "ledger.jsonl").write_text('{"phase": "rl", "step": 0}\n'), "writes its files: 'chain'"),
-    (lambda run: (run / "queue/rl_000009").symlink_to(run / "queue/rl_000000"), "rl_000009: a symbolic link"),
-    (lambda run: (run / "queue/rl_000000/group_0000.safetensors").write_text("a"), "torn or not a rollout file"),
-])  # fmt: skip
+@pytest.mark.parametrize("line, spoil", {
+    "no such run": lambda run: shutil.rmtree(run),
+    "no ledger.jsonl in it: not the folder of a run": lambda run: (run / "ledger.jsonl").unlink(),
+    "not lines of JSON": ("metrics.jsonl", "a\n"),
+    "a line that has no phase and step": ("metrics.jsonl", "[]\n"),
+    "a line that has no phase": ("metrics.jsonl", '{"phase": "rl", "step": "x"}\n'),
+    "sync_seconds: no number": ("metrics.jsonl", '{"phase": "rl", "step": 0}\n'),
+    "not only lines 'key = literal'": ("config.py", "seed = print(1)"),
+    "not as a run writes its files: invalid lit": lambda run: (run / "queue/rl_000000").rename(run / "queue/rl_x"),
+    "not as a run writes its files: expected str": ("config.py", "init_from = 5\n"),
+    "writes its files: 'chain'": ("ledger.jsonl", '{"phase": "rl", "step": 0}\n'),
+    "rl_000009: a symbolic link": lambda run: (run / "queue/rl_000009").symlink_to(run / "queue/rl_000000"),
+    "torn or not a rollout file": ("queue/rl_000000/group_0000.safetensors", "a"),
+}.items())  # fmt: skip
 def test_what_is_no_run_ends_in_one_line(tmp_path, refusal, spoil, line):
     run = make_run(tmp_path / "run", ["a"])
-    spoil(run)
+    if callable(spoil):
+        spoil(run)
+    else:
+        file, text = spoil
+        (run / file).write_text(text)
     assert line in refusal(plot.main, [str(run), f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
 
 
 def test_without_matplotlib_the_line_says_what_to_install(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError\n")
-    command = [sys.executable, PLOT, tmp_path]
+    command = [sys.executable, plot.__file__, tmp_path]
     end = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)})
     assert end.returncode == 2 and error_line(end.stderr).endswith("matplotlib is not installed; uv sync --group plot")
 
@@ -387,7 +387,7 @@ def test_a_browser_draws_it_in_a_narrow_window_too(draw, tmp_path):
 def live(tmp_path):
     """(the run's folder, the address) of a page that is served while a run goes on; its folder is empty yet."""
     folder = tmp_path / "run"
-    command = [sys.executable, PLOT, folder, "--live", "--port=0", "--every=1"]
+    command = [sys.executable, plot.__file__, folder, "--live", "--port=0", "--every=1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     yield folder, process.stdout.readline().split()[0]
     process.send_signal(signal.SIGINT)

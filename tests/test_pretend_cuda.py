@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
-from conftest import digest, error_line, finish, run_warm, wait_for
+from conftest import digest, error_line, finish, run_warm, shared, wait_for
 from pretend.driver import environment
 from runs import listening, start_warm
 from test_laws import ledger
@@ -67,49 +67,49 @@ def noted(folder, *events):
     return sorted((x for x in found if x["event"] in events), key=lambda x: x["time"])
 
 
-@pytest.fixture(scope="session")
-def alone(once):
+@shared
+def alone(folder):
     """One process: weights by ipc, memory that is lent, decode graphs."""
-    return once("pretend_alone", pretend)
+    return pretend(folder)
 
 
-@pytest.fixture(scope="session")
-def resumed(once, alone):
+@shared
+def resumed(folder, alone):
     """
     The same from its first checkpoint on: two trainers, under FSDP2, and an engine over two ranks that gets weights by
     broadcast.
     """
-
-    def run(folder):
-        shutil.copytree(alone[0], folder)
-        shutil.rmtree(folder / "ckpt" / "step_000002")
-        shutil.rmtree(folder / "queue" / "rl_000001")
-        return pretend(folder, "--init_from=resume", "--rollout_ranks=2", "--rollout_tp=2", ranks=4)
-
-    return once("pretend_resumed", run)
+    shutil.copytree(alone[0], folder)
+    shutil.rmtree(folder / "ckpt" / "step_000002")
+    shutil.rmtree(folder / "queue" / "rl_000001")
+    return pretend(folder, "--init_from=resume", "--rollout_ranks=2", "--rollout_tp=2", ranks=4)
 
 
-@pytest.fixture(scope="session")
-def overlapped(once):
-    return once("pretend_overlapped", lambda folder: pretend(folder, *LAG, ranks=3))
+@shared
+def overlapped(folder):
+    return pretend(folder, *LAG, ranks=3)
 
 
-@pytest.fixture(scope="session")
-def adapted(once):
-    return once("pretend_adapted", lambda folder: pretend(folder, *LORA, ranks=3))
+@shared
+def adapted(folder):
+    return pretend(folder, *LORA, ranks=3)
 
 
-@pytest.fixture(scope="session")
-def adapted_alone(once):
+@shared
+def adapted_alone(folder):
     """The same in one process."""
-    return once("pretend_adapted_alone", lambda folder: pretend(folder, *LORA))
+    return pretend(folder, *LORA)
 
 
-@pytest.fixture(scope="session")
-def mixture(once):
+@shared
+def mixture(folder):
     """A mixture of experts, in one process."""
-    flags = "--tp_split=1", f"{SIZES}, num_experts=4", "--eval_size=0"
-    return once("pretend_mixture", lambda folder: pretend(folder, *flags))
+    return pretend(folder, "--tp_split=1", f"{SIZES}, num_experts=4", "--eval_size=0")
+
+
+@shared
+def of_float32(folder):
+    return pretend(folder, *LAG, "--dtype=float32", ranks=3)
 
 
 @pytest.fixture(params=["alone", "resumed", "overlapped", "adapted", "adapted_alone", "mixture"])
@@ -211,11 +211,10 @@ def test_a_trainer_holds_what_the_account_says(alone, overlapped, adapted):
         assert expected <= max(held.values()) < expected + 16_000, (held, expected)
 
 
-def test_L17_in_float32_pretended_cards_have_the_digest_of_a_cpu(once, overlapped, tmp_path, assert_it_learned):
-    flags = *LAG, "--dtype=float32"
-    folder, output = once("pretend_float32", lambda folder: pretend(folder, *flags, ranks=3))
+def test_L17_in_float32_pretended_cards_have_the_digest_of_a_cpu(of_float32, overlapped, tmp_path, assert_it_learned):
+    folder, output = of_float32
     assert_it_learned(folder, steps=3)
-    on_cpu = *FLAGS, *flags, "--device=cpu"
+    on_cpu = *FLAGS, *LAG, "--dtype=float32", "--device=cpu"
     assert digest(finish(tmp_path / "run", *on_cpu)) == digest(output)
     assert ledger(tmp_path / "run") == ledger(folder) != ledger(overlapped[0])
     shutil.copytree(folder, tmp_path / "resumed")  # by a CPU, from the cards' first checkpoint on

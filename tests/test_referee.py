@@ -10,11 +10,13 @@ import json
 import math
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import referee
 import torch
+from referee_formats import read
+from referee_hypotheses import Reference
 from referee_others import generate, write_rows
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -22,11 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import kernels
 import train_grpo
 from onecurve.models.folders import make_scratch_model
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-import referee  # noqa: E402
-from referee_formats import read  # noqa: E402
-from referee_hypotheses import Reference  # noqa: E402
 
 EOS = 1
 
@@ -91,10 +88,6 @@ def test_nothing_is_fetched_that_a_models_folder_names(model, tmp_path):
     assert torch.equal(found.rounded.lm_head.weight, found.model.lm_head.weight.bfloat16())
 
 
-def with_logprobs(rows, change):
-    return [row | dict(logprobs=change(row["logprobs"])) for row in rows]
-
-
 def response_logprobs(model, prompt, response):
     """As the model computes them, in its own numbers."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -138,7 +131,7 @@ def test_mistakes_of_log_probs_are_named(judge, healthy):
         "weights changed in flight?": lambda x: [y + (i > 8) * (i % 5) for i, y in enumerate(x)],
     }
     for named, change in mistakes.items():
-        _, found = judge(with_logprobs(healthy, change))
+        _, found = judge([row | dict(logprobs=change(row["logprobs"])) for row in healthy])
         assert named in found[0]
     assert "unexplained" in found[0]
     assert "temperature 1: explains" in judge(healthy, temperature=0.6)[1][0]
@@ -286,21 +279,21 @@ def test_trl_s_batch_is_read_without_its_padding(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, text",
-    [
-        ("a.jsonl", "{"),
-        ("a.jsonl", "[1]"),
-        ("a.jsonl", '{"text": "x"}'),
-        ("a.jsonl", '{"prompt_ids": [1], "response_ids": [2, 3], "logprobs": [-1.0]}'),
-        ("a.jsonl", '{"prompt_ids": [1], "response_ids": 3}'),
-        ("a.jsonl", '{"prompt_ids": [1], "response_ids": [-2], "logprobs": [-1.0]}'),
-        ("a.jsonl", '{"prompt_ids": [1.0], "response_ids": [2], "logprobs": [-1.0]}'),
-        ("a.jsonl", '{"prompt_ids": "ab", "response_ids": "c", "logprobs": [-1.0]}'),
-        ("a.jsonl", '{"prompt_ids": [1], "response_ids": [2], "logprobs": ["x"]}'),
-        ("a.jsonl", ""),
-        ("a.safetensors", "x"),
-        ("a.pt", "\x80"),
-    ],
+    "text, name",
+    {
+        "{": "a.jsonl",
+        "[1]": "a.jsonl",
+        '{"text": "x"}': "a.jsonl",
+        '{"prompt_ids": [1], "response_ids": [2, 3], "logprobs": [-1.0]}': "a.jsonl",
+        '{"prompt_ids": [1], "response_ids": 3}': "a.jsonl",
+        '{"prompt_ids": [1], "response_ids": [-2], "logprobs": [-1.0]}': "a.jsonl",
+        '{"prompt_ids": [1.0], "response_ids": [2], "logprobs": [-1.0]}': "a.jsonl",
+        '{"prompt_ids": "ab", "response_ids": "c", "logprobs": [-1.0]}': "a.jsonl",
+        '{"prompt_ids": [1], "response_ids": [2], "logprobs": ["x"]}': "a.jsonl",
+        "": "a.jsonl",
+        "x": "a.safetensors",
+        "\x80": "a.pt",
+    }.items(),
 )
 def test_a_bad_file_is_one_line(name, text, tmp_path, refusal):
     (tmp_path / name).write_text(text)
@@ -325,9 +318,7 @@ def a_step(folder, rows, out, half=1.0, frozen=False, norms_decay=0.0, by="token
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if frozen:
         model.get_input_embeddings().weight.grad = None
-    groups = []
-    for p in model.parameters():
-        groups.append(dict(params=[p], weight_decay=0.1 if p.dim() > 1 else norms_decay))
+    groups = [dict(params=[p], weight_decay=0.1 if p.dim() > 1 else norms_decay) for p in model.parameters()]
     torch.optim.AdamW(groups, lr=rate).step()
     model.save_pretrained(out)
 

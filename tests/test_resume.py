@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import digest, error_line, finish, launch_warm, wait_for
+from conftest import digest, error_line, error_of_run, finish, wait_for
 from safetensors import SafetensorError
 from trials import ROOT, command_of, interrupt, is_rank, lines, of_this_commit, processes_of, replay_of
 
@@ -36,35 +36,32 @@ def test_a_checkpoint_is_a_hugging_face_model(two_ranks):
 # ---- what is refused, and what ends in one line
 
 
-def test_a_resume_with_another_config_names_the_keys_and_changes_nothing(two_ranks, tmp_path):
-    folder = interrupt(two_ranks[0], tmp_path / "run")
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    status, output = launch_warm(folder, "--init_from=resume", "--learning_rate=3e-4", "--lanes=8", timeout=60)
-    line = error_line(output)
-    assert status == 2 and "learning_rate=0.0003 (the run has 0.0002)" in line and "lanes=8 (the run has 4)" in line
+def test_a_resume_with_another_config_names_the_keys_and_changes_nothing(two_ranks, run):
+    interrupt(two_ranks[0], run)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    line = error_of_run(run, "--init_from=resume", "--learning_rate=3e-4", "--lanes=8", timeout=60)
+    assert "learning_rate=0.0003 (the run has 0.0002)" in line and "lanes=8 (the run has 4)" in line
     assert ": cannot change on resume; what can: " in line
-    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
 
 
-def test_a_resume_of_nothing_is_refused(tmp_path):
-    status, output = launch_warm(tmp_path / "run", "--init_from=resume", timeout=60)
-    assert status == 2 and "holds no run" in error_line(output)
+def test_a_resume_of_nothing_is_refused(run):
+    assert "holds no run" in error_of_run(run, "--init_from=resume", timeout=60)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_can_replace_it(two_ranks, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(two_ranks[0], folder)
-    path = folder / "ckpt" / "step_000024" / "model-00001-of-00001.safetensors"
+def test_a_damaged_checkpoint_is_named_and_the_one_before_can_replace_it(two_ranks, run):
+    shutil.copytree(two_ranks[0], run)
+    path = run / "ckpt" / "step_000024" / "model-00001-of-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-    status, output = launch_warm(folder, "--init_from=resume", timeout=60)
-    assert status == 1 and f"{path}: missing or damaged; delete {path.parent}" in error_line(output)
+    line = error_of_run(run, "--init_from=resume", timeout=60, status=1)
+    assert f"{path}: missing or damaged; delete {path.parent}" in line
 
 
-def test_an_out_dir_that_cannot_be_written_is_one_line(tmp_path):
-    status, output = launch_warm(tmp_path / "run", "--out_dir=/proc/run", timeout=60)
-    assert status == 2 and error_line(output).startswith("error: out_dir='/proc/run': ")
+def test_an_out_dir_that_cannot_be_written_is_one_line(run):
+    line = error_of_run(run, "--out_dir=/proc/run", timeout=60)
+    assert line.startswith("error: out_dir='/proc/run': ")
 
 
 STORE = """
@@ -75,15 +72,15 @@ input()
 """
 
 
-def test_a_full_disk_ends_in_one_line_and_spares_the_checkpoint_before(two_ranks, tmp_path):
+def test_a_full_disk_ends_in_one_line_and_spares_the_checkpoint_before(two_ranks, run):
     """A file may not grow over 500 kB: the model's is smaller, the optimizer's is not."""
-    folder = interrupt(two_ranks[0], tmp_path / "run")
+    interrupt(two_ranks[0], run)
     flags = ("--init_from=resume", *replay_of(two_ranks[0]))
-    status, output = launch_warm(folder, *flags, file_size=500_000, timeout=120)
-    assert status == 1 and "optimizer-00001-of-00001.safetensors: " in error_line(output)
-    assert [p.name for p in checkpoints(folder / "ckpt")] == ["step_000016"]
-    assert read_checkpoint(folder / "ckpt" / "step_000016", 0, 1)["step"] == 16
-    assert len(lines(folder, "ledger.jsonl", "rl")) == 24  # all that was done is on record
+    line = error_of_run(run, *flags, file_size=500_000, timeout=120, status=1)
+    assert "optimizer-00001-of-00001.safetensors: " in line
+    assert [p.name for p in checkpoints(run / "ckpt")] == ["step_000016"]
+    assert read_checkpoint(run / "ckpt" / "step_000016", 0, 1)["step"] == 16
+    assert len(lines(run, "ledger.jsonl", "rl")) == 24  # all that was done is on record
 
 
 def test_disk_errors_lost_nodes_and_ctrl_c_are_a_line_others_a_traceback(capsys, monkeypatch):
@@ -125,20 +122,20 @@ def test_disk_errors_lost_nodes_and_ctrl_c_are_a_line_others_a_traceback(capsys,
 
 
 @pytest.mark.in_turn
-def test_ranks_end_with_a_killed_torchrun_and_resumes_keep_the_digest(two_ranks, tmp_path):
+def test_ranks_end_with_a_killed_torchrun_and_resumes_keep_the_digest(two_ranks, run, tmp_path):
     """It is killed while they meet and sample; without an engine, while they train, save or take their leave."""
-    folder, output = tmp_path / "run", tmp_path / "output"
+    output = tmp_path / "output"
 
     def written(pattern):
-        return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
+        return sum(path.stat().st_size for path in run.glob(pattern) if path.is_file())
 
     later = {
         "training": lambda before: written("metrics.jsonl") > before,
-        "saving": lambda before: any(folder.glob("ckpt/.step_*")),
+        "saving": lambda before: any(run.glob("ckpt/.step_*")),
         "end": lambda before: "digest" in output.read_text(),
     }
     moments = {
-        "start": lambda before: any(is_rank(command) for command in processes_of(folder).values()),
+        "start": lambda before: any(is_rank(command) for command in processes_of(run).values()),
         "rollout": lambda before: written("queue/rl_*/group_*") > 0,
     }
     moments |= [of_this_commit([*later.items()])]
@@ -146,13 +143,13 @@ def test_ranks_end_with_a_killed_torchrun_and_resumes_keep_the_digest(two_ranks,
         flags = ["--init_from=resume"] if written("*.jsonl") else []
         flags += replay_of(two_ranks[0]) if moment in later else []
         with open(output, "w") as said:
-            torchrun = subprocess.Popen(command_of(folder, *flags, ranks=2), cwd=ROOT, stdout=said, stderr=said)
+            torchrun = subprocess.Popen(command_of(run, *flags, ranks=2), cwd=ROOT, stdout=said, stderr=said)
         before, began = written("metrics.jsonl"), time.monotonic()
         while not come(before):
             assert torchrun.poll() is None and time.monotonic() < began + 300, (moment, output.read_text()[-4000:])
             time.sleep(0.005)
         torchrun.kill()
         torchrun.wait()
-        wait_for(lambda: not processes_of(folder), 10)
-    last = finish(folder, "--init_from=resume", *replay_of(two_ranks[0]))
+        wait_for(lambda: not processes_of(run), 10)
+    last = finish(run, "--init_from=resume", *replay_of(two_ranks[0]))
     assert digest(last) == digest(two_ranks[1])

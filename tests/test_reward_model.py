@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_trainer
 import torch
-from conftest import digest, finish, launch_warm
+from conftest import digest, finish, launch_warm, shared
 from pytest import approx
+from referee_others import write_rows
 from safetensors.torch import load_file, save_file
 from test_trainer import DEFAULTS, close, equal, make_pairs, make_trainer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -75,13 +76,6 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop_at_any_distance(ranks):
     slope = [-1 / (1 + math.exp(m)) for m in margins]
     assert chosen.tolist() == approx(slope, rel=1e-6, abs=1e-30)
     assert torch.equal(rejected, -chosen) and chosen[0] == -0.5
-
-
-def test_a_leaf_without_a_pair_has_no_loss_and_a_gradient_of_zeros(ranks):
-    scores = torch.ones(1, requires_grad=True)  # a FILLER's
-    losses, _ = preference_loss(scores)
-    losses.sum().backward()
-    assert losses.shape == (0,) and scores.grad.tolist() == [0.0]
 
 
 def test_scores_loss_and_gradients_are_those_of_plain_transformers(trainer, judge):
@@ -303,24 +297,24 @@ def test_pairs_that_are_none_are_refused(scratch, tmp_path, refusal, row, change
 # ---- runs
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
     """Flags of a run on pairs of which the chosen one begins as the prompt does."""
     rng = random.Random(0)
     path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    with open(path, "w") as f:
-        for _ in range(700):
-            a, b = rng.sample("12345", 2)
-            right, good, bad = ("".join(rng.choices("0123456789", k=rng.randrange(1, 4))) for _ in range(3))
-            row = dict(question=f"{a}+{right}=", good=a + good, bad=b + bad)
-            f.write(json.dumps(row) + "\n")
+    rows = []
+    for _ in range(700):
+        a, b = rng.sample("12345", 2)
+        right, good, bad = ("".join(rng.choices("0123456789", k=rng.randrange(1, 4))) for _ in range(3))
+        rows.append(dict(question=f"{a}+{right}=", good=a + good, bad=b + bad))
+    write_rows(path, rows)
     return f"""--dataset={path} --prompt_column=question --chosen_column=good --rejected_column=bad --mode=rm
         --eval_size=100 --max_steps=80 --learning_rate=2e-3 --checkpoint_every=10""".split()
 
 
-@pytest.fixture(scope="module")
-def trained(once, pairs):
-    return once("reward_model", lambda folder: finish(folder, *pairs))
+@shared
+def trained(folder, pairs):
+    return finish(folder, *pairs)
 
 
 def test_a_run_learns_what_is_preferred_and_says_so_of_held_out_pairs(trained):
@@ -336,13 +330,13 @@ def test_a_run_learns_what_is_preferred_and_says_so_of_held_out_pairs(trained):
     assert line in output and "(100 pairs, loss " in output and "SGLang" not in output
 
 
-def test_one_and_two_trainers_a_kill_and_a_resume_have_one_ledger(trained, pairs, tmp_path):
+def test_one_and_two_trainers_a_kill_and_a_resume_have_one_ledger(trained, pairs, run):
     flags = [*pairs, "--threads=1", "--max_steps=20"]
-    status, output = launch_warm(tmp_path / "run", *flags, ranks=2, broken=killed_in_step_13)
+    status, output = launch_warm(run, *flags, ranks=2, broken=killed_in_step_13)
     assert status == -signal.SIGKILL, output[-4000:]
-    output = finish(tmp_path / "run", *flags, "--init_from=resume", ranks=2)
+    output = finish(run, *flags, "--init_from=resume", ranks=2)
     assert "resuming at step 10" in output
-    ours = lines(tmp_path / "run", "ledger.jsonl")
+    ours = lines(run, "ledger.jsonl")
     assert ours == lines(trained[0], "ledger.jsonl")[:20] and len(ours) == 20
 
 

@@ -215,11 +215,6 @@ def test_format_counts_the_tag_that_a_chat_template_has_opened():
 # load_reward
 
 
-def test_built_in_rewards_load_by_name():
-    for name, value in (("numeric", 1.0), ("exact", 0.0), ("format", 0.0)):
-        assert load_reward(name)("6 * 7?", "It is 42", "42")[0] == value
-
-
 def test_a_spec_is_a_weighted_sum():
     response = "<think>6 * 7</think>42"
     assert load_reward("numeric+0.2*format")("", response, "42")[0] == 1.2

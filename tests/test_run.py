@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import SMALLEST, error_line, finish, launch_warm, read_groups, wait_for
+from conftest import SMALLEST, error_line, error_of_run, finish, launch_warm, read_groups, wait_for
 from runs import launch as plain_launch
 from trials import ROOT, command_of, launch, lines, processes_of, replay_of, schedulers_of
 
@@ -66,7 +66,7 @@ def test_a_run_leaves_no_process(two_ranks, one_process):
         assert [x for x in processes_of(folder).values() if f"{folder}/" not in x] == []
 
 
-def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path, assert_it_learned):
+def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(run, tmp_path, assert_it_learned):
     """As many tokens as Qwen3 has; the scratch model has 98. Each of the others is spelled <number>."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,9 +80,9 @@ def test_a_vocabulary_of_151_936_goes_through_the_whole_loop(tmp_path, assert_it
     AutoModelForCausalLM.from_config(large).save_pretrained(model)
     reward.write_text("def odd(prompt, response, answer):\n    return len(response) % 2\n")
     plain = "--max_steps=2 --warmup_sft_steps=0 --eval_size=0 --checkpoint_every=0".split()
-    finish(tmp_path / "run", f"--init_from={model}", f"--reward={reward}:odd", *plain)
-    assert_it_learned(tmp_path / "run", steps=2)
-    tokens = [group.tensors["tokens"] for group in read_groups(tmp_path / "run", "rl_000001")]
+    finish(run, f"--init_from={model}", f"--reward={reward}:odd", *plain)
+    assert_it_learned(run, steps=2)
+    tokens = [group.tensors["tokens"] for group in read_groups(run, "rl_000001")]
     assert torch.cat(tokens).max() > 140_000
 
 
@@ -98,18 +98,15 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("flags,message", BAD)
-def test_bad_input_gets_one_line_and_status_2(tmp_path, flags, message):
-    status, output = launch_warm(tmp_path / "run", *flags, timeout=90)
-    errors = [line for line in output.splitlines() if "error" in line.lower()]
-    assert status == 2, output
-    assert "Traceback" not in output
-    assert len(errors) == 1
-    assert errors[0].startswith(message)
-    assert not processes_of(tmp_path / "run")
+def test_bad_input_gets_one_line_and_status_2(run, flags, message):
+    status, output = launch_warm(run, *flags, timeout=90)
+    (line,) = [line for line in output.splitlines() if "error" in line.lower()]
+    assert status == 2 and line.startswith(message), output
+    assert not processes_of(run)
 
 
-def test_under_torchrun_one_rank_prints_the_line_and_it_comes_last(tmp_path):
-    status, output = launch(tmp_path / "run", "--lanes=3", ranks=2, timeout=90)
+def test_under_torchrun_one_rank_prints_the_line_and_it_comes_last(run):
+    status, output = launch(run, "--lanes=3", ranks=2, timeout=90)
     line = "error: lanes=3: not a power of two; use 1, 2, 4, .."
     assert status
     assert error_line(output.partition("Traceback")[0]) == line
@@ -117,29 +114,28 @@ def test_under_torchrun_one_rank_prints_the_line_and_it_comes_last(tmp_path):
     assert "exitcode  : 2" in output
     *_, last, _ = output.splitlines()
     assert last.split() == f"traceback : {line}".split()
-    assert not processes_of(tmp_path / "run")
+    assert not processes_of(run)
 
 
 # ---- what goes wrong in the middle of a run
 
 
-def test_a_mistake_found_late_leaves_the_folder_to_the_corrected_command(tmp_path):
+def test_a_mistake_found_late_leaves_the_folder_to_the_corrected_command(run):
     """And what torchrun refused once it refuses again: it does not go on with a run that is not its own."""
-    folder = tmp_path / "run"
     sft = ("--mode=sft", "--max_steps=1", "--checkpoint_every=0")
     for wrong in ("--dataset=nowhere.jsonl", "--max_prompt_tokens=2", "--init_from=nowhere"):
-        assert launch_warm(folder, wrong, timeout=60)[0] == 2
-    assert (folder / "config.py").exists()  # the folder was opened
-    finish(folder, *sft)
-    ledger = (folder / "ledger.jsonl").read_bytes()
-    status, output = launch(folder, *sft, ranks=1, restarts=1)
+        error_of_run(run, wrong, timeout=60)
+    assert (run / "config.py").exists()  # the run was opened
+    finish(run, *sft)
+    ledger = (run / "ledger.jsonl").read_bytes()
+    status, output = launch(run, *sft, ranks=1, restarts=1)
     assert status
     assert len(re.findall("^error: .* holds a run already", output, re.M)) == 2
     assert ledger
-    assert (folder / "ledger.jsonl").read_bytes() == ledger
+    assert (run / "ledger.jsonl").read_bytes() == ledger
 
 
-def test_code_that_a_models_folder_names_is_not_run(two_ranks, tmp_path):
+def test_code_that_a_models_folder_names_is_not_run(two_ranks, run, tmp_path):
     """SGLang would import it for a class that it does not know, whatever trust_remote_code says."""
     model = shutil.copytree(two_ranks[0] / "ckpt" / "step_000024", tmp_path / "model")
     hf = json.loads((model / "config.json").read_text())
@@ -147,19 +143,17 @@ def test_code_that_a_models_folder_names_is_not_run(two_ranks, tmp_path):
     (model / "config.json").write_text(json.dumps(hf))
     (model / "theirs.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Theirs: pass\n")
     flags = (f"--init_from={model}", "--warmup_sft_steps=0", "--eval_size=0")
-    status, output = launch_warm(tmp_path / "run", *flags)
-    assert status == 1
-    assert "'TheirsForCausalLM' is not a registered model" in error_line(output)
+    line = error_of_run(run, *flags, status=1)
+    assert "'TheirsForCausalLM' is not a registered model" in line
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_reward_that_raises_ends_the_run_and_names_the_sample(tmp_path):
+def test_a_reward_that_raises_ends_the_run_and_names_the_sample(run, tmp_path):
     (tmp_path / "mine.py").write_text("def late(prompt, response, answer):\n    return 1 / (response == answer)\n")
     reward = f"--reward={tmp_path}/mine.py:late"
-    status, output = launch_warm(tmp_path / "run", reward, "--warmup_sft_steps=0", "--eval_size=0")
-    assert status == 2, output[-3000:]
-    assert re.search(r"rl step 0, prompt \d, sample 0: ZeroDivisionError.*mine.py:2", error_line(output))
-    wait_for(lambda: not processes_of(tmp_path / "run"), 10)
+    line = error_of_run(run, reward, "--warmup_sft_steps=0", "--eval_size=0")
+    assert re.search(r"rl step 0, prompt \d, sample 0: ZeroDivisionError.*mine.py:2", line)
+    wait_for(lambda: not processes_of(run), 10)
 
 
 @pytest.mark.parametrize("how,ranks", [("dies", 2), ("goes silent", 0)])
@@ -213,9 +207,8 @@ def test_two_ranks_that_train_and_sample_have_one_digest_which_sees_the_order_of
     assert status == 0 and output.count("as it must be") == 2, output
 
 
-def test_a_replay_with_another_key_than_the_run_had_is_refused(two_ranks, tmp_path):
+def test_a_replay_with_another_key_than_the_run_had_is_refused(two_ranks, run):
     """test_sync.py has files of another run, and torn ones."""
-    status, output = launch_warm(tmp_path / "run", *replay_of(two_ranks[0]), "--seed=3")
-    assert status == 2
-    assert error_line(output).startswith("error: seed=3: the run in queue_dir has 1; use all keys of its config, ")
-    assert not (tmp_path / "run").exists()
+    line = error_of_run(run, *replay_of(two_ranks[0]), "--seed=3")
+    assert line.startswith("error: seed=3: the run in queue_dir has 1; use all keys of its config, ")
+    assert not (run).exists()

@@ -25,7 +25,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import error_line, finish, launch_warm, read_groups
+from conftest import error_of_run, finish, read_groups
+from referee_others import write_rows
 from trials import failing_sandbox, lines, processes_of, replay_of
 
 from onecurve.graders import sandbox
@@ -455,26 +456,26 @@ def test_input_and_output():
 
 @pytest.mark.parametrize(
     "answer, problem",
-    [
-        ("assert f(1) == 2\nassert g(f(1)) == f(2)", "line 2: 'assert g(f(1)) == f(2)' is not"),
-        ("assert f(1)", "line 1"),
-        ("import math", "line 1"),
-        ("assert f(1) == 2 == 2", "line 1"),
-        ("assert f(1) = 2", "line 1"),
-        ("42", "line 1"),
-        ("", "no test"),
-        ('{"inputs": ["1"]}', "inputs and outputs"),
-        ('{"inputs": ["1"], "outputs": []}', "as many"),
-        ('{"inputs": [[1]], "outputs": ["1"]}', "texts"),
-        ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}', "alone"),
-        ('{"inputs": ', "Expecting value"),
-        ('{"inputs": 5, "outputs": 5}', "as many"),
-        ('{"a":' * 99999, "as many"),
-        ("\0", "line 1"),
-        ("[['assert f(1) == 2']]", "line 1"),
-        ("[" * 99999, "line 1"),
-        (f"assert f({'f(' * 5000}1{')' * 5000}) == 1", "line 1"),
-    ],
+    {
+        "assert f(1) == 2\nassert g(f(1)) == f(2)": "line 2: 'assert g(f(1)) == f(2)' is not",
+        "assert f(1)": "line 1",
+        "import math": "line 1",
+        "assert f(1) == 2 == 2": "line 1",
+        "assert f(1) = 2": "line 1",
+        "42": "line 1",
+        "": "no test",
+        '{"inputs": ["1"]}': "inputs and outputs",
+        '{"inputs": ["1"], "outputs": []}': "as many",
+        '{"inputs": [[1]], "outputs": ["1"]}': "texts",
+        '{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}': "alone",
+        '{"inputs": ': "Expecting value",
+        '{"inputs": 5, "outputs": 5}': "as many",
+        '{"a":' * 99999: "as many",
+        "\0": "line 1",
+        "[['assert f(1) == 2']]": "line 1",
+        "[" * 99999: "line 1",
+        f"assert f({'f(' * 5000}1{')' * 5000}) == 1": "line 1",
+    }.items(),
 )
 def test_an_answer_without_tests_is_refused(answer, problem):
     with pytest.raises(ValueError) as error:
@@ -558,7 +559,7 @@ def test_runs_judged_by_tests_have_one_ledger_though_sandboxes_fail(tmp_path):
     for op, n in product("+-*", range(2, 10)):
         calls = "\n".join(f"assert f({x}) == {eval(f'{x}{op}{n}')}" for x in (-3, 1, 7))
         rows.append(dict(prompt=f"{op}{n}:", answer=calls, program=f"f=lambda x:x{op}{n}"))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     data = f"--dataset={tmp_path}/rows.jsonl --eval_size=0 --max_new_tokens=16 --leaf_tokens=512".split()
     supervised = "--mode=sft --answer_column=program --max_steps=80 --learning_rate=2e-3".split()
     finish(tmp_path / "taught", *data, *supervised)
@@ -566,9 +567,8 @@ def test_runs_judged_by_tests_have_one_ledger_though_sandboxes_fail(tmp_path):
         --checkpoint_every=1""".split()
     flags += data
     finish(tmp_path / "a", *flags)
-    status, output = launch_warm(tmp_path / "b", *flags, broken=failing_sandbox)
-    assert status == 2, output[-3000:]
-    assert re.search(r"rl step 1, prompt \d, sample \d: SandboxError: the sandbox itself ended", error_line(output))
+    error = error_of_run(tmp_path / "b", *flags, broken=failing_sandbox)
+    assert re.search(r"rl step 1, prompt \d, sample \d: SandboxError: the sandbox itself ended", error)
     others = "--init_from=resume --rollout_ranks=2 --engine_args=disable_radix_cache=True,max_running_requests=5"
     finish(tmp_path / "b", *flags, *others.split(), ranks=4)
     finish(tmp_path / "c", *flags, *replay_of(tmp_path / "a"))

@@ -13,15 +13,11 @@ import subprocess
 import sys
 import threading
 from importlib.metadata import distributions
-from pathlib import Path
 
 import pytest
+import track
 from conftest import error_line, finish, wait_for
 from trials import lines
-
-TOOL = Path(__file__).parent.parent / "tools" / "track.py"
-sys.path.insert(0, str(TOOL.parent))
-import track  # noqa: E402
 
 SFT = "--mode=sft --max_steps=6 --checkpoint_every=2".split()
 
@@ -69,7 +65,7 @@ def resume(folder):
 
 def tool(folder, to, **env):
     """(status, output) of the tool on a run that is over."""
-    command = [sys.executable, TOOL, folder, f"--to={to}", "--wait=0"]
+    command = [sys.executable, track.__file__, folder, f"--to={to}", "--wait=0"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
     return done.returncode, done.stdout + done.stderr
 

@@ -8,20 +8,16 @@ import re
 import shutil
 import sys
 import types
-from pathlib import Path
 
 import pytest
+import rollback
 import torch
-from conftest import finish, launch_warm, shared_memory
+from conftest import finish, launch_warm, run_warm, shared_memory
+from test_laws import ledger
+from trials import command_of, lines, replay_of
 
 from onecurve.graders.watch import hacking, nothing_to_learn, text_metrics
 from sync import Group
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-import rollback  # noqa: E402
-from runs import run_warm  # noqa: E402
-from test_laws import ledger  # noqa: E402
-from trials import command_of, lines, replay_of  # noqa: E402
 
 
 def steps_of(n, **metrics):
@@ -37,9 +33,7 @@ def steps_of(n, **metrics):
         kl_reference=lambda i: 0.001 * i,
         reward_numeric=lambda i: 0.2 + i / 200,
     )
-    steps = []
-    for i in range(n):
-        steps.append({name: x(i) if callable(x) else x for name, x in (honest | metrics).items()})
+    steps = [{name: x(i) if callable(x) else x for name, x in (honest | metrics).items()} for i in range(n)]
     return steps
 
 

@@ -23,7 +23,6 @@ from pretend.graph import Recorder
 from pretend.interpreter import add_as_tensor_core, install, tensor_core
 from test_kernels import (
     Sequences,
-    adamw_state,
     all_close,
     all_same,
     attend,
@@ -38,7 +37,6 @@ from test_kernels import (
     gradients,
     leaves,
     matmul64,
-    merge64,
     mixture_in_parts,
     norm_rope,
     normal,
@@ -219,22 +217,6 @@ def test_bit_sums_are_those_of_int64_products_and_see_every_bit(dtype):
     assert [a != b for a, b in zip(found, right)] == [False, False, True, False, False]
 
 
-def test_a_bias_gradient_and_a_mean_in_plain_torch_are_row_sums():
-    """Torch's own kernels cut them for the number of SMs, and by how many there are."""
-    *inputs, grad = normal((300, 40), (70, 40), (70,), (300, 70), dtype=bf16)
-    one = torch.randn(1000)
-    kernels.enable_batch_invariant()
-    try:
-        *_, d_bias = both_ways(F.linear, inputs, grad)
-        *_, d_split = both_ways(lambda *args: kernels.SplitLinear.apply(*args, 2), inputs, grad)
-        mean = one.mean()
-    finally:
-        kernels.disable_batch_invariant()
-    assert torch.equal(d_bias, d_split)
-    assert rounded_once(d_bias, grad.double().sum(0))
-    assert same(mean, (kernels.row_sums(one.double()[None]) / 1000).float()[0])
-
-
 # ---- attention
 
 
@@ -315,21 +297,11 @@ def test_a_gradient_sees_neither_tiles_nor_what_lies_beside_its_sequence(groups)
 EDGES = (
     # forward's mask begins a tile too late
     ("if first + KEYS > seen:\n                s", "if first > seen:\n                s"),
-    # that of dq
-    ("if first + KEYS > seen:\n            sees", "if first > seen:\n            sees"),
     # that of dk and dv ends too early
     ("(first < (first_key + KEYS - 1) * GROUPS)", "(first < first_key * GROUPS)"),
-    # and is not there at the end of a sequence
-    (" | (first + ROWS > rows)", ""),
-    # no first tile
-    ("range(first_key * GROUPS // ROWS * ROWS", "range((first_key * GROUPS // ROWS + 1) * ROWS"),
     # forward reads a value past the sequence
     ("_key_tile(v, start, kv_len,", "_key_tile(v, start, kv_len + 1,"),
-    # and does not read its last
-    ("_key_tile(v, start, kv_len,", "_key_tile(v, start, kv_len - 1,"),
-    # dq reads a key past it
-    ("_key_tile(k, start, length,", "_key_tile(k, start, length + 1,"),
-    # and does not read its last
+    # dq does not read its last key
     ("_key_tile(k, start, length,", "_key_tile(k, start, length - 1,"),
 )
 
@@ -369,8 +341,6 @@ def test_what_attention_cannot_do_is_refused_by_name():
     ):
         with pytest.raises(ValueError, match=words):
             kernels.attention(*inputs, plan, scale)
-    with pytest.raises(ValueError, match="torch.float64 on cpu beside torch.float32"):
-        kernels.matmul(torch.randn(2, 2), torch.randn(2, 2).double())
     one = torch.ones(1, dtype=torch.long)
     paged = kernels.paged_plan(one, one, one[None], one * 0)
     out = kernels.attention(*leaves(qkv(1, 1, 1, 64)), paged, 1)
@@ -401,14 +371,13 @@ def test_a_draw_is_the_same_in_blocks_of_any_size_and_for_a_row_alone():
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     "change",
-    [
-        ("0xFFFFFFFE)\n", "0xFFFFFFFF)\n"),
-        ("tl.minimum(_log(u) * -1.0, 1.7976931348623157e308)", "_log(u) * -1.0"),
-        ("tl.min(tl.where(score == top, c, V), 0)", "tl.max(tl.where(score == top, c, 0), 0)"),
-        ('tl.where(score == score, score, float("inf"))', "score"),
-        ("seed >> 32", "seed >> 31"),
-        ("inside = c < V\n", "inside = c < V - 1\n"),
-    ],
+    {
+        "0xFFFFFFFE)\n": "0xFFFFFFFF)\n",
+        "tl.minimum(_log(u) * -1.0, 1.7976931348623157e308)": "_log(u) * -1.0",
+        "tl.min(tl.where(score == top, c, V), 0)": "tl.max(tl.where(score == top, c, 0), 0)",
+        'tl.where(score == score, score, float("inf"))': "score",
+        "seed >> 32": "seed >> 31",
+    }.items(),
 )
 def test_a_wrong_draw_is_caught(change, tmp_path):
     changed = mutant(tmp_path, change)
@@ -428,14 +397,12 @@ def test_a_rule_keeps_what_the_cpus_loop_keeps_whatever_the_block():
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     "change",
-    [
-        ("(n + before < most)", "(n + before <= most)"),
-        ("(mass + before * masses < enough)", "(mass + before * masses <= enough)"),
-        ("bits = (x + 0.0).to", "bits = x.to"),
-        ("tl.cumsum(last, 0) - last", "tl.cumsum(last, 0, reverse=True) - last"),
-        ("        n += tl.sum(last, 0)\n", ""),
-        (".to(tl.float32)), 0) - 1", ".to(tl.float32)), 0)"),
-    ],
+    {
+        "(mass + before * masses < enough)": "(mass + before * masses <= enough)",
+        "bits = (x + 0.0).to": "bits = x.to",
+        "tl.cumsum(last, 0) - last": "tl.cumsum(last, 0, reverse=True) - last",
+        ".to(tl.float32)), 0) - 1": ".to(tl.float32)), 0)",
+    }.items(),
 )
 def test_a_wrong_rule_is_caught(change, tmp_path):
     changed = mutant(tmp_path, change)
@@ -461,7 +428,6 @@ def test_token_logprobs_are_right_both_ways_and_equal_the_samplers(rule, dtype, 
     ours = kernels.token_logprobs(hidden, weight, targets, *rule)
     logprobs, _ = ours
     assert same(sampler.gather(1, targets[:, None])[:, 0], logprobs)
-    assert same(kernels.log_softmax(logits[5:6], 1, False), sampler[5:6])
     theirs = textbook_logprobs(hidden, weight, targets, temperature, logits > -torch.inf)
     assert all_close(ours, theirs)
     one, _ = kernels.token_logprobs(hidden[5:6], weight, targets[5:6], *rule)
@@ -472,29 +438,6 @@ def test_token_logprobs_are_right_both_ways_and_equal_the_samplers(rule, dtype, 
         assert max(errors(found, wanted)) < bound
     if dtype == bf16 and not cut:  # with logits in bfloat16
         assert not close((hidden @ weight.t()).float() / temperature, logits, 1e-3)
-
-
-def test_log_softmax_takes_masked_logits_and_other_shapes():
-    x = torch.randn(2, 3, 40)
-    x[0, 0, 5] = -torch.inf
-    assert close(kernels.log_softmax(x, -1, False), torch.log_softmax(x, -1))
-    with pytest.raises(ValueError, match="dim=0"):
-        kernels.log_softmax(x, 0, False)
-
-
-@pytest.mark.parametrize("N", [0, 1, 40])
-def test_the_embeddings_gradient_adds_in_token_order(N):
-    grad = torch.randn(N, 33)
-    ids = torch.randint(5, (N,))
-    expected = torch.zeros(7, 33)
-    for i, g in zip(ids, grad):
-        if i != 3:
-            expected[i] += g
-    ours = kernels.embedding_backward(grad, ids, 7, 3, False)
-    assert same(ours, expected)
-    if N > 1:
-        reversed_order = kernels.embedding_backward(grad.flip(0), ids.flip(0), 7, 3, False)
-        assert not same(reversed_order, ours)
 
 
 # ---- law L17: float32 by the kernels of onecurve/float32.py has the bits of the CPU's loops
@@ -696,7 +639,7 @@ def all_rounded_once(ours, exact):
     ],
 )
 @pytest.mark.parametrize("layout", ["NT", "TN"])
-def test_a_matmul_of_bfloat16_is_rounded_once_and_its_rows_are_alone(card, M, N, K, layout):
+def test_a_matmul_of_bfloat16_is_rounded_once(card, M, N, K, layout):
     a = operand(M, K, layout[0], bf16)
     b = operand(K, N, layout[1], bf16)
     bias = torch.randn(N).to(bf16)
@@ -706,8 +649,6 @@ def test_a_matmul_of_bfloat16_is_rounded_once_and_its_rows_are_alone(card, M, N,
     assert rounded_once(whole, exact)
     assert close(sums, exact, 1e-4)
     assert torch.equal(whole, sums.to(bf16))
-    places = (0, 1), (2, 3), (M - 1, 1)
-    assert not differing(lambda rows: kernels.matmul(a[rows], b), whole, *places)
     assert rounded_once(kernels.addmm(bias, a, b), exact + bias.double())
     assert not rounded_once(whole + bias, exact + bias.double())  # twice
     cut_off = (sums.view(torch.int32) & ~0xFFFF).view(torch.float32)
@@ -767,8 +708,6 @@ def test_a_norm_of_bfloat16_is_rounded_once_after_its_residual_was(shape):
     assert all_rounded_once(ours, right)
     _, frozen = both_ways(lambda x: norm(x, weight), [s], grad)
     assert torch.equal(frozen, ours[1])
-    if len(x):
-        assert torch.equal(norm(s[-1:], weight), y[-1:])
     if shape == (70, 192):
         not_rounded = x.double() + residual.double()
         assert not rounded_once(y, textbook_norm(not_rounded, weight.double()))
@@ -785,7 +724,7 @@ def test_a_norm_of_bfloat16_is_rounded_once_after_its_residual_was(shape):
     ],
 )
 @pytest.mark.parametrize("normed", [True, False])
-def test_a_turn_of_bfloat16_is_rounded_once_with_its_norm_and_a_head_is_alone(normed, N, heads, kv_heads, D):
+def test_a_turn_of_bfloat16_is_rounded_once_with_its_norm(normed, N, heads, kv_heads, D):
     q, k = normal((N, heads, D), (N, kv_heads, D), dtype=bf16)
     weights = normal((D,), (D,), dtype=bf16) if normed else []
     inputs = q, k, *weights
@@ -801,9 +740,6 @@ def test_a_turn_of_bfloat16_is_rounded_once_with_its_norm_and_a_head_is_alone(no
     fused = torch.cat((nans, q, k, infs), 1)
     _, *views, _ = fused.split([1, heads, kv_heads, 2], 1)
     assert all_same(ours(*views, *weights), turned)
-    of_last, _ = norm_rope(cos[-1:], sin[-1:])
-    last = of_last(q[-1:], k[-1:], *weights)
-    assert all_same(last, [y[-1:] for y in turned])
     if normed and N == 70:  # as if the norm were an operator of its own
         rounded = textbook_norm(q.double(), weights[0].double()).to(bf16)
         twice = textbook_rope(rounded.double(), cos, sin).to(bf16)
@@ -854,7 +790,6 @@ def test_gradients_of_bfloat16_see_neither_tiles_nor_card_nor_neighbours(card):
 
 PAST_THE_END = (
     ("(at < length)[:, None]\n        d =", "(at < length + 1)[:, None]\n        d ="),
-    ("(at < length)[:, None]\n        d =", "(at < length - 1)[:, None]\n        d ="),
     ("(start + at).to(tl.int64) * x_s", "(start + at + 1).to(tl.int64) * x_s"),
 )
 
@@ -880,7 +815,7 @@ def test_training_equals_prefill_equals_chunks_equals_decode_in_bfloat16(card):
 def test_a_merge_and_an_embeddings_gradient_of_bfloat16_are_rounded_once():
     weight, A, B = normal((70, 40), (4, 40), (70, 4))
     weight = weight.to(bf16)
-    assert rounded_once(kernels.merge(weight, A, B, 1.5), merge64(weight, A, B, 1.5))
+    assert rounded_once(kernels.merge(weight, A, B, 1.5), weight.double() + 1.5 * matmul64(B, A))
     grad = torch.randn(60, 33).to(bf16)
     ids = torch.arange(60) % 3
     by_token = grad.view(20, 3, 33)  # ids by column
@@ -1012,12 +947,9 @@ ROUNDED = (  # to bfloat16, as elsewhere: the router's logits, and each expert's
         *ROUNDED,
         LAST,
         ("tl.where(inside, keys, TAKEN)", "tl.where(i < E + 1, keys, TAKEN)"),  # an expert that is none, beside NaN
-        ("tl.where(i == e, TAKEN, keys)", "tl.where(i > e, TAKEN, keys)"),  # one expert three times
         ("at + tl.cumsum(mine, 0) - mine", "at + tl.cumsum(mine, 0, reverse=True) - mine"),  # from the last token
-        ("        at += tl.sum(mine, 0)\n", ""),
         ("x += pair // k * C", "x += pair % k * C"),
         ("tl.store(dots + pair, _sum(acc))", "tl.store(dots + pair, tl.max(acc, 0))"),
-        ("    tile -= tl.sum(tl.where(i < e, tiles, 0), 0)\n", ""),
         ("end = tl.load(starts + e + 1)", "end = tl.load(starts + e + 1) - 1"),
         ("K = (end - first)", "K = (end - first - 1)"),
         (
@@ -1030,29 +962,6 @@ def test_a_wrong_mixture_is_caught(change, tmp_path):
     changes = change if change is LAST else [change]
     changed = tiny_blocks(mutant(tmp_path, *changes))
     assert not is_right(changed, bf16 if change in ROUNDED else torch.float32)
-
-
-def test_adamw_moves_weights_as_torchs_does():
-    w = torch.randn(30, 20)
-    grads = torch.randn(5, 30, 20)
-
-    def moved(kind, b2):
-        p = torch.nn.Parameter(w.clone())
-        optimizer = kind([dict(params=[p])], lr=1e-2, betas=(0.9, b2), weight_decay=0.1)
-        optimizer.state[p] = adamw_state(torch.zeros_like(w), torch.zeros_like(w))
-        for g in grads:
-            p.grad = g.clone()
-            optimizer.step()
-        state = optimizer.state[p]
-        return p.detach(), state["step"], state["exp_avg"], state["exp_avg_sq"]
-
-    torchs = moved(torch.optim.AdamW, 0.95)
-    ours = moved(kernels.AdamW, 0.95)
-    other = moved(torch.optim.AdamW, 0.951)
-    bound = 1e-6  # some roundings of numbers of about 1
-    assert all_close(torchs, ours, bound, bound)
-    assert (ours[0] - w).abs().mean() > 1e-2
-    assert (other[0] - ours[0]).abs().max() > 10 * bound
 
 
 # ---- a trainer on one card: its bits are FSDP2's, and how much it starts, which a small model waits for
