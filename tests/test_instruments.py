@@ -451,11 +451,16 @@ def test_two_settings_are_compared_on_equal_noise_and_runs_are_made_once(tool, t
     assert times() == before
 
 
-def test_a_tool_whose_output_nobody_reads_ends_without_a_word():
+def test_a_tool_whose_output_nobody_reads_ends_without_a_word_and_one_that_cannot_write_with_a_line():
     reads, writes = os.pipe()
     os.close(reads)
-    code = f"import sys\nsys.path.append({str(TOOLS)!r})\nimport runs\nprint(1, flush=True)"
-    assert not subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE).stderr
+    for action, line in (
+        ("print(1, flush=True)", ""),
+        ("open('/dev/null/x')", "error: /dev/null/x: Not a directory; when that is mended, start again\n"),
+    ):
+        code = f"import sys\nsys.path.append({str(TOOLS)!r})\nimport runs\n{action}"
+        done = subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (2, line)
     os.close(writes)
 
 

@@ -22,7 +22,6 @@ from runs import command, lines, saved_config
 from configurator import require
 from onecurve.graders.watch import hacking
 from onecurve.run.checkpoint import healthy_checkpoint
-from onecurve.run.machine import report_error
 
 TURNS = 3
 
@@ -64,7 +63,6 @@ def main():
     parser.add_argument("--healthy_kl_coef", type=float, default=0.1, help="weight of the KL to the healthy policy")
     parser.add_argument("--nproc", type=int, default=1, help="processes; more than one are torchrun's")
     args, flags = parser.parse_known_args()
-    sys.excepthook = report_error
     folder = args.out_dir
     for n in range(TURNS + 1):
         after = Path(f"{args.out_dir}_{n + 1}")

@@ -26,15 +26,15 @@ from configurator import require  # noqa: E402
 from onecurve.keys.prompts import SUMS  # noqa: E402
 
 
-def end_quietly(kind, error, trace):
-    """A sys.excepthook: an output that nobody reads any more, as after `| head`, is no error."""
-    if kind is BrokenPipeError:
-        sys.stdout = None  # Python's end would write there what is left
-    else:
-        sys.__excepthook__(kind, error, trace)
+def report_error(*error):
+    """A sys.excepthook: what ends a run in one line ends a tool in one. Status 1 is for what a tool has found."""
+    from onecurve.run import machine  # imports torch, which some tools do without
+
+    machine.report_error(*error, kept="", cure="start again")
+    sys.exit(2)
 
 
-sys.excepthook = end_quietly
+sys.excepthook = report_error
 MOST_STEPS = 2**40  # more than any run has: a stranger's log may have any number
 
 

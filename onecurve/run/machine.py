@@ -174,25 +174,28 @@ def watch_ranks(ranks, timeout):
 def report_error(kind, error, trace, kept="nothing written is lost", cure="resume with --init_from=resume"):
     """
     A sys.excepthook: Ctrl-C, a lost rank, an output that nobody reads and what a file system refuses are one line, all
-    else is a traceback.
+    else is a traceback. kept: what of a run is; '' for a tool, whose output may be left unread, as after `| head`.
     """
     close_bars()
     in_rust = re.search(r"\(os error (\d+)\)", str(error))  # safetensors and tokenizers have no errno
     number = int(in_rust[1]) if in_rust else getattr(error, "errno", None)
+    file = number and getattr(error, "filename", None)
     if kind is KeyboardInterrupt:
         line = "interrupted"
     elif kind is BrokenPipeError:
-        line = "the output has no reader any more"
         sys.stdout = None  # Python's end would write there what is left
+        if not kept:
+            return
+        line = "the output has no reader any more"
     elif isinstance(error, RuntimeError) and rank_is_lost(error):  # such is a dist.DistError
         gone = "torchrun's store is gone, with the node that had it"
         line = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost"
-    elif errno.errorcode.get(number) in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split():
-        line = f"{getattr(error, 'filename', None) or 'writing to out_dir'}: {os.strerror(number)}"
+    elif file or errno.errorcode.get(number) in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split():
+        line = f"{file or 'writing to out_dir'}: {os.strerror(number)}"
         cure = f"when that is mended, {cure}"
     else:
         return sys.__excepthook__(kind, error, trace)
-    print(error_line(f"{line}; {kept}; {cure}"), file=sys.stderr, flush=True)
+    print(error_line("; ".join(filter(None, (line, kept, cure)))), file=sys.stderr, flush=True)
 
 
 def end_with_a_line(rank):
