@@ -105,7 +105,8 @@ def main():
         )
     run = Path(argv[0])
     check_links(run)
-    saved = {key: x for key, x in saved_config(run).items() if key not in ("step", "ulp")}
+    config = saved_config(run)
+    saved = {key: config[key] for key in DEFAULTS}
     config = configurator.configure(saved | {"step": -1, "ulp": "", "__file__": ""}, argv[1:])
     step, ulp, folder = config.pop("step"), config.pop("ulp"), Path(config["out_dir"])
     said = {key: config[key] for key in configurator.ORIGINS if key in config}

@@ -165,11 +165,20 @@ def run(folder, *flags, ranks=1):
     return lines(folder)
 
 
+class Saved(dict):
+    """A run's config: without a key that is read, this process ends with one line."""
+
+    def __missing__(self, key):
+        require(False, f"{self.path}: has no {key}: it was saved by another version of this program, or edited")
+
+
 def saved_config(folder):
     """{key: value} of a run's config.py."""
     path = Path(folder) / "config.py"
     require(path.is_file(), f"{folder}: no config.py in it: not the folder of a run")
-    return configurator.saved_config(path)
+    saved = Saved(configurator.saved_config(path))
+    saved.path = path
+    return saved
 
 
 # values that name nothing elsewhere; a GGUF file of an installed package is read, and the package is not imported
