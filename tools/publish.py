@@ -48,7 +48,7 @@ SAMPLE = pyarrow.schema(
         sampled=pyarrow.list_(pyarrow.bool_()), reward=pyarrow.float32(), advantage=pyarrow.float32(),
     )
 )  # fmt: skip
-NAME = re.compile(r"[\w.-]+/[\w.-]+")
+NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MOST_CODE = 2**18  # bytes of a Python file that is copied
 # a name of what looks like a key; sizes such as max_new_tokens=64 do not
 SECRET = re.compile(r"(\w*(?:key|token|secret|password)\w*)=(?!\d+\b)\S|(://[^/\s:@]+):[^/\s@]+@", re.IGNORECASE)
@@ -138,7 +138,7 @@ def export(checkpoint, out):
 def of_hub(name):
     """Whether a model or a data set is the hub's, and not a file, a folder or something made here."""
     here = Path(name).exists() or Path(name).suffix in (*FILES, ".gguf")
-    return bool(NAME.fullmatch(name)) and name[0] not in "./" and not here
+    return bool(NAME.fullmatch(name)) and not here
 
 
 def named(name):
@@ -285,6 +285,7 @@ def main(argv=None):
     parser.add_argument("--checkpoints", type=int, default=1, help="how many, the last ones, others can go on from")
     args = parser.parse_args(argv)
     require(NAME.fullmatch(args.name), f"{args.name}: not the name of a repository; use user/name")
+    require(args.checkpoints >= 0, f"--checkpoints={args.checkpoints}: use 0 or more")
     out = args.run / "publish"
     try:
         write_folder(args.run, args.name, out, args.checkpoints, args.public)
