@@ -381,7 +381,7 @@ def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_rank
         assert (x["phase"], x["step"], stage) == ("rl", 20, differs)
         assert x["tokens"] == y["tokens"]
         assert len(a) == len(b)
-        assert verify.branched(tmp_path / str(i)) == 20 and not verify.branched(run)
+        assert verify.branched(tmp_path / str(i)) == 20 and verify.branched(run) is None
         assert [line["step"] for line in lines(tmp_path / str(i), "evaluations.jsonl")] == [0, 24]  # none after 20
 
 

@@ -198,10 +198,9 @@ def card(run, name, first=0):
     steps = [line for line in run.lines if line["phase"] == "rl"]
     different = sum(line.get("logprob_mismatch_tokens", 0) for line in steps)
     passes = [line["scores"] | line for line in evaluations(run.folder) if "pass@1" in line["scores"]]
-    source = (run.folder / "config.py").read_text()
-    notes = re.findall("^# (.*)$", source, re.MULTILINE)  # as versions.provenance
+    notes = re.findall("^# (.*)$", (run.folder / "config.py").read_text(), re.MULTILINE)  # as versions.provenance
     notes = [re.sub(r"(?<![^= ])/\S*/", "", note) for note in notes]  # folders of this machine say nothing elsewhere
-    origin = notes.pop(0) if source.startswith("# branched from ") else ""
+    origin = "" if branched(run.folder) is None else notes.pop(0)
     command, commit, machine = [*notes, *["unknown"] * 3][:3]
     scratch = config["init_from"] == "scratch"
     hub = {"base_model": config["init_from"], "datasets": config["dataset"]}
@@ -235,7 +234,7 @@ def write_folder(run, name, out, kept, public=()):
     read = plot.read_run(run, name)
     ledger = lines(run, "ledger.jsonl")
     require(ledger, f"{run}: its ledger is empty, and so there is no digest to publish")
-    began = branched(run)
+    began = branched(run) or 0
     first = next((x for x in sealed if int(x.name[5:]) >= began), sealed[-1])
     why = "a branch with no checkpoint but its last: no step could be made again; branch with more --keep_checkpoints"
     require(not began or int(first.name[5:]) <= ledger[-1]["step"], f"{run}: {why}")

@@ -89,9 +89,9 @@ def starts_of(run):
 
 
 def branched(run):
-    """The step from which on tools/branch.py gave this run a config of its own; 0 if it had it from the beginning."""
+    """The step from which on tools/branch.py gave this run a config of its own; None if it is no branch."""
     found = re.match(r"# branched from .*, at step (\d{1,9})\n", (run / "config.py").read_text())
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else None
 
 
 def whole_experts(tensors):
