@@ -229,6 +229,7 @@ def test_an_altered_line_of_the_ledger_does_not_fit_its_chain(tool, two_ranks, t
 def test_nothing_to_verify_is_status_2(refused, two_ranks, tmp_path):
     assert "no config.py in it, and so nothing to verify" in refused("verify", tmp_path)
     assert "--steps=0: a number or all" in refused("verify", two_ranks[0], "--steps=0")
+    assert "--nproc=0: must be more than 0" in refused("verify", two_ranks[0], "--nproc=0")
     assert "--trust=24: the run's last checkpoint" in refused("verify", two_ranks[0], "--trust=24", "--threads=1")
 
 
@@ -391,6 +392,7 @@ def test_what_cannot_be_branched_is_one_line(refused, two_ranks, tmp_path):
         (f"{tmp_path} --step=1", "no config.py in it: not the folder of a run"),
         (f"{run} --step=99 --out_dir={tmp_path}/x", "--step=99: the run has steps 0 to 23"),
         (f"{run} --step=9", "choose a folder that is not there yet"),
+        (f"{run} --step=9 --max_steps=9 --out_dir={tmp_path}/x", "--max_steps=9: ends before --step=9 is done"),
         (f"{run} --step=9 --learning_rat=1", "--learning_rat: no such key; did you mean learning_rate?"),
         (f"{run} --step=16 --out_dir={tmp_path}/x --group_size=1", "group_size=1: the baseline"),
         (f"{run} --step=16 --out_dir={tmp_path}/x --ulp=lm.weight[0]", "has no such weight"),

@@ -114,6 +114,8 @@ def main():
     steps = len(lines(run, "ledger.jsonl", "rl"))
     require(steps, f"{run}: has no RL steps to branch from; name a run that has")
     require(0 <= step < steps, f"--step={step}: the run has steps 0 to {steps - 1}")
+    most = config["max_steps"]
+    require(most > step, f"--max_steps={most}: ends before --step={step} is done; use more")
     require(folder != run and not folder.exists(), f"--out_dir={folder}: choose a folder that is not there yet")
     configurator.check_config(config, 1, DEFAULTS)  # before there is a folder, which a second try would find
     changed = [f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in saved if config[key] != saved[key]]

@@ -63,6 +63,7 @@ def main():
     parser.add_argument("--healthy_kl_coef", type=float, default=0.1, help="weight of the KL to the healthy policy")
     parser.add_argument("--nproc", type=int, default=1, help="processes; more than one are torchrun's")
     args, flags = parser.parse_known_args()
+    require(args.nproc > 0, f"--nproc={args.nproc}: must be more than 0")
     folder = args.out_dir
     for n in range(TURNS + 1):
         after = Path(f"{args.out_dir}_{n + 1}")

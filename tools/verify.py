@@ -238,6 +238,7 @@ def main():
     parser.add_argument("--nproc", type=int, default=1, help="processes; more than one are torchrun's")
     parser.add_argument("--keep", type=Path, help="a folder for what is done again, for tools/diff.py")
     args, flags = parser.parse_known_args()
+    require(args.nproc > 0, f"--nproc={args.nproc}: must be more than 0")
     run = fetched(args.run)
     for name in ("config.py", "ledger.jsonl"):
         require((run / name).is_file(), f"{run}: no {name} in it, and so nothing to verify")
