@@ -10,6 +10,7 @@ A run's requirements of its machine, checked before anything is computed; the la
 import atexit
 import errno
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -200,8 +201,8 @@ def report_error(kind, error, trace, kept="nothing written is lost", cure="resum
 
 def end_with_a_line(rank):
     """
-    Makes a SIGTERM end this process as usual, but with a line of the first rank's; and removes torchrun's folder in
-    /tmp, if it is empty, when the process ends.
+    Makes a SIGTERM end this process as usual, but with a line of the first rank's and without multiprocessing's folder
+    in /tmp; and removes torchrun's folder there, if it is empty, when the process ends.
     """
     owner = os.getpid()
     stderr = os.dup(2)  # which may lead to an engine's log when the signal comes
@@ -215,9 +216,12 @@ def end_with_a_line(rank):
                     folder.rmdir()
 
     def ended(number, _):
-        if os.getpid() == owner and rank == 0:
-            line = "ended by SIGTERM; nothing written is lost; resume with --init_from=resume"
-            os.write(stderr, f"\nerror: {line}\n".encode())  # maybe behind a bar
+        if os.getpid() == owner:
+            if rank == 0:
+                line = "ended by SIGTERM; nothing written is lost; resume with --init_from=resume"
+                os.write(stderr, f"\nerror: {line}\n".encode())  # maybe behind a bar
+            if sockets := multiprocessing.current_process()._config.get("tempdir"):  # of weight_sync='ipc'
+                shutil.rmtree(sockets, ignore_errors=True)
         clean()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
