@@ -97,11 +97,13 @@ def read_data(config):
     sums = re.fullmatch(SUMS, name)
     made_here = sums or name == "programs" or name.startswith("reasoning_gym:")
     for key, default in dict(split="train", eval_split="").items():  # or what is trained on could be held out
-        fits = config[key] == default or is_own(config[key]) or not (made_here or is_own(name))
+        elsewhere = is_own(config[key]) and not (made_here and key == "split")  # where it is not read
+        fits = config[key] == default or elsewhere or not (made_here or is_own(name))
         why = f"dataset={name!r} has no splits; use {default!r}, or a file or function with these rows"
         require(fits, f"{key}={config[key]!r}: {why}")
     configuration = config["dataset_config"]
-    configured = ".py:" in name + config["eval_split"] or not (sums or name == "programs" or is_own(name))
+    functions = [x for x in (name, config["split"], config["eval_split"]) if ".py:" in x]
+    configured = functions or not (sums or name == "programs" or is_own(name))
     require(configured or not configuration, f"dataset_config={configuration!r}: dataset={name!r} has none; use ''")
     load = partial(load_split, name, configuration)
     held_out = load(config["eval_split"]) if config["eval_split"] else None

@@ -660,6 +660,7 @@ def one_by_one():
     assert f"error: eval_split='{file}:empty': has no rows" in refusal(load_rows, none)
     assert load_rows(none | dict(eval_size=0))[1] == []
     assert len(load_rows(config | dict(dataset=f"{file}:one_by_one", dataset_config=""))[0]) == 1
+    assert len(load_rows(config | dict(dataset="x.jsonl", split=f"{file}:rows"))[0]) == 3
     for name, problem in (
         ("no", "has no function 'no'"),
         ("wrong", "IndexError: list index out of range (my_file.py:"),
@@ -698,6 +699,7 @@ def test_a_chat_template_that_cannot_be_used_is_refused(refusal):
         (dict(dataset_config="main"), "dataset_config='main': dataset='arithmetic' has none; use ''"),
         (dict(dataset="x.jsonl", dataset_config="main"), "dataset_config='main': dataset='x.jsonl' has none"),
         (dict(dataset="a.py:f", split="test"), "split='test': dataset='a.py:f' has no splits; use 'train', or"),
+        (dict(split="a.jsonl"), "split='a.jsonl': dataset='arithmetic' has no splits; use 'train', or"),
     ],
 )
 def test_data_that_is_not_there_is_refused_in_one_line(change, message, refusal):
