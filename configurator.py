@@ -22,6 +22,7 @@ import sys
 import time
 import types
 from ast import literal_eval, parse, unparse
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +62,12 @@ def error_line(message):
         details = dict(py_callstack=line, timestamp=str(int(time.time())))
         Path(path).write_text(json.dumps(dict(message=dict(message=line, extraInfo=details))))
     return line
+
+
+def last_word(line, stderr=2):
+    """Writes the line in which this process ends, behind a progress bar; it ends, too, where nobody reads any more."""
+    with suppress(OSError):
+        os.write(stderr, f"\n{line}\n".encode())
 
 
 def fail(message):

@@ -210,6 +210,20 @@ def test_a_sigterm_ends_a_run_with_one_line_and_leaves_nothing_in_tmp(tmp_path, 
     wait_for(lambda: not processes_of(folder), 10)
 
 
+def test_a_run_ends_where_nobody_reads_why():
+    """Its last line raised BrokenPipeError: a SIGTERM, or an engine's death, left it waiting for ever."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    for action, status in (
+        ("machine.end_with_a_line(0); os.kill(os.getpid(), signal.SIGTERM); signal.pause()", -signal.SIGTERM),
+        ("rollout_server.RolloutEngine.end(types.SimpleNamespace(stderr=2), 'line', 7)", 7),
+    ):
+        code = f"import os, rollout_server, signal, types; from onecurve.run import machine; {action}"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=writes, timeout=60)
+        assert done.returncode == status
+    os.close(writes)
+
+
 def test_two_ranks_that_train_and_sample_have_one_digest_which_sees_the_order_of_sums(tmp_path):
     """By gloo, as two ranks on one card would by NCCL."""
     flags = f"--out={tmp_path}", "--device=cpu", "--only", "2_colocated", "sums_as_they_come"

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, error_line, require, roles
+from configurator import close_bars, error_line, last_word, require, roles
 from sync import from_all_ranks, rank_is_lost, reason
 
 MOST_COPIED = 2e9  # parameters of which one trainer on a card holds a copy in bfloat16, and its gradients
@@ -163,7 +163,7 @@ def watch_ranks(ranks, timeout):
                 continue
             if ranks.rank == min({*range(ranks.world)} - {*silent}):
                 line = f"rank {silent[0]}: lost, or silent for {0.8 * timeout:g} s; nothing written is lost"
-                print(error_line(f"{line}; resume with --init_from=resume"), file=sys.stderr, flush=True)
+                last_word(error_line(f"{line}; resume with --init_from=resume"))
             else:
                 time.sleep(5)
             os._exit(1)
@@ -219,7 +219,7 @@ def end_with_a_line(rank):
         if os.getpid() == owner:
             if rank == 0:
                 line = "ended by SIGTERM; nothing written is lost; resume with --init_from=resume"
-                os.write(stderr, f"\nerror: {line}\n".encode())  # maybe behind a bar
+                last_word(f"error: {line}", stderr)
             if sockets := multiprocessing.current_process()._config.get("tempdir"):  # of weight_sync='ipc'
                 shutil.rmtree(sockets, ignore_errors=True)
         clean()
