@@ -37,7 +37,7 @@ from onecurve.algorithms.curriculum import learnable_rows
 from onecurve.algorithms.pairs import sides, with_wrong_sum
 from onecurve.keys.prompts import SUMS, sources_of
 from onecurve.keys.seeds import seed_of
-from onecurve.run.own import describe, find_function, parameters_of, run_of
+from onecurve.run.own import describe, find_function, left_alone, parameters_of, run_of
 from sync import content_hash, reason
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -421,6 +421,7 @@ BUILT_IN = {  # a Reward, or the function that makes it of the config
     "reasoning_gym": "onecurve.graders.gym:make",
 }
 ONE_AT_A_TIME = threading.Lock()
+MOST = torch.finfo(torch.float32).max  # a group's rewards are float32
 
 
 @dataclass
@@ -475,7 +476,7 @@ def own_reward(name, config):
     function = find_function(name, "reward", BUILT_IN)
 
     def call(*texts, **more):
-        with ONE_AT_A_TIME, run_of(config):
+        with ONE_AT_A_TIME, run_of(config), left_alone():
             return function(*texts, **more)
 
     return Reward(call, own=True, wants={"row", "prompt_text"} & {*parameters_of(function)})
@@ -527,7 +528,8 @@ def score(reward, prompt, response, answer, where):
 
 def verdict(returned, name):
     """(finite float, notes) of the return value of the function `name`: a number, or a number and a dict of notes."""
-    value, notes = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    noted = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
+    value, notes = returned if noted else (returned, {})
     return finite(value, name), notes
 
 
@@ -537,6 +539,6 @@ def finite(value, name):
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch, of two elements
         number = math.nan
-    if not math.isfinite(number):
-        raise TypeError(f"{name} returned {value!r}, not a finite number")
+    if not abs(number) <= MOST:  # nan is not
+        raise TypeError(f"{name} returned {value!r}, not a finite number of float32")
     return number

@@ -265,9 +265,12 @@ def test_a_parameter_row_gets_all_columns_and_other_rows_keep_none(write):
         ("def f(p, r, a): return a['x']", "TypeError: string indices must be integers, not 'str' (my_file.py:1)"),
         ("def f(p, r, a, row): return row['missing']", "KeyError: 'missing' (my_file.py:1)"),
         ("def f(p, r, a): return 1, dict(x={1})", "TypeError: Object of type set is not JSON serializable"),
+        ("def f(p, r, a): return 1, 2", "my_file.py:f returned (1, 2), not a finite number"),
+        ("import os\ndef f(p, r, a): return os.chdir('/') or 1", "ValueError: it changes the working directory, or"),
     ],
 )
 def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, refusal, monkeypatch):
+    monkeypatch.chdir(".")  # which is undone at the end
     waits = Reward(lambda *_: pytest.fail("a built-in reward may wait for a machine"))
     monkeypatch.setitem(rewards.BUILT_IN, "exact", waits)
     rows = [dict(prompt="1+1=", answer="2", columns={"level": 1}), dict(prompt="", answer="")]
@@ -367,12 +370,14 @@ def test_a_function_that_is_missing_or_none_is_refused(write, refuse):
     assert refuse(f"{file}:") == f"{file} has no function ''"
 
 
-def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write, refuse):
+def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write, refuse, monkeypatch):
+    monkeypatch.chdir(".")  # which is undone at the end
     for source, why in (
         ("x = 1\ny = = 2\n", "SyntaxError: invalid syntax (my_file.py, line 2)"),
         ("raise SystemExit('bye')", "SystemExit: bye (my_file.py:1)"),
         ("raise ValueError('two\\nlines')", "ValueError: two"),
         ("import json\nx = 1 / 0\n", "ZeroDivisionError: division by zero (my_file.py:2)"),
+        ("import os\nos.chdir('/')", "ValueError: it changes the working directory, or torch's dtype"),
     ):
         file = write(source)
         assert f"{file} does not load: {why}" in refuse(f"{file}:f")
@@ -399,7 +404,7 @@ def test_scalars_of_numpy_and_torch_are_scores():
         assert "not a finite number" in failure(lambda p, r, g: value)
 
 
-@pytest.mark.parametrize("value", [None, "1.0", b"1", float("nan"), float("inf"), 10**400, 1j, [1]])
+@pytest.mark.parametrize("value", [None, "1.0", b"1", float("nan"), float("inf"), 1e39, 10**400, 1j, [1]])
 def test_anything_else_is_an_error_and_not_a_zero(value):
     assert f"returned {value!r}"[:60] in failure(lambda p, r, g: value)
     assert "reward failed on step 3, prompt 5, sample 1: TypeError: " in failure(lambda p, r, g: value)
