@@ -16,6 +16,7 @@ Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), 
 2021 (arXiv:2103.03874), the <think> format from DeepSeek-R1 (arXiv:2501.12948).
 """
 
+import glob
 import json
 import math
 import os
@@ -166,7 +167,7 @@ def load_split(name, configuration, split):
         require(not null, f"dataset={name!r}: its first row is null")  # a segmentation fault of pyarrow's
     try:
         if kind:
-            rows = datasets.load_dataset(kind, data_files=name, split="train")
+            rows = datasets.load_dataset(kind, data_files=glob.escape(name), split="train")
             rows.data.validate(full=True)  # of texts that are not UTF-8 it raises, as their rows would later
             return rows
         return datasets.load_dataset(name, configuration or None, split=split)

@@ -530,7 +530,7 @@ def test_a_split_of_its_own_is_held_out_up_to_eval_size(write, tmp_path, refusal
 
 
 def test_sources_have_keys_rewards_and_held_out_rows_of_their_own(write):
-    file = write(json_lines(dict(q=str(i), a="yes") for i in range(9)), "x.jsonl")
+    file = write(json_lines(dict(q=str(i), a="yes") for i in range(9)), "x[1].jsonl")  # no pattern
     words = dict(dataset=file, prompt_column="q", answer_column="a", eval_size=2, reward="exact")
     only_seen = dict(dataset="arithmetic:0:3", eval_size=9, weight=0)
     config = DEFAULTS | dict(sources=f"words={words}, sums={dict(weight=3)}, small={only_seen}")
