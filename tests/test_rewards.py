@@ -269,15 +269,21 @@ def test_a_parameter_row_gets_all_columns_and_other_rows_keep_none(write):
         ("import os\ndef f(p, r, a): return os.chdir('/') or 1", "ValueError: it changes the working directory, or"),
     ],
 )
-def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, refusal, monkeypatch):
+def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(
+    write, source, complaint, refusal, monkeypatch, capsys
+):
     monkeypatch.chdir(".")  # which is undone at the end
     waits = Reward(lambda *_: pytest.fail("a built-in reward may wait for a machine"))
     monkeypatch.setitem(rewards.BUILT_IN, "exact", waits)
     rows = [dict(prompt="1+1=", answer="2", columns={"level": 1}), dict(prompt="", answer="")]
     try_own({"": load_reward("exact")}, rows)
+    assert not capsys.readouterr().out
     line = refusal(try_own, {"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
     assert line.startswith("error: reward failed on the first row, with its answer as the response: ")
     assert complaint in line and line.endswith("; response '2'")
+    clock = write("n = []\ndef f(p, r, a): return n.append(1) or len(n)", "clock.py")
+    try_own({"": load_reward(f"{clock}:f")}, rows)
+    assert "reward: gives 1.0, and then 2.0, for one sample: it is no function" in capsys.readouterr().out
 
 
 def test_what_a_function_says_beside_its_number_is_noted_and_counted(write):
