@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import digest, error_line, finish, run_warm, write_ledger
+from conftest import digest, error_line, finish, run_warm, wait_for, write_ledger
 from safetensors.torch import load_file, save_file
 from trials import interrupt, reseal
 
@@ -464,6 +464,18 @@ def test_a_tool_whose_output_nobody_reads_ends_without_a_word_and_one_that_canno
         done = subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE, text=True)
         assert (done.returncode, done.stderr) == (2, line)
     os.close(writes)
+
+
+def test_a_run_ends_with_the_tool_that_has_started_it(tmp_path):
+    """At a SIGTERM of verify.py its run went on."""
+    child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"import sys\nsys.path.append({str(TOOLS)!r})\nimport runs\nruns.launch([sys.executable, '-c', {child!r}])"
+    pid = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as tool:
+        wait_for(lambda: pid.exists() and pid.read_text(), 60)
+        tool.terminate()
+    command = Path("/proc", pid.read_text(), "cmdline")
+    wait_for(lambda: not (command.exists() and command.read_bytes()), 10)
 
 
 def test_a_bar_says_how_much_is_left_and_does_not_wait_for_a_log(tmp_path, capsys):

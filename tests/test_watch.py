@@ -178,7 +178,7 @@ def test_a_run_turns_back_to_its_healthy_step_and_repeats_the_ledger(tmp_path, g
         assert end.value.code == 0
         return capsys.readouterr().out
 
-    def run(command):
+    def run(command, **_):
         status, _ = run_warm(command[1:], tmp_path / "output")
         return int(status != 0)  # as torchrun's
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from branch import branch
-from runs import command, lines, saved_config
+from runs import command, end_with_tool, lines, saved_config
 
 from configurator import require
 from onecurve.graders.watch import hacking
@@ -37,7 +37,7 @@ def run(folder, args, nproc):
     """Starts or continues the run in this folder, its output to be seen; its exit status."""
     if (folder / "config.py").exists():
         args = ["--init_from=resume"]
-    return subprocess.call(command(*args, f"--out_dir={folder}", "--watch=stop", ranks=nproc))
+    return subprocess.call(command(*args, f"--out_dir={folder}", "--watch=stop", ranks=nproc), preexec_fn=end_with_tool)
 
 
 def turn_back(folder, after, kl_coef):

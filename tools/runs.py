@@ -3,6 +3,7 @@ How the tools start train_grpo.py, and how they read what a run has left in its 
 """
 
 import atexit
+import ctypes
 import json
 import os
 import re
@@ -44,10 +45,19 @@ def command(*args, ranks=1, restarts=0, script=(ROOT / "train_grpo.py",)):
     return [sys.executable, *(torchrun if ranks > 1 or restarts else []), *map(str, script), *map(str, args)]
 
 
+LIBC = ctypes.CDLL(None)
+
+
+def end_with_tool():
+    """In a run that a tool starts: a SIGTERM ends it when the tool ends in any way."""
+    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def launch(command, env=None, cwd=None, timeout=None):
     """Runs a command to its end: (exit status, everything it printed)."""
-    options = dict(cwd=cwd, env=os.environ | (env or {}), timeout=timeout, stdin=subprocess.DEVNULL)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    options = dict(cwd=cwd, env=os.environ | (env or {}), timeout=timeout, preexec_fn=end_with_tool)
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(command, text=True, **options, **pipes)
     return done.returncode, done.stdout
 
 
