@@ -22,6 +22,7 @@ import sys
 import time
 import types
 from ast import literal_eval, parse, unparse
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +62,12 @@ def error_line(message):
         details = dict(py_callstack=line, timestamp=str(int(time.time())))
         Path(path).write_text(json.dumps(dict(message=dict(message=line, extraInfo=details))))
     return line
+
+
+def last_word(line, stderr=2):
+    """Writes the line in which this process ends, behind a progress bar; it ends, too, where nobody reads any more."""
+    with suppress(OSError):
+        os.write(stderr, f"\n{line}\n".encode())
 
 
 def fail(message):
@@ -405,7 +412,9 @@ def block_rules(c):
         yield from choice(c, key, known)
     yield from positive(c, POSITIVE)
     yield from not_negative(c, NOT_NEGATIVE)
-    yield "out_dir", c.out_dir, "name a folder"  # an empty variable of a shell: the run would fill the one it is in
+    # an empty variable of a shell, whose run would fill the folder it is in, or take that for its model
+    for key, what in dict(out_dir="a folder", init_from="a model", dataset="a data set").items():
+        yield key, vars(c)[key], f"name {what}"
     for key in ("temperature", "eval_temperature"):
         yield key, not 0 < vars(c)[key] < 1e-3, "SGLang takes so little for 0; use at least 0.001"
     yield from at_most(c, 512, "threads lanes")  # a slip: the run would stand still, without a word

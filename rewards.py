@@ -16,6 +16,7 @@ Sources: GSM8K and its `#### 42` are from Cobbe et al. 2021 (arXiv:2110.14168), 
 2021 (arXiv:2103.03874), the <think> format from DeepSeek-R1 (arXiv:2501.12948).
 """
 
+import glob
 import json
 import math
 import os
@@ -37,7 +38,7 @@ from onecurve.algorithms.curriculum import learnable_rows
 from onecurve.algorithms.pairs import sides, with_wrong_sum
 from onecurve.keys.prompts import SUMS, sources_of
 from onecurve.keys.seeds import seed_of
-from onecurve.run.own import describe, find_function, parameters_of, run_of
+from onecurve.run.own import describe, find_function, left_alone, parameters_of, run_of
 from sync import content_hash, reason
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -97,11 +98,13 @@ def read_data(config):
     sums = re.fullmatch(SUMS, name)
     made_here = sums or name == "programs" or name.startswith("reasoning_gym:")
     for key, default in dict(split="train", eval_split="").items():  # or what is trained on could be held out
-        fits = config[key] == default or is_own(config[key]) or not (made_here or is_own(name))
+        elsewhere = is_own(config[key]) and not (made_here and key == "split")  # where it is not read
+        fits = config[key] == default or elsewhere or not (made_here or is_own(name))
         why = f"dataset={name!r} has no splits; use {default!r}, or a file or function with these rows"
         require(fits, f"{key}={config[key]!r}: {why}")
     configuration = config["dataset_config"]
-    configured = ".py:" in name + config["eval_split"] or not (sums or name == "programs" or is_own(name))
+    functions = [x for x in (name, config["split"], config["eval_split"]) if ".py:" in x]
+    configured = functions or not (sums or name == "programs" or is_own(name))
     require(configured or not configuration, f"dataset_config={configuration!r}: dataset={name!r} has none; use ''")
     load = partial(load_split, name, configuration)
     held_out = load(config["eval_split"]) if config["eval_split"] else None
@@ -164,7 +167,7 @@ def load_split(name, configuration, split):
         require(not null, f"dataset={name!r}: its first row is null")  # a segmentation fault of pyarrow's
     try:
         if kind:
-            rows = datasets.load_dataset(kind, data_files=name, split="train")
+            rows = datasets.load_dataset(kind, data_files=glob.escape(name), split="train")
             rows.data.validate(full=True)  # of texts that are not UTF-8 it raises, as their rows would later
             return rows
         return datasets.load_dataset(name, configuration or None, split=split)
@@ -419,6 +422,7 @@ BUILT_IN = {  # a Reward, or the function that makes it of the config
     "reasoning_gym": "onecurve.graders.gym:make",
 }
 ONE_AT_A_TIME = threading.Lock()
+MOST = torch.finfo(torch.float32).max  # a group's rewards are float32
 
 
 @dataclass
@@ -473,7 +477,7 @@ def own_reward(name, config):
     function = find_function(name, "reward", BUILT_IN)
 
     def call(*texts, **more):
-        with ONE_AT_A_TIME, run_of(config):
+        with ONE_AT_A_TIME, run_of(config), left_alone():
             return function(*texts, **more)
 
     return Reward(call, own=True, wants={"row", "prompt_text"} & {*parameters_of(function)})
@@ -525,7 +529,8 @@ def score(reward, prompt, response, answer, where):
 
 def verdict(returned, name):
     """(finite float, notes) of the return value of the function `name`: a number, or a number and a dict of notes."""
-    value, notes = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    noted = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
+    value, notes = returned if noted else (returned, {})
     return finite(value, name), notes
 
 
@@ -535,6 +540,6 @@ def finite(value, name):
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch, of two elements
         number = math.nan
-    if not math.isfinite(number):
-        raise TypeError(f"{name} returned {value!r}, not a finite number")
+    if not abs(number) <= MOST:  # nan is not
+        raise TypeError(f"{name} returned {value!r}, not a finite number of float32")
     return number

@@ -30,7 +30,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ from typing import NamedTuple
 import torch
 
 import kernels
-from configurator import close_bars, error_line
+from configurator import close_bars, error_line, last_word
 from onecurve.cpu import host
 from onecurve.keys.seeds import noise_seed
 from onecurve.models.dense import rope_frequencies
@@ -428,12 +427,11 @@ class RolloutEngine:
         rewards and tools that are still at work, and one of them may wait for a judge.
         """
         close_bars()
-        sys.stdout.flush()
         self.end(line, status)
 
     def end(self, line, status=1):
         """Ends the process, whatever its threads wait for."""
-        os.write(self.stderr, f"\n{error_line(line)}\n".encode())  # maybe behind the first rank's bar
+        last_word(error_line(line), self.stderr)
         for process in multiprocessing.active_children():
             process.kill()
         os._exit(status)

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,7 @@ from safetensors.numpy import save
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 import kernels
-from configurator import close_bars, error_line, free_keys, require
+from configurator import close_bars, error_line, free_keys, last_word, require
 from kernels import tree_sum
 from onecurve.cpu.host import lend_cores
 
@@ -490,7 +489,7 @@ class WeightSync:
         except BaseException as e:
             rank_is_lost(e)
             line = e if isinstance(e, RunError) else error_line(f"sending weights: {reason(e)}")
-            print(line, file=sys.stderr, flush=True)
+            last_word(line)
             os._exit(1)
 
     def finish(self):

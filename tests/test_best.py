@@ -51,3 +51,5 @@ def test_an_agents_samples_and_another_programs_folder_are_refused_in_one_line(r
     monkeypatch.setattr(sys, "argv", ["best.py", str(tmp_path)])
     assert "no rollout files in its queue" in refusal(best.main)
     assert "best.py takes those of one turn" in refusal(run, agent="agents/calculator.py:solve")
+    (tmp_path / "config.py").write_text("x = 1\n")
+    assert f"{tmp_path}/config.py: has no agent: it was saved by another version" in refusal(best.main)

@@ -512,6 +512,8 @@ BAD = {  # on so many ranks: {flags: the beginning of the line}
         "--temperature=1e-9": "temperature=1e-09: SGLang takes so little for 0; use at least 0.001",
         "--eval_temperature=1e-9": "eval_temperature=1e-09: SGLang takes so little",
         "--out_dir=": "out_dir='': name a folder",
+        "--init_from=": "init_from='': name a model",
+        "--dataset=": "dataset='': name a data set",
         "--device=tpu": "device='tpu'",
         "--dtype=float16": "dtype='float16'",
         "--device=cpu --dtype=bfloat16": "dtype='bfloat16': is for cards, and this run is on a CPU; use float32",

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import digest, error_line, finish, run_warm, write_ledger
+from conftest import digest, error_line, finish, run_warm, wait_for, write_ledger
 from safetensors.torch import load_file, save_file
 from trials import interrupt, reseal
 
@@ -229,6 +229,7 @@ def test_an_altered_line_of_the_ledger_does_not_fit_its_chain(tool, two_ranks, t
 def test_nothing_to_verify_is_status_2(refused, two_ranks, tmp_path):
     assert "no config.py in it, and so nothing to verify" in refused("verify", tmp_path)
     assert "--steps=0: a number or all" in refused("verify", two_ranks[0], "--steps=0")
+    assert "--nproc=0: must be more than 0" in refused("verify", two_ranks[0], "--nproc=0")
     assert "--trust=24: the run's last checkpoint" in refused("verify", two_ranks[0], "--trust=24", "--threads=1")
 
 
@@ -381,7 +382,7 @@ def test_a_branch_has_the_past_of_its_run_and_a_future_of_its_own(tool, two_rank
         assert (x["phase"], x["step"], stage) == ("rl", 20, differs)
         assert x["tokens"] == y["tokens"]
         assert len(a) == len(b)
-        assert verify.branched(tmp_path / str(i)) == 20 and not verify.branched(run)
+        assert verify.branched(tmp_path / str(i)) == 20 and verify.branched(run) is None
         assert [line["step"] for line in lines(tmp_path / str(i), "evaluations.jsonl")] == [0, 24]  # none after 20
 
 
@@ -391,6 +392,7 @@ def test_what_cannot_be_branched_is_one_line(refused, two_ranks, tmp_path):
         (f"{tmp_path} --step=1", "no config.py in it: not the folder of a run"),
         (f"{run} --step=99 --out_dir={tmp_path}/x", "--step=99: the run has steps 0 to 23"),
         (f"{run} --step=9", "choose a folder that is not there yet"),
+        (f"{run} --step=9 --max_steps=9 --out_dir={tmp_path}/x", "--max_steps=9: ends before --step=9 is done"),
         (f"{run} --step=9 --learning_rat=1", "--learning_rat: no such key; did you mean learning_rate?"),
         (f"{run} --step=16 --out_dir={tmp_path}/x --group_size=1", "group_size=1: the baseline"),
         (f"{run} --step=16 --out_dir={tmp_path}/x --ulp=lm.weight[0]", "has no such weight"),
@@ -451,12 +453,29 @@ def test_two_settings_are_compared_on_equal_noise_and_runs_are_made_once(tool, t
     assert times() == before
 
 
-def test_a_tool_whose_output_nobody_reads_ends_without_a_word():
+def test_a_tool_whose_output_nobody_reads_ends_without_a_word_and_one_that_cannot_write_with_a_line():
     reads, writes = os.pipe()
     os.close(reads)
-    code = f"import sys\nsys.path.append({str(TOOLS)!r})\nimport runs\nprint(1, flush=True)"
-    assert not subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE).stderr
+    for action, line in (
+        ("print(1, flush=True)", ""),
+        ("open('/dev/null/x')", "error: /dev/null/x: Not a directory; when that is mended, start again\n"),
+    ):
+        code = f"import sys\nsys.path.append({str(TOOLS)!r})\nimport runs\n{action}"
+        done = subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (2, line)
     os.close(writes)
+
+
+def test_a_run_ends_with_the_tool_that_has_started_it(tmp_path):
+    """At a SIGTERM of verify.py its run went on."""
+    child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"import sys\nsys.path.append({str(TOOLS)!r})\nimport runs\nruns.launch([sys.executable, '-c', {child!r}])"
+    pid = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as tool:
+        wait_for(lambda: pid.exists() and pid.read_text(), 60)
+        tool.terminate()
+    command = Path("/proc", pid.read_text(), "cmdline")
+    wait_for(lambda: not (command.exists() and command.read_bytes()), 10)
 
 
 def test_a_bar_says_how_much_is_left_and_does_not_wait_for_a_log(tmp_path, capsys):

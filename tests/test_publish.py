@@ -299,7 +299,8 @@ def say(text, file="config.py", instead=None):
     (say("0.95", "evaluations.jsonl", "0.15"), "user/name", "evaluations.jsonl: line 2 is altered"),
     (say('{"phase": "rl"', "ledger.jsonl"), "user/name", "ledger.jsonl: line 85 is altered or torn"),
     (say("# branched from a, digest 0f, at step 20\n#", instead="#"), "user/name", "a branch with no checkpoint but"),
-    (lambda run: None, "name", "name: not the name of a repository; use user/name"),
+    (lambda run: None, "../name", "../name: not the name of a repository; use user/name"),
+    (lambda run: None, "user/name --checkpoints=-1", "--checkpoints=-1: use 0 or more"),
     (lambda run: (run / "ckpt" / "link").symlink_to("/etc"), "user/name", "ckpt/link: a symbolic link"),
     (lambda run: shutil.rmtree(run / "ckpt"), "user/name", "no checkpoint in it, and so no model to publish"),
     (lambda run: (run / "config.py").unlink(), "user/name", "no config.py in it: not the folder of a run"),
@@ -307,7 +308,7 @@ def say(text, file="config.py", instead=None):
 def test_what_cannot_be_published_ends_in_one_line(two_ranks, tmp_path, refusal, spoil, name, line):
     run = shutil.copytree(two_ranks[0], tmp_path / "run")
     spoil(run)
-    assert line in refusal(publish.main, [str(run), name, "--dry"])
+    assert line in refusal(publish.main, [str(run), *name.split(), "--dry"])
     assert not (run / "publish").exists()
 
 

@@ -297,9 +297,9 @@ def test_trl_s_batch_is_read_without_its_padding(tmp_path):
 )
 def test_a_bad_file_is_one_line(name, text, tmp_path, refusal):
     (tmp_path / name).write_text(text)
-    line = refusal(read, tmp_path / name)
-    assert line.startswith("error: ")
-    assert name in line
+    for path in (tmp_path / name, tmp_path):
+        line = refusal(read, path)
+        assert line.startswith(f"error: {path}: ") and "wants JSON lines or safetensors, with prompt_ids" in line
 
 
 # ---- steps
@@ -370,3 +370,5 @@ def test_a_step_without_advantages_and_a_wrong_checkpoint_are_one_line(model, he
         write_rows(batch, [row])
         monkeypatch.setattr(sys, "argv", ["", "--step", str(model), str(batch), str(after)])
         assert refusal(referee.main).startswith("error: ")
+    monkeypatch.setattr(sys, "argv", ["", "a..b", str(batch)])
+    assert "MODEL='a..b': neither a model folder nor a model that the hub" in refusal(referee.main)

@@ -260,16 +260,25 @@ def test_a_parameter_row_gets_all_columns_and_other_rows_keep_none(write):
         ("def f(p, r, a): return a['x']", "TypeError: string indices must be integers, not 'str' (my_file.py:1)"),
         ("def f(p, r, a, row): return row['missing']", "KeyError: 'missing' (my_file.py:1)"),
         ("def f(p, r, a): return 1, dict(x={1})", "TypeError: Object of type set is not JSON serializable"),
+        ("def f(p, r, a): return 1, 2", "my_file.py:f returned (1, 2), not a finite number"),
+        ("import os\ndef f(p, r, a): return os.chdir('/') or 1", "ValueError: it changes the working directory, or"),
     ],
 )
-def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(write, source, complaint, refusal, monkeypatch):
+def test_a_reward_that_cannot_work_is_refused_before_anything_is_built(
+    write, source, complaint, refusal, monkeypatch, capsys
+):
+    monkeypatch.chdir(".")  # which is undone at the end
     waits = Reward(lambda *_: pytest.fail("a built-in reward may wait for a machine"))
     monkeypatch.setitem(rewards.BUILT_IN, "exact", waits)
     rows = [dict(prompt="1+1=", answer="2", columns={"level": 1}), dict(prompt="", answer="")]
     try_own({"": load_reward("exact")}, rows)
+    assert not capsys.readouterr().out
     line = refusal(try_own, {"": load_reward(f"exact + 0*{write(source)}:f")}, rows)
     assert line.startswith("error: reward failed on the first row, with its answer as the response: ")
     assert complaint in line and line.endswith("; response '2'")
+    clock = write("n = []\ndef f(p, r, a): return n.append(1) or len(n)", "clock.py")
+    try_own({"": load_reward(f"{clock}:f")}, rows)
+    assert "reward: gives 1.0, and then 2.0, for one sample: it is no function" in capsys.readouterr().out
 
 
 def test_what_a_function_says_beside_its_number_is_noted_and_counted(write):
@@ -362,12 +371,14 @@ def test_a_function_that_is_missing_or_none_is_refused(write, refuse):
     assert refuse(f"{file}:") == f"{file} has no function ''"
 
 
-def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write, refuse):
+def test_a_file_that_fails_to_load_is_refused_and_may_be_mended(write, refuse, monkeypatch):
+    monkeypatch.chdir(".")  # which is undone at the end
     for source, why in (
         ("x = 1\ny = = 2\n", "SyntaxError: invalid syntax (my_file.py, line 2)"),
         ("raise SystemExit('bye')", "SystemExit: bye (my_file.py:1)"),
         ("raise ValueError('two\\nlines')", "ValueError: two"),
         ("import json\nx = 1 / 0\n", "ZeroDivisionError: division by zero (my_file.py:2)"),
+        ("import os\nos.chdir('/')", "ValueError: it changes the working directory, or torch's dtype"),
     ):
         file = write(source)
         assert f"{file} does not load: {why}" in refuse(f"{file}:f")
@@ -394,7 +405,7 @@ def test_scalars_of_numpy_and_torch_are_scores():
         assert "not a finite number" in failure(lambda p, r, g: value)
 
 
-@pytest.mark.parametrize("value", [None, "1.0", b"1", float("nan"), float("inf"), 10**400, 1j, [1]])
+@pytest.mark.parametrize("value", [None, "1.0", b"1", float("nan"), float("inf"), 1e39, 10**400, 1j, [1]])
 def test_anything_else_is_an_error_and_not_a_zero(value):
     assert f"returned {value!r}"[:60] in failure(lambda p, r, g: value)
     assert "reward failed on step 3, prompt 5, sample 1: TypeError: " in failure(lambda p, r, g: value)
@@ -520,7 +531,7 @@ def test_a_split_of_its_own_is_held_out_up_to_eval_size(write, tmp_path, refusal
 
 
 def test_sources_have_keys_rewards_and_held_out_rows_of_their_own(write):
-    file = write(json_lines(dict(q=str(i), a="yes") for i in range(9)), "x.jsonl")
+    file = write(json_lines(dict(q=str(i), a="yes") for i in range(9)), "x[1].jsonl")  # no pattern
     words = dict(dataset=file, prompt_column="q", answer_column="a", eval_size=2, reward="exact")
     only_seen = dict(dataset="arithmetic:0:3", eval_size=9, weight=0)
     config = DEFAULTS | dict(sources=f"words={words}, sums={dict(weight=3)}, small={only_seen}")
@@ -655,6 +666,7 @@ def one_by_one():
     assert f"error: eval_split='{file}:empty': has no rows" in refusal(load_rows, none)
     assert load_rows(none | dict(eval_size=0))[1] == []
     assert len(load_rows(config | dict(dataset=f"{file}:one_by_one", dataset_config=""))[0]) == 1
+    assert len(load_rows(config | dict(dataset="x.jsonl", split=f"{file}:rows"))[0]) == 3
     for name, problem in (
         ("no", "has no function 'no'"),
         ("wrong", "IndexError: list index out of range (my_file.py:"),
@@ -693,6 +705,7 @@ def test_a_chat_template_that_cannot_be_used_is_refused(refusal):
         (dict(dataset_config="main"), "dataset_config='main': dataset='arithmetic' has none; use ''"),
         (dict(dataset="x.jsonl", dataset_config="main"), "dataset_config='main': dataset='x.jsonl' has none"),
         (dict(dataset="a.py:f", split="test"), "split='test': dataset='a.py:f' has no splits; use 'train', or"),
+        (dict(split="a.jsonl"), "split='a.jsonl': dataset='arithmetic' has no splits; use 'train', or"),
     ],
 )
 def test_data_that_is_not_there_is_refused_in_one_line(change, message, refusal):

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -183,21 +184,38 @@ def test_an_engine_that_dies_or_goes_silent_ends_the_run_in_time(tmp_path, how, 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sigterm_ends_a_run_with_one_line_and_leaves_nothing_in_tmp(tmp_path, ranks):
     folder = tmp_path / "run"
-    temporary = tmp_path / "a_folder_whose_name_leaves_no_room_for_that_of_a_socket"
-    temporary.mkdir()
-    flags = "--max_steps=100000", "--warmup_sft_steps=0", "--eval_size=0", "--checkpoint_every=0"
-    command = command_of(folder, *flags, ranks=ranks)
+    flags = "--max_steps=100000 --warmup_sft_steps=0 --eval_size=0 --checkpoint_every=0 --colocate --weight_sync=ipc"
+    command = command_of(folder, *flags.split(), ranks=ranks)
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    run = subprocess.Popen(command, env=os.environ | dict(TMPDIR=str(temporary)), **options)
-    metrics = folder / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.stat().st_size or run.poll(), 180)
-    assert bool([*temporary.glob("torchelastic_*")]) == (ranks > 1)
-    run.terminate()
-    output, _ = run.communicate(timeout=60)
-    assert run.returncode, output[-3000:]
-    assert output.count("\nerror: ended by SIGTERM; nothing written is lost; resume with --init_from=resume\n") == 1
-    assert not [*temporary.glob("torchelastic_*")]
+
+    def made():
+        return re.findall("pymp|torchelastic", " ".join(os.listdir(temporary)))
+
+    with tempfile.TemporaryDirectory() as temporary:  # of a short name, which has room for that of a socket
+        run = subprocess.Popen(command, env=os.environ | dict(TMPDIR=temporary), **options)
+        metrics = folder / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size or run.poll(), 180)
+        assert {*made()} == ({"pymp", "torchelastic"} if ranks > 1 else {"pymp"})
+        run.terminate()
+        output, _ = run.communicate(timeout=60)
+        assert run.returncode, output[-3000:]
+        assert output.count("\nerror: ended by SIGTERM; nothing written is lost; resume with --init_from=resume\n") == 1
+        assert made() == []
     wait_for(lambda: not processes_of(folder), 10)
+
+
+def test_a_run_ends_where_nobody_reads_why():
+    """Its last line raised BrokenPipeError: a SIGTERM, or an engine's death, left it waiting for ever."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    for action, status in (
+        ("machine.end_with_a_line(0); os.kill(os.getpid(), signal.SIGTERM); signal.pause()", -signal.SIGTERM),
+        ("rollout_server.RolloutEngine.end(types.SimpleNamespace(stderr=2), 'line', 7)", 7),
+    ):
+        code = f"import os, rollout_server, signal, types; from onecurve.run import machine; {action}"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=writes, timeout=60)
+        assert done.returncode == status
+    os.close(writes)
 
 
 def test_two_ranks_that_train_and_sample_have_one_digest_which_sees_the_order_of_sums(tmp_path):

@@ -172,12 +172,11 @@ def test_a_run_turns_back_to_its_healthy_step_and_repeats_the_ledger(tmp_path, g
         assert end.value.code == 0
         return capsys.readouterr().out
 
-    def run(command):
+    def run(command, **_):
         status, _ = run_warm(command[1:], tmp_path / "output")
         return int(status != 0)  # as torchrun's
 
     monkeypatch.setattr(rollback, "subprocess", types.SimpleNamespace(call=run))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the tool sets its own
 
     said = turned(a)
     hacked = lines(a, "metrics.jsonl", "rl")

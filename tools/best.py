@@ -12,14 +12,12 @@ The prompt is what the model saw.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from runs import saved_config
 
 import sync
 from configurator import require
-from onecurve.run.machine import report_error
 
 
 def best_of(tensors, meta, count, least):
@@ -35,7 +33,6 @@ def main():
     parser.add_argument("--count", type=int, default=1, help="samples of a group, at most")
     args = parser.parse_args()
     require(args.count > 0, f"--count={args.count}: must be more than 0")
-    sys.excepthook = report_error
     config = saved_config(args.run)
     paths = sorted(args.run.glob("queue/rl_*/group_*.safetensors"))
     require(paths, f"{args.run}: no rollout files in its queue")

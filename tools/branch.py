@@ -105,7 +105,8 @@ def main():
         )
     run = Path(argv[0])
     check_links(run)
-    saved = {key: x for key, x in saved_config(run).items() if key not in ("step", "ulp")}
+    config = saved_config(run)
+    saved = {key: config[key] for key in DEFAULTS}
     config = configurator.configure(saved | {"step": -1, "ulp": "", "__file__": ""}, argv[1:])
     step, ulp, folder = config.pop("step"), config.pop("ulp"), Path(config["out_dir"])
     said = {key: config[key] for key in configurator.ORIGINS if key in config}
@@ -113,6 +114,8 @@ def main():
     steps = len(lines(run, "ledger.jsonl", "rl"))
     require(steps, f"{run}: has no RL steps to branch from; name a run that has")
     require(0 <= step < steps, f"--step={step}: the run has steps 0 to {steps - 1}")
+    most = config["max_steps"]
+    require(most > step, f"--max_steps={most}: ends before --step={step} is done; use more")
     require(folder != run and not folder.exists(), f"--out_dir={folder}: choose a folder that is not there yet")
     configurator.check_config(config, 1, DEFAULTS)  # before there is a folder, which a second try would find
     changed = [f"{key}={config[key]!r} (the run has {saved[key]!r})" for key in saved if config[key] != saved[key]]

@@ -498,13 +498,10 @@ def main(argv=None):
         fail(str(e).removeprefix("error: "))
     except STRANGE as e:
         fail(f"{', '.join(map(str, args.runs))}: not as a run writes its files: {sync.reason(e)}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for file, figure in figures.items():
-            figure.savefig(out / f"{file}.png", dpi=150)
-        (out / "plot.html").write_text(page(runs, words, panels_of(figures), shown))
-    except OSError as e:
-        fail(f"--out={out}: {e.strerror}")
+    out.mkdir(parents=True, exist_ok=True)
+    for file, figure in figures.items():
+        figure.savefig(out / f"{file}.png", dpi=150)
+    (out / "plot.html").write_text(page(runs, words, panels_of(figures), shown))
     print(*words, f"{out / 'plot.html'}, and {len(figures)} PNG files beside it", sep="\n")
 
 

@@ -48,7 +48,7 @@ SAMPLE = pyarrow.schema(
         sampled=pyarrow.list_(pyarrow.bool_()), reward=pyarrow.float32(), advantage=pyarrow.float32(),
     )
 )  # fmt: skip
-NAME = re.compile(r"[\w.-]+/[\w.-]+")
+NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MOST_CODE = 2**18  # bytes of a Python file that is copied
 # a name of what looks like a key; sizes such as max_new_tokens=64 do not
 SECRET = re.compile(r"(\w*(?:key|token|secret|password)\w*)=(?!\d+\b)\S|(://[^/\s:@]+):[^/\s@]+@", re.IGNORECASE)
@@ -138,7 +138,7 @@ def export(checkpoint, out):
 def of_hub(name):
     """Whether a model or a data set is the hub's, and not a file, a folder or something made here."""
     here = Path(name).exists() or Path(name).suffix in (*FILES, ".gguf")
-    return bool(NAME.fullmatch(name)) and name[0] not in "./" and not here
+    return bool(NAME.fullmatch(name)) and not here
 
 
 def named(name):
@@ -198,10 +198,9 @@ def card(run, name, first=0):
     steps = [line for line in run.lines if line["phase"] == "rl"]
     different = sum(line.get("logprob_mismatch_tokens", 0) for line in steps)
     passes = [line["scores"] | line for line in evaluations(run.folder) if "pass@1" in line["scores"]]
-    source = (run.folder / "config.py").read_text()
-    notes = re.findall("^# (.*)$", source, re.MULTILINE)  # as versions.provenance
+    notes = re.findall("^# (.*)$", (run.folder / "config.py").read_text(), re.MULTILINE)  # as versions.provenance
     notes = [re.sub(r"(?<![^= ])/\S*/", "", note) for note in notes]  # folders of this machine say nothing elsewhere
-    origin = notes.pop(0) if source.startswith("# branched from ") else ""
+    origin = "" if branched(run.folder) is None else notes.pop(0)
     command, commit, machine = [*notes, *["unknown"] * 3][:3]
     scratch = config["init_from"] == "scratch"
     hub = {"base_model": config["init_from"], "datasets": config["dataset"]}
@@ -235,7 +234,7 @@ def write_folder(run, name, out, kept, public=()):
     read = plot.read_run(run, name)
     ledger = lines(run, "ledger.jsonl")
     require(ledger, f"{run}: its ledger is empty, and so there is no digest to publish")
-    began = branched(run)
+    began = branched(run) or 0
     first = next((x for x in sealed if int(x.name[5:]) >= began), sealed[-1])
     why = "a branch with no checkpoint but its last: no step could be made again; branch with more --keep_checkpoints"
     require(not began or int(first.name[5:]) <= ledger[-1]["step"], f"{run}: {why}")
@@ -285,6 +284,7 @@ def main(argv=None):
     parser.add_argument("--checkpoints", type=int, default=1, help="how many, the last ones, others can go on from")
     args = parser.parse_args(argv)
     require(NAME.fullmatch(args.name), f"{args.name}: not the name of a repository; use user/name")
+    require(args.checkpoints >= 0, f"--checkpoints={args.checkpoints}: use 0 or more")
     out = args.run / "publish"
     try:
         write_folder(args.run, args.name, out, args.checkpoints, args.public)

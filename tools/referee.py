@@ -26,7 +26,6 @@ from referee_step import step
 
 import kernels
 from configurator import require
-from onecurve.run.machine import report_error
 
 FEW = 16  # samples on which mistakes are tried
 LIKELY = 0.2  # chance of an EOS
@@ -134,7 +133,6 @@ def main():
     for name, default in FLAGS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help="default: %(default)s")
     args = parser.parse_args()
-    sys.excepthook = report_error
     judged = step if args.step else rollouts
     fits = len(args.paths) == 2 * (judged is rollouts)
     require(fits, "wants MODEL ROLLOUTS, or --step BEFORE BATCH AFTER")

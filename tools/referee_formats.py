@@ -108,7 +108,7 @@ def read(path):
             for packed in objects(file):
                 found += map(sample_of, unpacked(packed))
         except Exception as e:  # whatever a stranger's file may lead to
-            fail(f"{file}: wants {WANTED}: {type(e).__name__} after {len(found)} samples: {e}")
+            fail(f"{path}: wants {WANTED}: {type(e).__name__} in {file.name} after {len(found)} samples: {e}")
     found = [s for s in found if s.prompt and s.response]
-    require(found, f"{path}: no samples in it")
+    require(found, f"{path}: no samples in it; wants {WANTED}")
     return found

@@ -17,12 +17,11 @@ import sys
 from pathlib import Path
 
 from branch import branch
-from runs import command, lines, saved_config
+from runs import command, end_with_tool, lines, saved_config
 
 from configurator import require
 from onecurve.graders.watch import hacking
 from onecurve.run.checkpoint import healthy_checkpoint
-from onecurve.run.machine import report_error
 
 TURNS = 3
 
@@ -38,7 +37,7 @@ def run(folder, args, nproc):
     """Starts or continues the run in this folder, its output to be seen; its exit status."""
     if (folder / "config.py").exists():
         args = ["--init_from=resume"]
-    return subprocess.call(command(*args, f"--out_dir={folder}", "--watch=stop", ranks=nproc))
+    return subprocess.call(command(*args, f"--out_dir={folder}", "--watch=stop", ranks=nproc), preexec_fn=end_with_tool)
 
 
 def turn_back(folder, after, kl_coef):
@@ -64,7 +63,7 @@ def main():
     parser.add_argument("--healthy_kl_coef", type=float, default=0.1, help="weight of the KL to the healthy policy")
     parser.add_argument("--nproc", type=int, default=1, help="processes; more than one are torchrun's")
     args, flags = parser.parse_known_args()
-    sys.excepthook = report_error
+    require(args.nproc > 0, f"--nproc={args.nproc}: must be more than 0")
     folder = args.out_dir
     for n in range(TURNS + 1):
         after = Path(f"{args.out_dir}_{n + 1}")

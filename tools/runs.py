@@ -3,6 +3,7 @@ How the tools start train_grpo.py, and how they read what a run has left in its 
 """
 
 import atexit
+import ctypes
 import json
 import os
 import re
@@ -26,15 +27,15 @@ from configurator import require  # noqa: E402
 from onecurve.keys.prompts import SUMS  # noqa: E402
 
 
-def end_quietly(kind, error, trace):
-    """A sys.excepthook: an output that nobody reads any more, as after `| head`, is no error."""
-    if kind is BrokenPipeError:
-        sys.stdout = None  # Python's end would write there what is left
-    else:
-        sys.__excepthook__(kind, error, trace)
+def report_error(*error):
+    """A sys.excepthook: what ends a run in one line ends a tool in one. Status 1 is for what a tool has found."""
+    from onecurve.run import machine  # imports torch, which some tools do without
+
+    machine.report_error(*error, kept="", cure="start again")
+    sys.exit(2)
 
 
-sys.excepthook = end_quietly
+sys.excepthook = report_error
 MOST_STEPS = 2**40  # more than any run has: a stranger's log may have any number
 
 
@@ -44,10 +45,19 @@ def command(*args, ranks=1, restarts=0, script=(ROOT / "train_grpo.py",)):
     return [sys.executable, *(torchrun if ranks > 1 or restarts else []), *map(str, script), *map(str, args)]
 
 
+LIBC = ctypes.CDLL(None)
+
+
+def end_with_tool():
+    """In a run that a tool starts: a SIGTERM ends it when the tool ends in any way."""
+    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def launch(command, env=None, cwd=None, timeout=None):
     """Runs a command to its end: (exit status, everything it printed)."""
-    options = dict(cwd=cwd, env=os.environ | (env or {}), timeout=timeout, stdin=subprocess.DEVNULL)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    options = dict(cwd=cwd, env=os.environ | (env or {}), timeout=timeout, preexec_fn=end_with_tool)
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(command, text=True, **options, **pipes)
     return done.returncode, done.stdout
 
 
@@ -165,11 +175,20 @@ def run(folder, *flags, ranks=1):
     return lines(folder)
 
 
+class Saved(dict):
+    """A run's config: without a key that is read, this process ends with one line."""
+
+    def __missing__(self, key):
+        require(False, f"{self.path}: has no {key}: it was saved by another version of this program, or edited")
+
+
 def saved_config(folder):
     """{key: value} of a run's config.py."""
     path = Path(folder) / "config.py"
     require(path.is_file(), f"{folder}: no config.py in it: not the folder of a run")
-    return configurator.saved_config(path)
+    saved = Saved(configurator.saved_config(path))
+    saved.path = path
+    return saved
 
 
 # values that name nothing elsewhere; a GGUF file of an installed package is read, and the package is not imported

@@ -89,9 +89,9 @@ def starts_of(run):
 
 
 def branched(run):
-    """The step from which on tools/branch.py gave this run a config of its own; 0 if it had it from the beginning."""
+    """The step from which on tools/branch.py gave this run a config of its own; None if it is no branch."""
     found = re.match(r"# branched from .*, at step (\d{1,9})\n", (run / "config.py").read_text())
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else None
 
 
 def whole_experts(tensors):
@@ -238,6 +238,7 @@ def main():
     parser.add_argument("--nproc", type=int, default=1, help="processes; more than one are torchrun's")
     parser.add_argument("--keep", type=Path, help="a folder for what is done again, for tools/diff.py")
     args, flags = parser.parse_known_args()
+    require(args.nproc > 0, f"--nproc={args.nproc}: must be more than 0")
     run = fetched(args.run)
     for name in ("config.py", "ledger.jsonl"):
         require((run / name).is_file(), f"{run}: no {name} in it, and so nothing to verify")

@@ -27,16 +27,23 @@ def check_answers(rewards, rows, config):
 
 
 def try_own(rewards, rows):
-    """Ends the run with one line if a reward of the user's fails on the first row of its source, taken as answered."""
+    """
+    Ends the run with one line if a reward of the user's fails on the first row of its source, taken as answered. A line
+    says if it gives two rewards for it.
+    """
     first = {}
     for row in rows:
         first.setdefault(row.get("source", ""), row)
     for source, row in first.items():
         try:
             own = [(weight, name, reward) for weight, name, reward in rewards[source].terms if reward.own]
-            score_all(WeightedSum(own), row, [(row["answer"], "the first row, with its answer as the response")])
+            sample = row["answer"], "the first row, with its answer as the response"
+            (one, _), (other, _) = (score_all(WeightedSum(own), row, [sample])[0] for _ in range(2))
         except RewardError as error:
             require(False, str(error))
+        if one != other:
+            why = "it is no function of its arguments, and no repeat of this run will have its digest"
+            print(f"reward: gives {one}, and then {other}, for one sample: {why}")
 
 
 def check_vocabulary(rewards, tokenizer):

@@ -10,6 +10,7 @@ A run's requirements of its machine, checked before anything is computed; the la
 import atexit
 import errno
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from configurator import close_bars, error_line, require, roles
+from configurator import close_bars, error_line, last_word, require, roles
 from sync import from_all_ranks, rank_is_lost, reason
 
 MOST_COPIED = 2e9  # parameters of which one trainer on a card holds a copy in bfloat16, and its gradients
@@ -162,7 +163,7 @@ def watch_ranks(ranks, timeout):
                 continue
             if ranks.rank == min({*range(ranks.world)} - {*silent}):
                 line = f"rank {silent[0]}: lost, or silent for {0.8 * timeout:g} s; nothing written is lost"
-                print(error_line(f"{line}; resume with --init_from=resume"), file=sys.stderr, flush=True)
+                last_word(error_line(f"{line}; resume with --init_from=resume"))
             else:
                 time.sleep(5)
             os._exit(1)
@@ -174,31 +175,34 @@ def watch_ranks(ranks, timeout):
 def report_error(kind, error, trace, kept="nothing written is lost", cure="resume with --init_from=resume"):
     """
     A sys.excepthook: Ctrl-C, a lost rank, an output that nobody reads and what a file system refuses are one line, all
-    else is a traceback.
+    else is a traceback. kept: what of a run is; '' for a tool, whose output may be left unread, as after `| head`.
     """
     close_bars()
     in_rust = re.search(r"\(os error (\d+)\)", str(error))  # safetensors and tokenizers have no errno
     number = int(in_rust[1]) if in_rust else getattr(error, "errno", None)
+    file = number and getattr(error, "filename", None)
     if kind is KeyboardInterrupt:
         line = "interrupted"
     elif kind is BrokenPipeError:
-        line = "the output has no reader any more"
         sys.stdout = None  # Python's end would write there what is left
+        if not kept:
+            return
+        line = "the output has no reader any more"
     elif isinstance(error, RuntimeError) and rank_is_lost(error):  # such is a dist.DistError
         gone = "torchrun's store is gone, with the node that had it"
         line = gone if isinstance(error, dist.DistNetworkError) else "another rank is lost"
-    elif errno.errorcode.get(number) in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split():
-        line = f"{getattr(error, 'filename', None) or 'writing to out_dir'}: {os.strerror(number)}"
+    elif file or errno.errorcode.get(number) in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split():
+        line = f"{file or 'writing to out_dir'}: {os.strerror(number)}"
         cure = f"when that is mended, {cure}"
     else:
         return sys.__excepthook__(kind, error, trace)
-    print(error_line(f"{line}; {kept}; {cure}"), file=sys.stderr, flush=True)
+    print(error_line("; ".join(filter(None, (line, kept, cure)))), file=sys.stderr, flush=True)
 
 
 def end_with_a_line(rank):
     """
-    Makes a SIGTERM end this process as usual, but with a line of the first rank's; and removes torchrun's folder in
-    /tmp, if it is empty, when the process ends.
+    Makes a SIGTERM end this process as usual, but with a line of the first rank's and without multiprocessing's folder
+    in /tmp; and removes torchrun's folder there, if it is empty, when the process ends.
     """
     owner = os.getpid()
     stderr = os.dup(2)  # which may lead to an engine's log when the signal comes
@@ -212,9 +216,12 @@ def end_with_a_line(rank):
                     folder.rmdir()
 
     def ended(number, _):
-        if os.getpid() == owner and rank == 0:
-            line = "ended by SIGTERM; nothing written is lost; resume with --init_from=resume"
-            os.write(stderr, f"\nerror: {line}\n".encode())  # maybe behind a bar
+        if os.getpid() == owner:
+            if rank == 0:
+                line = "ended by SIGTERM; nothing written is lost; resume with --init_from=resume"
+                last_word(f"error: {line}", stderr)
+            if sockets := multiprocessing.current_process()._config.get("tempdir"):  # of weight_sync='ipc'
+                shutil.rmtree(sockets, ignore_errors=True)
         clean()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

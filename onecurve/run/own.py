@@ -32,6 +32,20 @@ def run_of(config):
         CONFIG.reset(token)
 
 
+@contextmanager
+def left_alone():
+    """Raises ValueError where the code inside leaves behind what the whole run would have from then on."""
+
+    def state():
+        folder = os.stat(".")  # of one that was deleted, too
+        return folder.st_dev, folder.st_ino, torch.get_default_dtype(), torch.is_grad_enabled()
+
+    before = state()
+    yield
+    if state() != before:
+        raise ValueError("it changes the working directory, or torch's dtype or gradients, for the run; set them back")
+
+
 def find_function(name, what, known=()):
     """
     The function called `name`, from a file, which is run only once. Raises ValueError with a cure. known: names
@@ -51,7 +65,8 @@ def find_function(name, what, known=()):
         spec = importlib.util.spec_from_file_location(key, key)
         sys.modules[key] = module = importlib.util.module_from_spec(spec)
         try:
-            spec.loader.exec_module(module)
+            with left_alone():
+                spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[key]
             raise ValueError(f"{file} does not load: {describe(error)}") from error

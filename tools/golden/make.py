@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 import kernels
 from onecurve.models.folders import fetch_model, make_scratch_model
-from onecurve.run.machine import report_error
 from train_grpo import DEFAULTS
 
 MODELS = {
@@ -101,7 +100,6 @@ def main():
     parser.add_argument("--every", type=int, default=1, help="of every so many-th row only, which are not written")
     args = parser.parse_args()
     require(args.every > 0, f"--every={args.every}: must be more than 0")
-    sys.excepthook = report_error
     kernels.enable_batch_invariant(os.cpu_count())
     folder = folder_of(args.model)
     reference = Reference(folder, "model")
