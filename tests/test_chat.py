@@ -907,6 +907,23 @@ def test_what_a_reward_of_verifiers_raises_is_no_zero_and_an_empty_reply_is_one(
 
 
 @pytest.mark.parametrize(
+    "replies, longest, why",
+    [
+        ("row['answers']", 99, "KeyError: 'answers' (mine.py:4)"),
+        ("[]", 99, "0 replies, and the agent asks for one more"),
+        ("['7']", 3, "tokens, over max_prompt_tokens=3"),
+    ],
+)
+def test_demonstrations_that_cannot_be_made_end_the_run_in_one_line(replies, longest, why, template, tmp_path, refusal):
+    solve = "async def solve(chat, row):\n    chat.user(row['prompt']), await chat.generate()\n"
+    (tmp_path / "mine.py").write_text(f"{solve}def replies(row):\n    return {replies}\n")
+    config = CONFIG | dict(agent=f"{tmp_path}/mine.py:solve", warmup_sft_steps=1, max_prompt_tokens=longest)
+    agent = Agent(config, "here", template.tokenizer, template.stop_tokens)
+    line = refusal(agent.demonstrate, [dict(columns=ROW)])
+    assert line.startswith(f"error: agent='{tmp_path}/mine.py:solve': replies({ROW})") and why in line
+
+
+@pytest.mark.parametrize(
     "source, spec, why",
     [
         ("", "nowhere.py:solve", "no file nowhere.py"),
