@@ -1,16 +1,19 @@
 """
 An environment of verifiers as an agent, inside the process; ENVIRONMENT names it, and the run's rows are its questions:
 
+    uv pip install verifiers==0.1.10 openai==2.6.1    # SGLang's openai; verifiers 0.4 has no load_environment
     ENVIRONMENT=my_env python train_grpo.py --agent=examples/verifiers_env.py:solve --prompt_column=question ..
 """
 
+import contextvars
 import functools
 import inspect
 import os
 
 import verifiers
 
-ENV, raised = verifiers.load_environment(os.environ["ENVIRONMENT"]), []
+ENV = verifiers.load_environment(os.environ["ENVIRONMENT"])
+raised = contextvars.ContextVar("raised")  # a sample's own, as many are under way
 
 
 def noted(function):
@@ -22,7 +25,7 @@ def noted(function):
             value = function(*args, **kwargs)
             return await value if inspect.isawaitable(value) else value
         except Exception as error:
-            raised.append(error)
+            raised.get().append(error)
             raise
 
     return call
@@ -35,9 +38,12 @@ for rubric in getattr(ENV.rubric, "rubrics", [ENV.rubric]):
 async def solve(chat, row):
     system = [dict(role="system", content=ENV.system_prompt)] if ENV.system_prompt else []
     prompt = [*system, dict(role="user", content=row["prompt"])]
+    raised.set(errors := [])
     async with chat.openai() as client:
         task = dict(prompt=prompt, answer=row["answer"], example_id=0, task="default")
         output = await ENV.run_rollout(task, client, "policy", {})
-    if raised or output["error"]:
-        raise raised[0] if raised else RuntimeError(output["error"])
+    if output["error"] and output["error"]["error"] == "EmptyModelResponseError":
+        return 0.0  # an error to verifiers; but a policy that says nothing is no failure
+    if errors or output["error"]:
+        raise errors[0] if errors else RuntimeError(output["error"])
     return output["reward"]

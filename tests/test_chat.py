@@ -866,14 +866,14 @@ def test_an_environment_behind_openenvs_contract_is_an_agent(template, monkeypat
     stand_in(monkeypatch, openenv={}, openenv__core={}, openenv__core__generic_client=dict(GenericEnvClient=Remote))
     monkeypatch.setenv("OPENENV_URL", "http://there")
     solve, _ = again.load_agent("examples/openenv_env.py:solve")
-    for _ in range(2):
-        episode, reward = play(solve, ["a", "b"], template)
+    for seed in (1, 2):  # other noise, as another sample of the group has it, and the same episode
+        episode, reward = play(solve, ["a", "b"], template, config=CONFIG | dict(seed=seed))
     (c,) = episode.chats
     assert reward == 0 and [turn.rewards for turn in c.turns] == [[0.0], [1.0]]
     assert [m["content"] for m in c.messages] == ["go", "a", "not a", "b"] and seeds[0] == seeds[1]
 
 
-def test_what_a_reward_of_verifiers_raises_is_no_zero(template, monkeypatch):
+def test_what_a_reward_of_verifiers_raises_is_no_zero_and_an_empty_reply_is_one(template, monkeypatch):
     def reward(completion, **others):
         return len(completion) / others["divide_by"]
 
@@ -882,18 +882,37 @@ def test_what_a_reward_of_verifiers_raises_is_no_zero(template, monkeypatch):
 
         async def run_rollout(self, task, client, model, sampling):
             answer = await client.chat.completions.create(model=model, messages=task["prompt"])
+            text = answer.choices[0].message.content
+            error = None if text else dict(error="EmptyModelResponseError")  # as verifiers has it
             try:
-                text = answer.choices[0].message.content
                 value = await self.rubric.funcs[0](completion=text, divide_by=task["answer"])
             except ZeroDivisionError:  # as verifiers does
                 value = 0.0
-            return dict(reward=value, error=None)
+            return dict(reward=value, error=error)
 
     stand_in(monkeypatch, verifiers=dict(load_environment=lambda name: Environment()))
     monkeypatch.setenv("ENVIRONMENT", "mine")
     solve, _ = again.load_agent("examples/verifiers_env.py:solve")
     assert play(solve, ["four"], template, row=dict(prompt="a", answer=4))[1] == 1
+    assert play(solve, [""], template, row=dict(prompt="a", answer=0))[1] == 0
     assert "ZeroDivisionError" in error_of(solve, ["four"], template, row=dict(prompt="a", answer=0))
+
+
+@pytest.mark.parametrize(
+    "replies, longest, why",
+    [
+        ("row['answers']", 99, "KeyError: 'answers' (mine.py:4)"),
+        ("[]", 99, "0 replies, and the agent asks for one more"),
+        ("['7']", 3, "tokens, over max_prompt_tokens=3"),
+    ],
+)
+def test_demonstrations_that_cannot_be_made_end_the_run_in_one_line(replies, longest, why, template, tmp_path, refusal):
+    solve = "async def solve(chat, row):\n    chat.user(row['prompt']), await chat.generate()\n"
+    (tmp_path / "mine.py").write_text(f"{solve}def replies(row):\n    return {replies}\n")
+    config = CONFIG | dict(agent=f"{tmp_path}/mine.py:solve", warmup_sft_steps=1, max_prompt_tokens=longest)
+    agent = Agent(config, "here", template.tokenizer, template.stop_tokens)
+    line = refusal(agent.demonstrate, [dict(columns=ROW)])
+    assert line.startswith(f"error: agent='{tmp_path}/mine.py:solve': replies({ROW})") and why in line
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import torch
 from configurator import MODES, fail, named_arguments, require
 from onecurve.agents import again, chat, scheduler
 from onecurve.keys.seeds import noise_seed
+from onecurve.run.own import describe
 from rollout_server import Sampler, sampling_seed
 from sync import group_path
 
@@ -62,16 +63,26 @@ class Agent:
         require(not any(c.schemas for c in tried.chats), why)
 
     def demonstrate(self, rows):
-        """(ids of the prompt, ids after it, loss mask) of the dialogues in which `replies` speaks for the model."""
-        return asyncio.run(self._demonstrate(rows))
+        """
+        (ids of the prompt, ids after it, loss mask) of the dialogues in which `replies` speaks for the model. Ends the
+        run with one line if there is no such dialogue.
+        """
+        try:
+            return asyncio.run(self._demonstrate(rows))
+        except chat.AgentError as error:
+            fail(f"agent={self.config['agent']!r}: {error}")
 
     async def _demonstrate(self, rows):
         known = []
         rows = [row["columns"] for row in rows]
         for i, row in enumerate(rows):
-            script = again.scripted(self.replies(row), self.template)
+            where = f"replies({str(row)[:300]})"
+            try:
+                script = again.scripted(self.replies(row), self.template)
+            except Exception as error:
+                raise chat.AgentError(f"{where}: {describe(error)}") from error
             journal = types.SimpleNamespace(entries={}, write=lambda entry: None)
-            known.append(chat.Episode(self.config, self.template, f"replies({row})", i, ["sft", i], *script, journal))
+            known.append(chat.Episode(self.config, self.template, where, i, ["sft", i], *script, journal))
         await asyncio.gather(*[e.play(self.solve, row) for e, row in zip(known, rows)])
         parts = [(c.ids, c.turns[0].start, c.mask) for e in known for c in e.chats]
         return [(ids[:start], ids[start:], mask[start:]) for ids, start, mask in parts]
