@@ -33,7 +33,7 @@ class Reference:
     """A model folder in float32, with kernels.py. key: the argument that names it."""
 
     def __init__(self, folder, key):
-        self.folder = fetch_model(str(folder), key)
+        self.folder = fetch_model(folder, key)
         self.hf = check_model(self.folder, DEFAULTS | dict(max_prompt_tokens=0, max_new_tokens=0), key)
         self.tokenizer, self.stop = load_tokenizer(self.folder)
         self.model = build_model(self.hf, None, "cpu", True)

@@ -3,7 +3,6 @@ How the tools start train_grpo.py, and how they read what a run has left in its 
 """
 
 import atexit
-import ctypes
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # whoever imports this can import the files there
 import configurator  # noqa: E402
 from configurator import require  # noqa: E402
 from onecurve.keys.prompts import SUMS  # noqa: E402
+from onecurve.run.start import at_parents_end  # noqa: E402
 
 
 def report_error(*error):
@@ -45,12 +45,7 @@ def command(*args, ranks=1, restarts=0, script=(ROOT / "train_grpo.py",)):
     return [sys.executable, *(torchrun if ranks > 1 or restarts else []), *map(str, script), *map(str, args)]
 
 
-LIBC = ctypes.CDLL(None)
-
-
-def end_with_tool():
-    """In a run that a tool starts: a SIGTERM ends it when the tool ends in any way."""
-    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+end_with_tool = partial(at_parents_end, signal.SIGTERM)  # in a run that a tool starts
 
 
 def launch(command, env=None, cwd=None, timeout=None):

@@ -89,15 +89,16 @@ def fetch_model(name, key="init_from"):
     The local folder of a model folder, a GGUF file or a hub name. key: the config's key that has the name, for the
     error line.
     """
+    name = str(name)
     if Path(name).is_dir():
         return Path(name)
-    if str(name).endswith(".gguf"):
+    if name.endswith(".gguf"):
         from onecurve.models import gguf
 
         return gguf.fetch(name, key)
-    is_path = str(name).startswith((".", "/", "~")) or str(name).count("/") > 1 or Path(name).is_file()
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_file()
     cure = "make it first, or use another model's folder or a hub name"
-    require(not is_path, f"{key}={str(name)!r}: no such folder; {cure}")
+    require(not is_path, f"{key}={name!r}: no such folder; {cure}")
     from huggingface_hub import snapshot_download
 
     try:

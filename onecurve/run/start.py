@@ -15,13 +15,20 @@ from pathlib import Path
 
 from configurator import require
 
+LIBC = ctypes.CDLL(None)
+
+
+def at_parents_end(number):
+    """Has the kernel send this process a signal when the one that started it ends in any way."""
+    LIBC.prctl(1, number)  # PR_SET_PDEATHSIG
+
 
 def end_with_parent():
     """
     Makes the kernel end this process when the one that started it ends in any way: torchrun's agent, or a rank. Ends it
     now if that is gone already. A shell is no such parent: its children may have to outlive it.
     """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    at_parents_end(signal.SIGKILL)
     parent = Path("/proc", str(os.getppid()))
     alive = parent.name != "1"
     try:  # an agent or a rank has torch; what stands between them, such as a shell, was started by an agent
