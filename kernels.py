@@ -1361,17 +1361,18 @@ class Plan:
 
     q_lens (B,) queries of each sequence, kv_lens (B,) its keys, of which the queries' are the last. Over a paged cache:
     page_table (any, >= max kv_lens), the cache row of each position, and requests (B,), the table's row of each
-    sequence. Without a page_table the keys are packed as the queries are. first, row: see `packed_plan`; of each token
-    a row of its own.
+    sequence. Without a page_table the keys are packed as the queries are. most: keys that a sequence may have. first,
+    row: see `packed_plan`; of each token a row of its own.
 
     The Triton kernels read every number from the device: no step waits for it. A captured CUDA graph replays with the
     then current kv_lens, page_table and requests; q_lens must stay, since the plan keeps running sums (B,) of it. Keep
     the plan as long as the graph. The CPU makes its indices at the first use.
     """
 
-    def __init__(self, q_lens, kv_lens, page_table=None, requests=None, first=..., row=None):
+    def __init__(self, q_lens, kv_lens, most, page_table=None, requests=None, first=..., row=None):
         self.q_lens = q_lens
         self.kv_lens = kv_lens
+        self.most = most
         self.page_table = page_table
         self.requests = requests
         self.first = first
@@ -1424,18 +1425,19 @@ class Plan:
 
 def packed_plan(lengths, device=None, ids=None):
     """
-    The plan of a packed batch of whole sequences, `lengths` (B,) tokens each, for training. With ids (N,), their
-    tokens on the CPU, as lengths must be, those with the same prefix share a row of q, k and v: rows are of the tokens
-    `first` (U,), and `row` has each token's.
+    The plan of a packed batch of whole sequences, `lengths` (B,) tokens each, on the CPU, for training. With ids (N,),
+    their tokens on the CPU, those with the same prefix share a row of q, k and v: rows are of the tokens `first` (U,),
+    and `row` has each token's.
     """
     lengths = torch.as_tensor(lengths)
+    most = max(lengths.tolist(), default=0)
 
     def there(x):
         return x.to(device or x.device, non_blocking=True).contiguous()  # as the Triton kernels read them
 
     if ids is None:
         lengths = there(lengths)
-        return Plan(lengths, lengths)
+        return Plan(lengths, lengths, most)
     nodes = {}  # a prefix tree, {(first token with the prefix before, id): the first with both}, as indices of `alike`
     alike = []  # of each token the first with its prefix
     for tokens in ids.split(lengths.tolist()):
@@ -1446,7 +1448,7 @@ def packed_plan(lengths, device=None, ids=None):
     first, row = torch.tensor(alike).unique(return_inverse=True)
     ends = torch.searchsorted(first, lengths.cumsum(0))  # a sequence's first ones are its last tokens
     q_lens = ends.diff(prepend=ends.new_zeros(1))
-    return Plan(there(q_lens), there(lengths), first=there(first), row=there(row))
+    return Plan(there(q_lens), there(lengths), most, first=there(first), row=there(row))
 
 
 def paged_plan(q_lens, kv_lens, page_table, requests):
@@ -1459,7 +1461,7 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
     fits = all(x.device == page_table.device and x.is_contiguous() for x in each)
     fits = fits and page_table.stride(1) == 1
     check(fits, "paged_plan: all four on one device, the numbers and the entries of a page_table's row side by side")
-    return Plan(q_lens, kv_lens, page_table, requests)
+    return Plan(q_lens, kv_lens, page_table.shape[1], page_table, requests)
 
 
 # On Triton the softmax is online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Per split of SPLIT keys, over
@@ -1537,9 +1539,12 @@ def triton_attention(
     q, k, v, out, lse, part_m, part_l, q_ends, tile_ends, kv_lens, pages, requests, pages_r, c, N, B, splits, LANES,
     q_n, q_h, k_s, k_h, v_s, v_h,
     HEADS: constexpr, GROUPS: constexpr, D: constexpr, KEYS: constexpr, SPLIT: constexpr,
-    ROWS: constexpr, PAGED: constexpr, PARTS: constexpr, TMA: constexpr,
+    ROWS: constexpr, PAGED: constexpr, PARTS: constexpr, ONE: constexpr, TMA: constexpr,
 ):  # fmt: skip
-    """A tile of rows, (query, head of the group) pairs. PARTS: out takes each split's sums for `triton_merge_parts`."""
+    """
+    A tile of rows, (query, head of the group) pairs. PARTS: out takes each split's sums for `triton_merge_parts`. ONE:
+    no sequence has a second split, which saves the registers of a merge.
+    """
     # the last tiles see the most keys: first come the long ones
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -1599,10 +1604,14 @@ def triton_attention(
             tl.store(part_m + at, sm, mask=valid)
             tl.store(part_l + at, sl, mask=valid)
             tl.store(out + at[:, None] * D + d, so, mask=inside)
+        elif ONE:
+            m = sm
+            den = sl
+            o = so
         else:
             m, den, o = _merge(m, den, o, sm, sl, so, c)
     if not PARTS:
-        o *= tl.div_rn(1.0, den)[:, None]
+        o = tl.fma(o, tl.div_rn(1.0, den)[:, None], 0.0)  # `_merge` may have made 0.0 of -0.0
         out += row[:, None] * D
         tl.store(out + d, o.to(out.dtype.element_ty), mask=inside)
         if not PAGED:
@@ -1634,7 +1643,7 @@ def triton_merge_parts(
         sl = tl.load(part_l + at)
         so = tl.load(part_o + at[:, None] * D + d)
         m, den, o = _merge(m, den, o, sm, sl, so, c)
-    o *= tl.div_rn(1.0, den)[:, None]
+    o = tl.fma(o, tl.div_rn(1.0, den)[:, None], 0.0)
     out += (row + one)[:, None] * D
     tl.store(out + d, o.to(out.dtype.element_ty))
 
@@ -1807,7 +1816,7 @@ class TritonAttention(torch.autograd.Function):
         requests = plan.requests if paged else plan.q_ends
         # decode has few rows: several programs share the splits that one may have, and a second kernel merges them
         decode = paged and N <= plan.B
-        splits = triton.cdiv(pages.shape[1], SPLIT) if decode else 1
+        splits = triton.cdiv(plan.most, SPLIT) if decode else 1
         parts = splits > 1
         lanes = min(splits, triton.cdiv(DECODE_PROGRAMS, max(1, N * heads)))
         rows = DECODE_ROWS if decode else PREFILL_ROWS
@@ -1825,7 +1834,7 @@ class TritonAttention(torch.autograd.Function):
         key_tiles = _by_copy_engine(k, v, config["KEYS"]) if tma else (k, v)
         args = q, *key_tiles, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
         args += pages.stride(0), c, N, plan.B, splits, lanes, *strides
-        flags = dict(shape, SPLIT=SPLIT, PAGED=paged, PARTS=parts, TMA=tma)
+        flags = dict(shape, SPLIT=SPLIT, PAGED=paged, PARTS=parts, ONE=plan.most <= SPLIT, TMA=tma)
         _launch(triton_attention, (tiles, heads, lanes), *args, **flags, **config)
         if parts:
             args = part_o, part_m, part_l, out, plan.q_ends, plan.kv_lens, c, plan.B, splits

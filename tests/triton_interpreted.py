@@ -257,6 +257,22 @@ def test_decode_within_and_beyond_a_split_of_the_real_size_equals_prefill():
     assert same(*sequences.step([(0, 1000, 1090)]))
 
 
+SIGN_OF_ZERO = ("o = tl.fma(o, tl.div_rn(1.0, den)[:, None], 0.0)  #", "o *= tl.div_rn(1.0, den)[:, None]  #")
+
+
+@pytest.mark.parametrize("change", [None, SIGN_OF_ZERO, ("den = sl", "den = sl + 1")])
+def test_one_split_computes_as_several_do(change, tmp_path):
+    q, k, v = qkv(128, 1, 1, 64)
+    q[:] = 1
+    k[:64] = -9  # what is far below the next scores and next to nothing underflows to -0.0, which stays
+    v[:64] = -1e-38
+    v[64:] = -0.0
+    plan = kernels.packed_plan([128])
+    out = (mutant(tmp_path, change) if change else kernels).attention(q, k, v, plan, 0.2)
+    plan.most = kernels.SPLIT + 1
+    assert same(kernels.attention(q, k, v, plan, 0.2), out) is not bool(change)
+
+
 TILES = (16, 16), (16, 32), (32, 64), (64, 16)  # rows of a tile, and keys of one of dK and dV
 
 
