@@ -1473,8 +1473,9 @@ def paged_plan(q_lens, kv_lens, page_table, requests):
 # lse and rowsum(do * o) lie as (HK, N, G), so that those of a tile of rows are side by side, and then come some numbers
 # that are read with a last tile and thrown away.
 #
-# The copy engine (TMA), where there is one, brings a packed batch's k and v to forward and dq. Past a tensor's end it
-# fills in zeros; with Triton's ragged descriptors, whose addresses wrap round at 2^64, it does so past a sequence's.
+# The copy engine (TMA), where there is one, brings a packed batch's k and v to forward and dq, and its q and do to dkv.
+# Past a tensor's end it fills in zeros; with Triton's ragged descriptors, whose addresses wrap round at 2^64, it does
+# so past a sequence's.
 
 
 @triton.jit
@@ -1713,6 +1714,7 @@ def triton_attention_dq(
 def triton_attention_dkv(
     q, k, v, grad, lse, delta, dk, dv, q_ends, key_ends, c, scale, N, B, q_n, q_h, k_s, k_h, v_s, v_h,
     HEADS: constexpr, GROUPS: constexpr, D: constexpr, ROWS: constexpr, KEYS: constexpr,
+    TMA: constexpr,
 ):  # fmt: skip
     """
     dk = sum ds^T q, dv = sum p^T do over the rows of the sequence, query by query and within one head by head, from the
@@ -1724,8 +1726,7 @@ def triton_attention_dkv(
     if b == B:
         return
     start = _before(q_ends, b)
-    end = _before(q_ends, b + 1)
-    length = end - start
+    length = _before(q_ends, b + 1) - start
     first_key = (tile - _before(key_ends, b)) * KEYS
     at = first_key + tl.arange(0, KEYS)
     d = tl.arange(0, D)[None, :]
@@ -1739,19 +1740,25 @@ def triton_attention_dkv(
     dv_acc = tl.zeros([KEYS, D], tl.float32)
     rows = length * GROUPS
     statistics = (head.to(tl.int64) * N + start) * GROUPS
-    q += (head * GROUPS).to(tl.int64) * q_h
-    grad += head.to(tl.int64) * (GROUPS * D)
+    if not TMA:
+        q += (head * GROUPS).to(tl.int64) * q_h
+        grad += head.to(tl.int64) * (GROUPS * D)
     lse += statistics
     delta += statistics
     for first in range(first_key * GROUPS // ROWS * ROWS, rows, ROWS):
         r = first + tl.arange(0, ROWS)
-        token = (start + r // GROUPS).to(tl.int64)
-        group = r % GROUPS
-        valid = (r < rows)[:, None]
-        q_row = q + (token * q_n + group * q_h)[:, None]
-        x = tl.load(q_row + d, mask=valid, other=0.0)
-        g_row = grad + ((token * (HEADS * GROUPS) + group) * D)[:, None]
-        g = tl.load(g_row + d, mask=valid, other=0.0)
+        if TMA:
+            place = [first // GROUPS, head * GROUPS, 0]
+            x = load_ragged(q, start, length, place).reshape(ROWS, D)
+            g = load_ragged(grad, start, length, place).reshape(ROWS, D)
+        else:
+            token = (start + r // GROUPS).to(tl.int64)
+            group = r % GROUPS
+            valid = (r < rows)[:, None]
+            q_row = q + (token * q_n + group * q_h)[:, None]
+            x = tl.load(q_row + d, mask=valid, other=0.0)
+            g_row = grad + ((token * (HEADS * GROUPS) + group) * D)[:, None]
+            g = tl.load(g_row + d, mask=valid, other=0.0)
         # past the sequence these hold anything
         top = tl.load(lse + r)[None, :]
         mean = tl.load(delta + r)[None, :]
@@ -1767,11 +1774,11 @@ def triton_attention_dkv(
         dp = tl.dot(vt, g.T, input_precision="ieee")
         ds = (p * (dp - mean)).to(x.dtype)
         dk_acc = tl.dot(ds, x, dk_acc, input_precision="ieee")
-    # computed again from what is read again: the loop has no registers to keep these in
-    start = tl.load(q_ends + b - 1, mask=b > 0, other=0, volatile=True).to(tl.int32)
-    at = start + first_key + tl.arange(0, KEYS)
-    to = (at.to(tl.int64) * HEADS + head)[:, None] * D + d
-    here = (at < end)[:, None]
+    # computed again from what is read again: the loop has no registers to keep it in
+    before = tl.load(key_ends + b - 1, mask=b > 0, other=0, volatile=True).to(tl.int32)
+    at = (tile - before) * KEYS + tl.arange(0, KEYS)
+    to = ((start + at).to(tl.int64) * HEADS + head)[:, None] * D + d
+    here = (at < length)[:, None]
     tl.store(dk + to, (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
     tl.store(dv + to, dv_acc.to(dv.dtype.element_ty), mask=here)
 
@@ -1792,9 +1799,9 @@ def _attention_config(x, rows, warps, stages, keys=None):
     )
 
 
-def _by_copy_engine(k, v, keys):
-    """k and v (N, HK, D) in tiles of `keys` keys of one head."""
-    return [create_ragged_descriptor(x, [keys, 1, x.shape[2]]) for x in (k, v)]
+def _by_copy_engine(tma, a, b, tokens, heads=1):
+    """a and b (N, heads, D) in tiles of so many tokens and heads, if tma."""
+    return [create_ragged_descriptor(x, [tokens, heads, x.shape[2]]) if tma else x for x in (a, b)]
 
 
 class TritonAttention(torch.autograd.Function):
@@ -1831,7 +1838,7 @@ class TritonAttention(torch.autograd.Function):
         if parts:
             part_o = q.new_empty(N, H, splits, D, dtype=torch.float32)
             part_m, part_l = q.new_empty(2, N, H, splits, dtype=torch.float32)
-        key_tiles = _by_copy_engine(k, v, config["KEYS"]) if tma else (k, v)
+        key_tiles = _by_copy_engine(tma, k, v, config["KEYS"])
         args = q, *key_tiles, part_o, lse, part_m, part_l, plan.q_ends, ends, plan.kv_lens, pages, requests
         args += pages.stride(0), c, N, plan.B, splits, lanes, *strides
         flags = dict(shape, SPLIT=SPLIT, PAGED=paged, PARTS=parts, ONE=plan.most <= SPLIT, TMA=tma)
@@ -1867,13 +1874,16 @@ class TritonAttention(torch.autograd.Function):
         sequences = min(N, plan.B)
         rest = grad, lse, delta
         tail = scale / math.log(2), scale, N, plan.B, *strides
-        key_tiles = _by_copy_engine(k, v, dq_config["KEYS"]) if tma else (k, v)
+        key_tiles = _by_copy_engine(tma, k, v, dq_config["KEYS"])
         args = q, *key_tiles, *rest, dq, plan.q_ends, plan.ends(groups, rows), *tail
         grid = N * groups // rows + sequences, heads
         _launch(triton_attention_dq, grid, *args, **shape, TMA=tma, **dq_config)
-        args = q, k, v, *rest, dk, dv, plan.q_ends, plan.ends(1, keys), *tail
+        rows = dkv_config["ROWS"]
+        tma = tma and rows % groups == 0 and _lies_for_tma(grad)
+        q, grad = _by_copy_engine(tma, q, grad, rows // groups, groups)
+        args = q, k, v, grad, lse, delta, dk, dv, plan.q_ends, plan.ends(1, keys), *tail
         grid = N // keys + sequences, heads
-        _launch(triton_attention_dkv, grid, *args, **shape, **dkv_config)
+        _launch(triton_attention_dkv, grid, *args, **shape, TMA=tma, **dkv_config)
         return dq, dk, dv, None, None
 
 

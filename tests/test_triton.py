@@ -348,9 +348,9 @@ def test_every_kernel_that_is_launched_compiles_for_hopper_by_the_rules(work):
     if work is attentions:  # one instruction for all uses, whatever the tile
         assert all("wgmma" in x.ptx and " mma.sync" not in x.ptx for x in products)
         assert {x.options.get("PARTS") for x in found if x.name == "triton_attention"} == {True, False}
-        packed = {x for x in found if x.options.get("PAGED") is False or x.name == "triton_attention_dq"}
-        assert packed
-        assert by_tma == packed
+        tiles = {x for x in found if x.options.get("TMA")}
+        assert {x.name for x in tiles} == {f"triton_attention{end}" for end in ("", "_dq", "_dkv")}
+        assert by_tma == tiles
 
 
 def some():

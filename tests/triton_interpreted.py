@@ -319,6 +319,8 @@ EDGES = (
     ("_key_tile(v, start, kv_len,", "_key_tile(v, start, kv_len + 1,"),
     # dq does not read its last key
     ("_key_tile(k, start, length,", "_key_tile(k, start, length - 1,"),
+    # dk and dv read a row of the next sequence
+    ("load_ragged(grad, start, length,", "load_ragged(grad, start, length + 1,"),
 )
 
 
