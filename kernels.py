@@ -862,7 +862,7 @@ def triton_norm_rope_backward(
     block = tl.program_id(0)
     i = tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    for step in range(STEPS):
+    for step in tl.range(STEPS, num_stages=2 if cos is None else 1):  # heads have many programs, and no wait
         row = (block * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (row < R)[:, None] & (i < D)
         at = row.to(tl.int64)[:, None] * D
