@@ -830,14 +830,23 @@ def _rms(x, eps, D: constexpr):
 @triton.jit(do_not_specialize=["R"])
 def triton_norm_rope(
     x, weight, cos, sin, y, eps, x_n, R, H: constexpr, D: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    residual=None, sums=None,
 ):  # fmt: skip
-    """ROWS of the R rows, which are H for a token. No weight: no norm; no cos: no turn."""
+    """
+    ROWS of the R rows, which are H for a token. No weight: no norm; no cos: no turn. With a residual, which lies as x
+    does, x + residual takes x's place and goes to sums.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)[None, :]
     inside = (row < R)[:, None] & (i < D)
     at = (row // H).to(tl.int64) * x_n + row % H * D
     x += at[:, None]
     v = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        v += tl.load(residual + at[:, None] + i, mask=inside, other=0.0).to(tl.float32)
+        rounded = v.to(sums.dtype.element_ty)
+        tl.store(sums + at[:, None] + i, rounded, mask=inside)
+        v = rounded.to(tl.float32)
     if weight is not None:
         r = _rms(v, eps, D)
         v *= r
@@ -899,7 +908,7 @@ class NormRope(torch.autograd.Function):
     """x (N, H, D), whose tokens may be strided: normed with a weight (D,), turned with cos and sin (N, D / 2)."""
 
     @staticmethod
-    def forward(ctx, x, weight, cos, sin, eps):
+    def forward(ctx, x, weight, cos, sin, eps, **residual):
         N, H, D = x.shape
         x = x if x.stride()[1:] == (D, 1) else x.contiguous()
         weight, cos, sin = (y if y is None else y.contiguous() for y in (weight, cos, sin))
@@ -911,7 +920,7 @@ class NormRope(torch.autograd.Function):
         config = _norm_config(D)
         grid = (-(-R // config["ROWS"]),)
         args = x, weight, cos, sin, y, *ctx.tail
-        on_rows(triton_norm_rope, N, 100 * R * D, args, grid, config)
+        on_rows(triton_norm_rope, N, 100 * R * D, args, grid, config | residual)
         return y
 
     @staticmethod
@@ -947,11 +956,16 @@ def rms_norm(x, weight, eps, residual=None):
     """
     fits = weight.shape == x.shape[-1:] and (residual is None or residual.shape == x.shape)
     check(fits, "weight {} or residual does not fit x {}", weight, x)
-    s = x if residual is None else x + residual  # not in the kernel: the engine passes residuals, the trainer none
-    check_operands(x, weight, s)
-    rows = s.reshape(-1, 1, s.shape[-1])
-    y = _apply(NormRope, rows, weight, None, None, eps).view(s.shape)
-    return y if residual is None else (y, s)
+    check_operands(x, weight, x if residual is None else residual)
+    rows = x.reshape(-1, 1, x.shape[-1]).contiguous()
+    if residual is None:
+        return _apply(NormRope, rows, weight, None, None, eps).view(x.shape)
+    if use_triton(x) and not FLOAT32 and not torch.is_grad_enabled():  # an engine: one launch
+        s = _contiguous_like(x)
+        y = NormRope.forward(_NoGradient(), rows, weight, None, None, eps, residual=residual.contiguous(), sums=s)
+        return y.view(x.shape), s
+    s = x + residual
+    return rms_norm(s, weight, eps), s
 
 
 def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):

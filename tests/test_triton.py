@@ -36,6 +36,7 @@ A_WORD_OR_TWO = 16  # bytes that ptxas puts on the stack to reach a step of occu
 # Operations on floats whose results IEEE 754 leaves no choice in ..
 FOLLOWED = (
     r"(fma|add|sub|mul|div|sqrt)\.rn\.(f32|f32x2|f64)"
+    r"|add\.rn\.bf16(x2)?"
     r"|(max|min|neg|abs|selp|mov|setp\.\w+|redux\.sync\.max)(\.NaN)?\.(f32|f64|bf16)"
     r"|cvt\.(rn\.|rzi\.)?([fsu](8|16|32|64)|bf16|bf16x2)\.([fsu](8|16|32|64)|bf16)"
     r"|(ld|st)\..*"
@@ -239,6 +240,8 @@ def norms():
     for C in (128, 1024, 4096):
         back(kernels.rms_norm(leaf(70, C), leaf(C), 1e-6))
     back(kernels.rms_norm(leaf(70, C), empty(C), 1e-6))  # frozen
+    with torch.no_grad():
+        kernels.rms_norm(empty(70, C), empty(C), 1e-6, empty(70, C))
     angle = empty(7, 64, dtype=f32)
     for norms in ((leaf(128), leaf(128), 1e-6), ()):
         fused = empty(7, 48, 128)
