@@ -960,7 +960,8 @@ def rms_norm(x, weight, eps, residual=None):
     rows = x.reshape(-1, 1, x.shape[-1]).contiguous()
     if residual is None:
         return _apply(NormRope, rows, weight, None, None, eps).view(x.shape)
-    if use_triton(x) and not FLOAT32 and not torch.is_grad_enabled():  # an engine: one launch
+    grads = torch.is_grad_enabled() and any(y.requires_grad for y in (x, weight, residual))
+    if use_triton(x) and not FLOAT32 and not grads:  # an engine: one launch
         s = _contiguous_like(x)
         y = NormRope.forward(_NoGradient(), rows, weight, None, None, eps, residual=residual.contiguous(), sums=s)
         return y.view(x.shape), s

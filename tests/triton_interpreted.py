@@ -720,8 +720,6 @@ def test_a_norm_of_bfloat16_is_rounded_once_after_its_residual_was(shape):
     x, residual, weight, grad = normal(shape, shape, shape[-1:], shape, dtype=bf16)
     y, s = kernels.rms_norm(x, weight, 1e-6, residual)
     assert torch.equal(s, x + residual)
-    with torch.no_grad():  # in one launch
-        assert all_same(kernels.rms_norm(x, weight, 1e-6, residual), (y, s))
     ours = both_ways(norm, (s, weight), grad)
     right = both_ways(textbook_norm, doubles((s, weight)), grad)
     assert torch.equal(ours[0], y)
