@@ -871,6 +871,8 @@ def triton_norm_rope_backward(
     block = tl.program_id(0)
     i = tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    if weight is not None:
+        w = tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
     for step in tl.range(STEPS, num_stages=2 if cos is None else 1):  # heads have many programs, and no wait
         row = (block * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (row < R)[:, None] & (i < D)
@@ -887,7 +889,7 @@ def triton_norm_rope_backward(
             r = _rms(n, eps, D)
             n *= r
             acc += g * n
-            g *= tl.load(weight + i, mask=i < D, other=0.0).to(tl.float32)
+            g *= w
             g = r * (g - n * _mean_of(g * n, D))
         tl.store(dx + at + i, g.to(dx.dtype.element_ty), mask=inside)
     if dw is not None:
