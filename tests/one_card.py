@@ -43,6 +43,7 @@ SIZES += "head_dim={}"
 NARROW = f"""--warmup_sft_steps=4 --sft_batch=8 --prompts_per_step=2 --group_size=4 --max_steps=4 --checkpoint_every=0
     --eval_size=0 {SCORE} --scratch_args={SIZES.format(2, 64, 128, 2, 1, 64)}"""
 CHAT = "--max_steps=4 --eval_size=0 --checkpoint_every=0"
+FEW = f"--prompts_per_step=2 --group_size=4 --max_new_tokens=4 {SCORE}"
 
 
 class Run(NamedTuple):
@@ -79,6 +80,7 @@ RUNS = {  # trainers+engines
     "2+2_lag": Run(4, f"{LAG} --rollout_ranks=2", "lag"),
     "2+1_lora": Run(3, LORA, "lora"),
     "chat": Run(1, "", preset="smollm2"),
+    "chat_bfloat16": Run(1, f"--max_steps=1 --eval_size=0 --checkpoint_every=0 {FEW}", "docs/promise.md", "smollm2"),
     "chat_on_cpu": Run(1, f"{CHAT} --device=cpu", preset="smollm2"),
     "chat_float32": Run(1, f"{CHAT} --dtype=float32", "chat_on_cpu", "smollm2"),
     "2+1_chat": Run(3, "", "chat", "smollm2"),
@@ -89,7 +91,7 @@ OWN = {  # flags of a preset's runs, on a card and on a CPU
     ("small", "cuda"): f"{CAP} --scratch_args={SIZES.format(4, 256, 512, 4, 2, 64)}",
     ("small", "cpu"): "",
     ("smollm2", "cuda"): CAP,
-    ("smollm2", "cpu"): f"{CHAT} --prompts_per_step=2 --group_size=4 --max_new_tokens=4 {SCORE}",
+    ("smollm2", "cpu"): f"{CHAT} {FEW}",
 }
 SPEED = f"""--steps=6 --leaf_tokens=70000 --gradient_checkpointing=True
     --scratch_args={SIZES.format(28, 1024, 3072, 16, 8, 128)}""".split()
@@ -106,7 +108,7 @@ PHASES = [  # seconds on a card, the engines' start among them
     (75, "2+1"),
     (95, "4+4"),
     (75, "on_cpu float32 bfloat16"),
-    (150, "chat chat_on_cpu chat_float32"),
+    (150, "chat chat_bfloat16 chat_on_cpu chat_float32"),
     (80, "1+1_over_2 2+2_lag"),
     (75, "2_colocated 2+1_lora 4+1_resumed"),
     (150, "speed"),
@@ -199,7 +201,7 @@ def main():
     path = f"{ROOT}/tests/one_card:{os.environ.get('PYTHONPATH', '')}"
     os.environ.update(ENVIRONMENT, PYTHONPATH=path, NCCL_DEBUG_FILE=f"{args.out}/nccl.%p.log")
     on_cpu = args.device == "cpu"
-    wanted = {*args.only} or ({*RUNS} - {"bfloat16"} if on_cpu else {*RUNS, *OTHERS})
+    wanted = {*args.only} or ({*RUNS} - {"bfloat16", "chat_bfloat16"} if on_cpu else {*RUNS, *OTHERS})
     wanted |= {RUNS[name].like.lstrip("!") for name in wanted & {*RUNS}} & {*RUNS}
     end = time.monotonic() + (math.inf if on_cpu else args.seconds)
     for seconds, names in PHASES:
