@@ -959,16 +959,19 @@ def rms_norm(x, weight, eps, residual=None):
     fits = weight.shape == x.shape[-1:] and (residual is None or residual.shape == x.shape)
     check(fits, "weight {} or residual does not fit x {}", weight, x)
     check_operands(x, weight, x if residual is None else residual)
-    rows = x.reshape(-1, 1, x.shape[-1]).contiguous()
+    rows = -1, 1, x.shape[-1]
     if residual is None:
-        return _apply(NormRope, rows, weight, None, None, eps).view(x.shape)
+        return _apply(NormRope, x.reshape(rows), weight, None, None, eps).view(x.shape)
     grads = torch.is_grad_enabled() and any(y.requires_grad for y in (x, weight, residual))
     if use_triton(x) and not FLOAT32 and not grads:  # an engine: one launch
-        s = _contiguous_like(x)
-        y = NormRope.forward(_NoGradient(), rows, weight, None, None, eps, residual=residual.contiguous(), sums=s)
-        return y.view(x.shape), s
-    s = x + residual
-    return rms_norm(s, weight, eps), s
+        x = x.contiguous()
+        s = torch.empty_like(x)
+        sum_too = dict(residual=residual.contiguous(), sums=s)
+        y = NormRope.forward(_NoGradient(), x.view(rows), weight, None, None, eps, **sum_too)
+    else:
+        s = x + residual
+        y = _apply(NormRope, s.reshape(rows), weight, None, None, eps)
+    return y.view(x.shape), s
 
 
 def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
