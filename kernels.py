@@ -830,16 +830,17 @@ def _rms(x, eps, D: constexpr):
 @triton.jit(do_not_specialize=["R"])
 def triton_norm_rope(
     x, weight, cos, sin, y, eps, x_n, R, H: constexpr, D: constexpr, ROWS: constexpr, BLOCK: constexpr,
-    residual=None, sums=None,
+    residual=None, sums=None, places=None,
 ):  # fmt: skip
     """
     ROWS of the R rows, which are H for a token. No weight: no norm; no cos: no turn. With a residual, which lies as x
-    does, x + residual takes x's place and goes to sums.
+    does, x + residual takes x's place and goes to sums. places: the rows of y that the tokens' results go to.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)[None, :]
     inside = (row < R)[:, None] & (i < D)
-    at = (row // H).to(tl.int64) * x_n + row % H * D
+    token = (row // H).to(tl.int64)
+    at = token * x_n + row % H * D
     x += at[:, None]
     v = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -858,8 +859,25 @@ def triton_norm_rope(
             u *= r
             u *= tl.load(weight + other, mask=i < D, other=0.0).to(tl.float32)
         v = v * c + u * s
-    y += row.to(tl.int64)[:, None] * D
+    if places is not None:
+        token = tl.load(places + token, mask=row < R, other=0).to(tl.int64)
+    y += (token * H + row % H)[:, None] * D
     tl.store(y + i, v.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def triton_norm_rope_to_cache(
+    q, k, v, q_weight, k_weight, cos, sin, y, keys, values, places, eps, x_n, N,
+    H: constexpr, HK: constexpr, D: constexpr, ROWS: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    R = N * HK
+    if part == 0:
+        triton_norm_rope(q, q_weight, cos, sin, y, eps, x_n, N * H, H, D, ROWS, BLOCK)
+    elif part == 1:
+        triton_norm_rope(k, k_weight, cos, sin, keys, eps, x_n, R, HK, D, ROWS, BLOCK, places=places)
+    else:
+        triton_norm_rope(v, None, None, None, values, eps, x_n, R, HK, D, ROWS, BLOCK, places=places)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -993,6 +1011,26 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     q = _apply(NormRope, q, q_weight, cos, sin, eps)
     k = _apply(NormRope, k, k_weight, cos, sin, eps)
     return q, k
+
+
+def norm_rope_to_cache(q, k, v, cos, sin, keys, values, places, *norms, in_one=True):
+    """
+    q (N, H, D) of `norm_rope`, whose k, and v (N, HK, D), are written to the rows `places` (N,) of keys and values
+    (any, HK, D), contiguous. On a card in one launch, if in_one; q, k and v are parts of one product then.
+    """
+    if not use_triton(q) or FLOAT32 or not in_one:
+        q, keys[places] = norm_rope(q, k, cos, sin, *norms)
+        values[places] = v
+        return q
+    N, H, D = q.shape
+    HK = k.shape[1]
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    y = _contiguous_like(q)
+    config = _norm_config(D)
+    grid = -(-N * max(H, HK) // config["ROWS"]), 3
+    args = q, k, v, q_weight, k_weight, cos, sin, y, keys, values, places, eps, q.stride(0), N
+    _launch(triton_norm_rope_to_cache, grid, *args, H=H, HK=HK, D=D, **config)
+    return y
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -156,8 +156,8 @@ def test_a_decode_step_is_a_graph_that_asks_nothing_of_python(alone, mixture):
 
 # What an upgrade of SGLang adds to a graph is seen here.
 GRAPH = """aten::_to_copy aten::add.Tensor aten::add_.Tensor aten::copy_ aten::cumsum aten::embedding
-    aten::floor_divide aten::index_put_ aten::mul.Tensor aten::ones_like aten::zero_ triton_attention
-    triton_matmul_tma triton_norm_rope triton_rope_table triton_swiglu""".split()
+    aten::floor_divide aten::mul.Tensor aten::ones_like aten::zero_ triton_attention triton_matmul_tma triton_norm_rope
+    triton_norm_rope_to_cache triton_rope_table triton_swiglu""".split()
 OF_EXPERTS = (
     "aten::new_zeros triton_by_expert triton_choose triton_combine triton_expert_matmul triton_to_pairs".split()
 )

@@ -755,9 +755,18 @@ def test_a_turn_of_bfloat16_is_rounded_once_with_its_norm(normed, N, heads, kv_h
     turned = found[:2]
     nans = torch.full((N, 1, D), torch.nan, dtype=bf16)
     infs = torch.full((N, 2, D), torch.inf, dtype=bf16)
-    fused = torch.cat((nans, q, k, infs), 1)
-    _, *views, _ = fused.split([1, heads, kv_heads, 2], 1)
+    v = torch.randn_like(k)
+    fused = torch.cat((nans, q, k, v, infs), 1)
+    _, *views, v, _ = fused.split([1, heads, kv_heads, kv_heads, 2], 1)
     assert all_same(ours(*views, *weights), turned)
+    places = torch.randperm(N + 3)[:N]
+    of_one, of_several = (torch.zeros(2, N + 3, kv_heads, D, dtype=bf16) for _ in range(2))
+    for cache, in_one in ((of_one, True), (of_several, False)):
+        norms = (*weights, 1e-6) if normed else ()
+        q_there = kernels.norm_rope_to_cache(*views, v, cos, sin, *cache, places, *norms, in_one=in_one)
+        assert same(q_there, turned[0])
+    assert same(of_one, of_several)
+    assert all_same(of_one[:, places], (turned[1], v))
     if normed and N == 70:  # as if the norm were an operator of its own
         rounded = textbook_norm(q.double(), weights[0].double()).to(bf16)
         twice = textbook_rope(rounded.double(), cos, sin).to(bf16)

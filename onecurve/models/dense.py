@@ -358,7 +358,7 @@ def layer_in_engine(tp_split, in_one_call):
     layers' operators are, which a CPU's can be, else they are called one by one.
 
     log_softmax and softmax end in aten operators, which `kernels.enable_batch_invariant` replaces. Not replaced:
-    VocabParallelEmbedding and set_kv_buffer copy rows; the head's columns are put side by side.
+    VocabParallelEmbedding copies rows; the head's columns are put side by side.
     """
     from sglang.srt.distributed.parallel_state import get_tp_group
     from sglang.srt.model_executor.forward_context import get_attn_backend
@@ -374,10 +374,10 @@ def layer_in_engine(tp_split, in_one_call):
         qkv = linear(attention.qkv_proj, x).view(len(x), -1, attention.head_dim)
         q, k, v = qkv.split([attention.num_heads, attention.num_kv_heads, attention.num_kv_heads], 1)
         backend = get_attn_backend()
-        q, k = kernels.norm_rope(q, k, *backend.rope_table, *head_norms(attention))
-        cache = backend.token_to_kv_pool
-        cache.set_kv_buffer(attention.attn, batch.out_cache_loc, k, v)
-        y = kernels.attention(q, *cache.get_kv_buffer(attention.attn.layer_id), backend.plan, attention.attn.scaling)
+        cache = backend.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
+        to = *backend.rope_table, *cache, batch.out_cache_loc
+        q = kernels.norm_rope_to_cache(q, k, v, *to, *head_norms(attention))
+        y = kernels.attention(q, *cache, backend.plan, attention.attn.scaling)
         return row_parallel(attention.o_proj, y.flatten(1))
 
     def layer(self, positions, x, batch, residual, **_):

@@ -61,8 +61,7 @@ def patches(config, device, enable, inv_freq, lends):
         yield "distributed.bootstrap:_is_cpu_arm64", False
         yield "distributed.parallel_state:is_shm_available", lambda *_: False
     else:
-        # SGLang has nvcc compile these at the first steps. Keys and values are now written by two index_put of torch's
-        # a layer instead of one kernel, inside the graph of a decode step; both copy rows.
+        # SGLang has nvcc compile these at the first steps; the first is for its own layers, with batch_invariant=False
         yield "mem_cache.memory_pool:can_use_store_cache", lambda *_: False
         from sglang.srt.model_executor import forward_batch_info
 
@@ -327,6 +326,7 @@ def round_operators(bits):
 
     for name in ("linear", "rms_norm", "norm_rope", "swiglu", "moe", "attention"):
         setattr(kernels, name, rounded(getattr(kernels, name)))
+    kernels.norm_rope_to_cache = functools.partial(kernels.norm_rope_to_cache, in_one=False)
 
 
 def leave_nothing_open():
