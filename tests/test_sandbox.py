@@ -137,7 +137,7 @@ def test_an_attack_stays_inside_and_gets_out_without_the_sandbox(attack, trainer
 def test_a_program_has_threads_but_no_process_and_root_no_more(monkeypatch, settings):
     monkeypatch.setattr(sandbox, "MOST_MEMORY", 2**14)  # of addresses: each takes some for its stack and its heap
     count = "import threading, time\nn = 0\ntry:\n while n < 64:\n  "
-    count += "threading.Thread(target=time.sleep, args=(1,), daemon=True).start(); n += 1\nexcept RuntimeError: pass\n"
+    count += "threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); n += 1\nexcept RuntimeError: pass\n"
     run = run_program(count + "import os\nprint(os.getuid() != 0, n, os.getpid(), flush=True)\nos.fork()")
     assert run.output.split() == ["True", str(sandbox.THREADS - 1), "1"] and "not permitted" in run.errors
 
