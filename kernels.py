@@ -34,6 +34,7 @@ The operators; E is the engine, T the trainer:
     row_sums               sum x in float64                        the row's length                 T; sum, mean, std
     rms_norm               w x / sqrt(mean x^2 + eps)              the row's length                 E T
     rope_table, norm_rope  a head normed, turned by its position   the head's length                E T
+    norm_rope_to_cache     the same, k and v into a cache          the head's length                E
     swiglu                 silu(g) u                               no sum                           E T
     moe                    sum w_e mlp_e(x) of k experts           the slots of the token           E T of a mixture
     attention              softmax(scale q k^T) v                  the keys from position 0         E T
@@ -978,18 +979,29 @@ def rms_norm(x, weight, eps, residual=None):
     check(fits, "weight {} or residual does not fit x {}", weight, x)
     check_operands(x, weight, x if residual is None else residual)
     rows = -1, 1, x.shape[-1]
-    if residual is None:
-        return _apply(NormRope, x.reshape(rows), weight, None, None, eps).view(x.shape)
-    grads = torch.is_grad_enabled() and any(y.requires_grad for y in (x, weight, residual))
-    if use_triton(x) and not FLOAT32 and not grads:  # an engine: one launch
+    in_one = residual is not None and use_triton(x) and not FLOAT32  # an engine's: one launch
+    if in_one and not (torch.is_grad_enabled() and any(y.requires_grad for y in (x, weight, residual))):
         x = x.contiguous()
         s = torch.empty_like(x)
         sum_too = dict(residual=residual.contiguous(), sums=s)
         y = NormRope.forward(_NoGradient(), x.view(rows), weight, None, None, eps, **sum_too)
-    else:
-        s = x + residual
-        y = _apply(NormRope, s.reshape(rows), weight, None, None, eps)
-    return y.view(x.shape), s
+        return y.view(x.shape), s
+    s = x if residual is None else x + residual
+    y = _apply(NormRope, s.reshape(rows), weight, None, None, eps).view(s.shape)
+    return y if residual is None else (y, s)
+
+
+def _check_heads(q, k, cos, sin, *weights):
+    fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2]
+    fits = fits and q.shape[2] % 2 == 0
+    check(fits, "q {} and k {}: (N, heads, D) with an even D are needed", q, k)
+    N, _, D = q.shape
+    fits = all(x.dtype == torch.float32 and x.shape == (N, D // 2) for x in (cos, sin))
+    check(fits, "cos {} and sin {}: float32 ({}, {}) is needed", cos, sin, N, D // 2)
+    weights = [w for w in weights if w is not None]
+    fits = len(weights) != 1 and all(w.shape == (D,) for w in weights)
+    check(fits, "weights of {}: none, or two of q's head dim {}", [len(w) for w in weights], D)
+    check_operands(q, k, *weights)
 
 
 def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
@@ -998,16 +1010,7 @@ def norm_rope(q, k, cos, sin, q_weight=None, k_weight=None, eps=0.0):
     (N, D/2) float32 as `rope_table` gives them. All in float32, rounded once; new tensors; differentiable in q, k and
     the weights.
     """
-    fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2]
-    fits = fits and q.shape[2] % 2 == 0
-    check(fits, "q {} and k {}: (N, heads, D) with an even D are needed", q, k)
-    N, _, D = q.shape
-    fits = all(x.dtype == torch.float32 and x.shape == (N, D // 2) for x in (cos, sin))
-    check(fits, "cos {} and sin {}: float32 ({}, {}) is needed", cos, sin, N, D // 2)
-    weights = [w for w in (q_weight, k_weight) if w is not None]
-    fits = len(weights) != 1 and all(w.shape == (D,) for w in weights)
-    check(fits, "weights of {}: none, or two of q's head dim {}", [len(w) for w in weights], D)
-    check_operands(q, k, *weights)
+    _check_heads(q, k, cos, sin, q_weight, k_weight)
     q = _apply(NormRope, q, q_weight, cos, sin, eps)
     k = _apply(NormRope, k, k_weight, cos, sin, eps)
     return q, k
@@ -1022,9 +1025,13 @@ def norm_rope_to_cache(q, k, v, cos, sin, keys, values, places, *norms, in_one=T
         q, keys[places] = norm_rope(q, k, cos, sin, *norms)
         values[places] = v
         return q
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    _check_heads(q, k, cos, sin, q_weight, k_weight)
     N, H, D = q.shape
     HK = k.shape[1]
-    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    fits = v.shape == k.shape and q.stride() == k.stride() == v.stride() and q.stride()[1:] == (D, 1)
+    fits = fits and all(x.is_contiguous() and x.shape[1:] == k.shape[1:] for x in (keys, values))
+    check(fits, "v {} or a cache {} does not fit k {}", v, keys, k)
     y = _contiguous_like(q)
     config = _norm_config(D)
     grid = -(-N * max(H, HK) // config["ROWS"]), 3
@@ -1488,7 +1495,8 @@ def packed_plan(lengths, device=None, ids=None):
     and `row` has each token's.
     """
     lengths = torch.as_tensor(lengths)
-    most = max(lengths.tolist(), default=0)
+    each = lengths.tolist()
+    most = max(each, default=0)
 
     def there(x):
         return x.to(device or x.device, non_blocking=True).contiguous()  # as the Triton kernels read them
@@ -1498,7 +1506,7 @@ def packed_plan(lengths, device=None, ids=None):
         return Plan(lengths, lengths, most)
     nodes = {}  # a prefix tree, {(first token with the prefix before, id): the first with both}, as indices of `alike`
     alike = []  # of each token the first with its prefix
-    for tokens in ids.split(lengths.tolist()):
+    for tokens in ids.split(each):
         node = None
         for token in tokens.tolist():
             node = nodes.setdefault((node, token), len(alike))

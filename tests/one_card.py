@@ -80,7 +80,7 @@ RUNS = {  # trainers+engines
     "2+2_lag": Run(4, f"{LAG} --rollout_ranks=2", "lag"),
     "2+1_lora": Run(3, LORA, "lora"),
     "chat": Run(1, "", preset="smollm2"),
-    "chat_bfloat16": Run(1, f"--max_steps=1 --eval_size=0 --checkpoint_every=0 {FEW}", "docs/promise.md", "smollm2"),
+    "chat_bfloat16": Run(1, f"{CHAT} --max_steps=1 {FEW}", "docs/promise.md", "smollm2"),
     "chat_on_cpu": Run(1, f"{CHAT} --device=cpu", preset="smollm2"),
     "chat_float32": Run(1, f"{CHAT} --dtype=float32", "chat_on_cpu", "smollm2"),
     "2+1_chat": Run(3, "", "chat", "smollm2"),

@@ -64,6 +64,10 @@ def turns(k, dtype):
 
         for n in (2, 4):
             found += both_ways(turn, operands[:n], *grads)
+        parts = numbers(7, 8, D, dtype=dtype).split([4, 2, 2], 1)
+        cache = torch.zeros(2, 9, 2, D, dtype=dtype)
+        to = angle.cos(), angle.sin(), *cache, torch.tensor([8, 0, 3, 5, 1, 7, 2])
+        found += k.norm_rope_to_cache(*parts, *to, *operands[2:], 1e-6), cache
     return found
 
 
